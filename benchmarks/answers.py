@@ -158,9 +158,9 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def child_of(keeper: int | None) -> int:
-    """The server that a keeper started."""
-    (server,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+def child_of(subreaper: int | None) -> int:
+    """The server that a subreaper started."""
+    (server,) = Path(f"/proc/{subreaper}/task/{subreaper}/children").read_text().split()
     return int(server)
 
 

@@ -1,7 +1,7 @@
 """Makes a run folder of any size: episodes played with the scripted sampler, written by the writers of a run.
 
 128 episodes with tools are played once, through the rollout engine; every step then takes them again with logprobs,
-rewards, fates and ids of its own, and is written as a run writes it. By default 100,000 trajectories of about 1,650
+rewards, outcomes and ids of its own, and is written as a run writes it. By default 100,000 trajectories of about 1,650
 sampled tokens, 2 GB. Used by `benchmarks/viewer.py`; prints one JSON line when run by itself:
 
     python benchmarks/big_run.py FOLDER [--trajectories 100000]
@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Trajectory
 from verbatim.environments.tools import FunctionTool, ToolManager
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.jsonl import JsonlWriter
 from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 from verbatim.models.renderers import create_renderer
 from verbatim.models.trained_tokenizer import END_OF_TURN, build_tokenizer
 from verbatim.rollouts import MultiTurnRollout
@@ -69,7 +69,7 @@ class Written:
     steps: int
     sampled_tokens: int
     size: int
-    """Bytes of the fate files."""
+    """Bytes of the outcome files."""
 
 
 def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajectory]:
@@ -113,13 +113,13 @@ def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajector
     return rollout(conversations)
 
 
-def fates_of(step: int, played: Sequence[Trajectory], draw: np.random.Generator) -> list[Fate]:
-    """The fates of a step: the episodes with logprobs, rewards and ids of this step."""
+def outcomes_of(step: int, played: Sequence[Trajectory], draw: np.random.Generator) -> list[TrajectoryOutcome]:
+    """The outcomes of a step: the episodes with logprobs, rewards and ids of this step."""
     skill = 1 - math.exp(-step / 300)
-    return [_fate(step, place, each, skill, draw) for place, each in enumerate(played)]
+    return [_outcome(step, place, each, skill, draw) for place, each in enumerate(played)]
 
 
-def _fate(step: int, place: int, played: Trajectory, skill: float, draw: np.random.Generator) -> Fate:
+def _outcome(step: int, place: int, played: Trajectory, skill: float, draw: np.random.Generator) -> TrajectoryOutcome:
     group, sample = divmod(place, GROUP)
     turns, trainer, gradients = [], [], []
     advantage = float(draw.normal())
@@ -149,12 +149,12 @@ def _fate(step: int, place: int, played: Trajectory, skill: float, draw: np.rand
         truncated=bool(kind > 0.95),
     )
     if error:
-        return Fate.of_dropped(trajectory, "error")
+        return TrajectoryOutcome.of_dropped(trajectory, "error")
     if kind < 0.07:
-        return Fate.of_dropped(trajectory, "filter:repetition", ["repetition"])
+        return TrajectoryOutcome.of_dropped(trajectory, "filter:repetition", ["repetition"])
     if kind < 0.10:
-        return Fate.of_dropped(trajectory, "stale")
-    return Fate(
+        return TrajectoryOutcome.of_dropped(trajectory, "stale")
+    return TrajectoryOutcome(
         trajectory=trajectory,
         turns=("trained",) * len(turns),
         trainer_logprobs=tuple(trainer),
@@ -162,19 +162,19 @@ def _fate(step: int, place: int, played: Trajectory, skill: float, draw: np.rand
     )
 
 
-def metrics_of(step: int, fates: Sequence[Fate], draw: np.random.Generator) -> dict[str, Any]:
+def metrics_of(step: int, outcomes: Sequence[TrajectoryOutcome], draw: np.random.Generator) -> dict[str, Any]:
     """Metrics that follow from the trajectories, and as many others as a run has."""
-    rewards = [fate.trajectory.reward for fate in fates if fate.trajectory.reward is not None]
-    sampled = sum(fate.trajectory.num_sampled_tokens for fate in fates)
-    trained = sum(fate.num_trained_tokens for fate in fates)
+    rewards = [outcome.trajectory.reward for outcome in outcomes if outcome.trajectory.reward is not None]
+    sampled = sum(outcome.trajectory.num_sampled_tokens for outcome in outcomes)
+    trained = sum(outcome.num_trained_tokens for outcome in outcomes)
     mean = float(np.mean(rewards))
     return {
         "reward/mean": mean,
         "reward/std": float(np.std(rewards)),
         "success": mean,
-        "rollouts": len(fates),
-        "turns": float(np.mean([len(fate.turns) for fate in fates])),
-        "completion_tokens": sampled / len(fates),
+        "rollouts": len(outcomes),
+        "turns": float(np.mean([len(outcome.turns) for outcome in outcomes])),
+        "completion_tokens": sampled / len(outcomes),
         "entropy": 2 * math.exp(-step / 500),
         "grad_norm": float(draw.gamma(2)),
         "staleness/mean": 1.0,
@@ -194,24 +194,24 @@ def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 
     steps = max(1, trajectories // PER_STEP)
     (folder / "config.toml").write_text(f'name = "big"\nmax_steps = {steps}\nseed = {seed}\n[model]\nname = "model"\n')
     played = play(folder, count=PER_STEP, turns=turns, length=length)
-    files = FateFolder(folder / "trajectories")
+    files = OutcomeFolder(folder / "trajectories")
     metrics = MetricsLog(folder / "metrics.jsonl")
-    evaluated = FateFolder(folder / "evaluations")
+    evaluated = OutcomeFolder(folder / "evaluations")
     tokens = 0
     for step in range(1, steps + 1):
-        fates = fates_of(step, played, draw)
-        files.write(step, fates)
-        found = metrics_of(step, fates, draw)
+        outcomes = outcomes_of(step, played, draw)
+        files.write(step, outcomes)
+        found = metrics_of(step, outcomes, draw)
         metrics.on_step(step, found)
-        tokens += sum(fate.trajectory.num_sampled_tokens for fate in fates)
+        tokens += sum(outcome.trajectory.num_sampled_tokens for outcome in outcomes)
         if step % _EVAL_EVERY == 0:
             evaluated.write(
                 step,
                 [
-                    Fate.of_evaluated(
-                        fate.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}")
+                    TrajectoryOutcome.of_evaluated(
+                        outcome.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}")
                     )
-                    for place, fate in enumerate(fates[:_EVAL_EPISODES])
+                    for place, outcome in enumerate(outcomes[:_EVAL_EPISODES])
                 ],
             )
             share = {name: found[name] for name in ("success", "reward/mean", "reward/std")}

@@ -23,7 +23,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1] / "tests" / "models" / "renderers"
 sys.path.insert(0, str(TESTS))
 
-from random_dialogues import Tally, byte_tokenizer, check  # noqa: E402
+from random_dialogues import CampaignCounts, byte_tokenizer, check  # noqa: E402
 
 from verbatim.core.errors import ModelError  # noqa: E402
 from verbatim.models.renderers import create_renderer  # noqa: E402
@@ -31,14 +31,14 @@ from verbatim.models.renderers import create_renderer  # noqa: E402
 COUNTS = ("turns", "bridged", "broken")
 
 
-def campaign(name: str, template: str, seeds: range) -> Tally:
+def campaign(name: str, template: str, seeds: range) -> CampaignCounts:
     """Many dialogues for one template."""
     tokenizer = byte_tokenizer(template)
     renderer = create_renderer("template", tokenizer)
-    tally = Tally(name)
+    counts = CampaignCounts(name)
     for seed in seeds:
-        check(renderer, tokenizer, tally, seed)
-    return tally
+        check(renderer, tokenizer, counts, seed)
+    return counts
 
 
 def document(folder: Path, results: Sequence[Path]) -> str:
@@ -91,7 +91,7 @@ def main() -> None:
             continue
         started = time.perf_counter()
         try:
-            tally = campaign(file.stem, file.read_text(encoding="utf-8"), seeds)
+            counts = campaign(file.stem, file.read_text(encoding="utf-8"), seeds)
         except ModelError as error:
             print(json.dumps({"template": file.stem, "error": str(error)}), flush=True)
             continue
@@ -99,14 +99,14 @@ def main() -> None:
             json.dumps(
                 {
                     "template": file.stem,
-                    "dialogues": tally.num_dialogues,
-                    "turns": tally.tried,
-                    "broken": tally.broken,
-                    "refused": tally.refused,
-                    "bridged": tally.bridged,
-                    "wrong": len(tally.wrong),
-                    "first_wrong": tally.wrong[:3],
-                    "differs": tally.differs,
+                    "dialogues": counts.num_dialogues,
+                    "turns": counts.tried,
+                    "broken": counts.broken,
+                    "refused": counts.refused,
+                    "bridged": counts.bridged,
+                    "wrong": len(counts.wrong),
+                    "first_wrong": counts.wrong[:3],
+                    "differs": counts.differs,
                     "seconds": round(time.perf_counter() - started, 1),
                 }
             ),

@@ -10,9 +10,9 @@ import numpy as np
 from cluster_workload import CALLS, FILL, Script, Workload, stand_in
 from cluster_world import World
 from verbatim.core.types import Example, Ids, Int32, Message, ToolCall
-from verbatim.environments.base import Episode
-from verbatim.environments.tools.base import ToolResult
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.environments.environment import Episode
+from verbatim.environments.tools.tool import ToolResult
+from verbatim.models.renderers.renderer import ParsedResponse
 
 
 class SimulatedTool:

@@ -69,7 +69,7 @@ def figures(simulation: Simulation, memory_used: int) -> dict[str, Any]:
         "in_flight": _mean(notes.in_flight[measured]),
         "cache_hits": hits / max(1, queries),
         "deaths": simulation.world.num_deaths,
-        "resent": simulation.pool._roster.counts.resent,
+        "resent": simulation.pool._supervisor.counts.resent,
         "messages": dict(simulation.world.messages),
         "lag_p99": lags[int(0.99 * (len(lags) - 1))],
         "lag_max": lags[-1],

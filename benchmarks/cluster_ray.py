@@ -20,7 +20,7 @@ from typing import Any
 
 from remote_rollouts import Bench
 from verbatim.inference import Completion, SampleRequest
-from verbatim.inference.base import Watch
+from verbatim.inference.sampler import Watch
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeRunner, GroupRun, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RunnerInputs

@@ -16,9 +16,9 @@ from cluster_workload import CALLS, CONTEXT, ENDS, FILL, SCALE, VOCAB, stand_in
 from cluster_world import World
 from verbatim.core.errors import SamplerFault
 from verbatim.core.types import Float32, Int32, StopReason
-from verbatim.inference.base import Completion, SampleRequest
-from verbatim.inference.cut_off import cut_off
-from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.cancelled import cancelled
+from verbatim.inference.pool.replica import ReplicaLoad
+from verbatim.inference.sampler import Completion, SampleRequest
 
 
 class _Running:
@@ -75,7 +75,7 @@ class Server:
             await running.done
         except asyncio.CancelledError:
             with loop.uncharged:
-                raise cut_off(self._tell(round(self._leave(running) / SCALE))) from None
+                raise cancelled(self._tell(round(self._leave(running) / SCALE))) from None
         with loop.uncharged:
             if world.rng.random() < world.faults.request:
                 raise SamplerFault(f"{self.name}: 500", num_tokens=self._tell(stand_in(length)))

@@ -25,10 +25,10 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.run.orchestrator.assemble import GroupRules
-from verbatim.run.orchestrator.base import RunSchedule
-from verbatim.run.orchestrator.collector import seldom_collected
 from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.gc_policy import seldom_collected
 from verbatim.run.orchestrator.loop import Orchestrator
+from verbatim.run.orchestrator.schedule import RunSchedule
 
 WIRE = {"generate": 160e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
 """Processor seconds that the HTTP client takes for a message: of a turn, to write a request with 2,048 ids and to read
@@ -100,7 +100,7 @@ class Notes:
         self.in_flight: list[int] = []
         """Episodes under way, at the end of each step."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Any]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[Any]) -> None:
         simulation = self._simulation
         self.metrics.append({name: value for name, value in metrics.items() if not name.startswith("replica/")})
         self.in_flight.append(len(simulation.world.scripts))

@@ -7,8 +7,8 @@ words as tokens need. Parts, in the order of a step:
 - `order`: the message to the trainer, as a file of the exchange. `read` is the trainer's side: reading it, and every
   array of every sample.
 - `metrics`: what is said of the rollouts.
-- `report`: the logprob and the derivative that came back for each trained token, put to the fates.
-- `log`: the step's file of fates.
+- `report`: the logprob and the derivative that came back for each trained token, put to the outcomes.
+- `log`: the step's file of outcomes.
 
 Processor time is that of this process, all its threads, and of processes that it started. `total` leaves out `read`.
 `longest_hold` is the longest time in seconds for which a thread that looks at the clock each millisecond could not run:
@@ -37,7 +37,7 @@ from verbatim.algorithms.credit import ADVANTAGES, assign_advantages
 from verbatim.algorithms.filters import FILTERS, apply_filters
 from verbatim.core.records.trained_tokens import TrainedTokens
 from verbatim.core.types import Group
-from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.outcomes.files import OutcomeFolder
 from verbatim.rollouts import Recorder
 from verbatim.run.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group, rollout_metrics
 from verbatim.run.orchestrator.step_metrics import _with_tokens
@@ -172,10 +172,10 @@ def run(num_episodes: int, tokens: int) -> dict[str, Any]:
             logprobs=-rng.exponential(0.5, trained).astype(np.float32),
             gradients=rng.normal(0, 1, trained).astype(np.float32),
         )
-        fates = [fate for group in batch for fate in group.fates]
-        fates = meter.measure("report", lambda: _with_tokens(fates, samples, said))
-        files = FateFolder(Path(name) / "fates")
-        meter.measure("log", lambda: files.write(8, fates))
+        outcomes = [outcome for group in batch for outcome in group.outcomes]
+        outcomes = meter.measure("report", lambda: _with_tokens(outcomes, samples, said))
+        files = OutcomeFolder(Path(name) / "outcomes")
+        meter.measure("log", lambda: files.write(8, outcomes))
         log_bytes = files.files[8].size
     parts["total"] = sum(parts.values()) - parts["read"]
     return {

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from run.orchestrator.faulty_runs import Tally, faulty_run, tiny_model
+from run.orchestrator.faulty_runs import CampaignCounts, faulty_run, tiny_model
 from run.orchestrator.virtual_runs import on_virtual_time
 
 EMBEDDED_EVERY = 5
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    model, began, total = tiny_model(), time.perf_counter(), Tally()
+    model, began, total = tiny_model(), time.perf_counter(), CampaignCounts()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.runs):
             engine = model if seed % EMBEDDED_EVERY == 0 else None
@@ -55,7 +55,7 @@ def main() -> None:
                 "tokens_drawn": total.drawn,
                 "tokens_outside_the_ledger": total.outside,
                 "after_the_checkpoint_gone_on_from": total.rolled_back,
-                "fates": dict(total.fates.most_common()),
+                "outcomes": dict(total.outcomes.most_common()),
                 "ends": dict(total.ends.most_common()),
                 "failed_episodes": dict(total.errors.most_common()),
                 "seconds": round(time.perf_counter() - began, 1),

@@ -23,19 +23,19 @@ from pathlib import Path
 import rich.console
 
 from verbatim import Trajectory, Turn
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors import Alarm, AlarmLog, Console, MetricsLog, Monitor, Monitors, RunInfo
 from verbatim.logs.monitors.metric_table import METRICS
 
 ROLLOUTS, NAMES = 128, [metric.name for metric in METRICS if "{" not in metric.name][:90]
 
 
-def fates_of(step: int) -> list[Fate]:
+def outcomes_of(step: int) -> list[TrajectoryOutcome]:
     """The rollouts of one step: two turns, a conversation of some two thousand characters."""
     messages = tuple({"role": role, "content": "word " * 100} for role in ("system", "user", "assistant", "tool"))
     turn = Turn(prompt_ids=list(range(50)), completion_ids=list(range(40)))
     return [
-        Fate(
+        TrajectoryOutcome(
             trajectory=Trajectory(
                 example_id=str(n),
                 trajectory_id=f"{step}-{n}",
@@ -72,7 +72,7 @@ def measure(make: Callable[[], Monitor], steps: int, seconds: float) -> dict[str
     """Milliseconds: the median wait of a step, processor time for each, and the wait for the end."""
     metrics = {name: number / 7 for number, name in enumerate(NAMES)}
     distributions = {f"distribution/{name}": [n / 3 for n in range(ROLLOUTS)] for name in "abcde"}
-    fates = fates_of(1)
+    outcomes = outcomes_of(1)
     told, waits = Monitors([make()]), []
     told.on_start({})
     time.sleep(10 * seconds)  # the thread has loaded its package
@@ -80,7 +80,7 @@ def measure(make: Callable[[], Monitor], steps: int, seconds: float) -> dict[str
     for step in range(1, steps + 1):
         began = time.perf_counter()
         told.on_step(step, metrics, distributions)
-        told.on_trajectories(step, fates)
+        told.on_trajectories(step, outcomes)
         if step % 20 == 0:
             told.on_eval(step, "game", metrics)
         waits.append(time.perf_counter() - began)

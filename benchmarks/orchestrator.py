@@ -36,11 +36,11 @@ import numpy as np
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.core.trajectories import Ledger
 from verbatim.core.types import Example, Ids, Int32, Message, StopReason, ToolCall, Trajectory
-from verbatim.environments.base import Episode
+from verbatim.environments.environment import Episode
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.tools import FunctionTool, ToolManager, ToolResult
 from verbatim.inference import Completion, SampleRequest, SamplingParams
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 
@@ -248,7 +248,7 @@ async def play(name: str, load: Load) -> Mapping[str, Any]:
     lags.clear()
     stack = contextlib.ExitStack()
     with contextlib.suppress(ImportError):  # an older version has none
-        from verbatim.run.orchestrator.collector import seldom_collected, spot_checks
+        from verbatim.run.orchestrator.gc_policy import seldom_collected, spot_checks
 
         stack.enter_context(seldom_collected())
         stack.callback(asyncio.create_task(spot_checks()).cancel)

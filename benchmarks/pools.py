@@ -17,10 +17,10 @@ from demo_runs import finish, run_options, train_metrics, verbatim, warm_started
 from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 UNEVEN = '''
-from verbatim.environments.guess_number import Game, GuessNumber
+from verbatim.environments.guess_number import GuessNumber, GuessNumberEpisode
 
 
-class UnevenGame(Game):
+class UnevenGame(GuessNumberEpisode):
     async def score(self, trajectory):
         kind = self.secret % 3
         return float(self.found) if kind == 0 else float(kind == 1)

@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from verbatim.core.types import Ids, Int32, Message, StopReason, ToolCall
 from verbatim.environments.tools import FunctionTool, ToolManager
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
-from verbatim.inference.base import Watch
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.inference.sampler import Watch
+from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.rollouts import AgentLoop, EpisodeLimits, MultiTurnRollout, Recorder, derive_seed
 
 STEP = 0.004

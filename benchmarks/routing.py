@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from verbatim.inference.pool.routing import Place, Router
+from verbatim.inference.pool.routing import Admission, Router
 
 PREFILL = 20_000.0
 """Prompt tokens that a replica computes in a second."""
@@ -73,13 +73,13 @@ class Routing:
         for replica in self.alive:
             self.router.add(replica)
 
-    def take(self, session: str, prompt: int) -> tuple[int, Place | None]:
+    def take(self, session: str, prompt: int) -> tuple[int, Admission | None]:
         """The replica for a request."""
         place = self.router.take(session, prompt)
         assert place is not None
         return place.replica, place
 
-    def leave(self, place: Place | None) -> None:
+    def leave(self, place: Admission | None) -> None:
         """A request has ended."""
         if place is not None:
             self.router.leave(place)
@@ -98,7 +98,7 @@ class Perfect(Routing):
         self.homes: dict[str, int] = {}
         self.counts = [0] * replicas
 
-    def take(self, session: str, prompt: int) -> tuple[int, Place | None]:
+    def take(self, session: str, prompt: int) -> tuple[int, Admission | None]:
         home = self.homes.get(session)
         if home not in self.alive:
             home = self.homes[session] = min(self.alive, key=lambda replica: self.counts[replica])
@@ -110,7 +110,7 @@ class Perfect(Routing):
 class Hash(Routing):
     """By a hash of the session."""
 
-    def take(self, session: str, prompt: int) -> tuple[int, Place | None]:
+    def take(self, session: str, prompt: int) -> tuple[int, Admission | None]:
         return self.alive[zlib.crc32(session.encode()) % len(self.alive)], None
 
 
@@ -121,7 +121,7 @@ class InTurn(Routing):
         super().__init__(replicas)
         self.numbers = itertools.count()
 
-    def take(self, session: str, prompt: int) -> tuple[int, Place | None]:
+    def take(self, session: str, prompt: int) -> tuple[int, Admission | None]:
         return self.alive[next(self.numbers) % len(self.alive)], None
 
 
@@ -179,7 +179,7 @@ class Simulation:
         began = self.now
         self._after(seconds, lambda: self._end(episode, replica, place, began))
 
-    def _end(self, episode: Episode, replica: int, place: Place | None, began: float) -> None:
+    def _end(self, episode: Episode, replica: int, place: Admission | None, began: float) -> None:
         self.routing.leave(place)
         self._running[replica] -= 1
         if replica not in self.routing.alive:  # it was lost meanwhile
@@ -237,7 +237,7 @@ def time_of_a_choice(replicas: int, requests: int = 20_000) -> float:
     router, rng = Router(most_running=256), random.Random(0)
     for replica in range(replicas):
         router.add(replica)
-    places: list[Place] = []
+    places: list[Admission] = []
     began = time.perf_counter()
     for number in range(requests):
         place = router.take(f"{number % 4096}/main", rng.randint(100, 4000))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from verbatim.core.types import ToolCall
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.models.renderers.renderer import ParsedResponse
 
 ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
 END, CALL, CALL_END = 260, 261, 262

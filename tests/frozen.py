@@ -1,6 +1,6 @@
 """What exists before a test is left out of the garbage collections that it asks for.
 
-A run begins with a look through everything that there is (`verbatim.run.orchestrator.collector`). In a process that
+A run begins with a look through everything that there is (`verbatim.run.orchestrator.gc_policy`). In a process that
 holds the whole suite that takes longer than a tiny run.
 """
 

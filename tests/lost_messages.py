@@ -170,7 +170,7 @@ def end_of_answer(renderer: Any) -> int:
 def sampler_for(renderer: Any) -> ScriptedSampler:
     """Says "ok" to every prompt."""
     said = np.array([*renderer.tokenizer.encode("ok"), end_of_answer(renderer)], np.int32)
-    vocab_size = len(renderer.tokenizer.unguarded)
+    vocab_size = len(renderer.tokenizer.unescaped)
     return ScriptedSampler(script=lambda _: said, vocab_size=vocab_size, context_length=100_000)
 
 

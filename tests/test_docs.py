@@ -26,14 +26,14 @@ from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.http.server import serve_sampler
+from verbatim.inference.sampler import SampleRequest
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inspection.envcheck import CheckSettings, check_environment
 from verbatim.logs.monitors.alarms import StepFigures
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.run.alarms import make_watch
-from verbatim.run.parts import make_loss
+from verbatim.run.build import make_loss
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
 
@@ -228,19 +228,19 @@ def test_the_plug_ins_are_accepted_with_the_tables_beside_them(place: Path):
         '[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n' + plug_ins()
     )
     config = load_config("run.toml", tables=component_tables())
-    assert config.trainer.loss.knobs == {"clip_eps": 0.2}
+    assert config.trainer.loss.parameters == {"clip_eps": 0.2}
     assert config.orchestrator.advantage.custom_path == "my_advantages.normalized_advantage"
-    assert config.orchestrator.filters[0].knobs == {"limit": 6, "action": "monitor"}
+    assert config.orchestrator.filters[0].parameters == {"limit": 6, "action": "monitor"}
 
 
 @pytest.mark.parametrize(
     ("override", "explained"),
     [
-        (["--trainer.loss.clip_esp", "0.1"], 'unknown knob "clip_esp"; did you mean "clip_eps"?'),
+        (["--trainer.loss.clip_esp", "0.1"], 'unknown parameter "clip_esp"; did you mean "clip_eps"?'),
         (["--orchestrator.filters.0.limit", "six"], 'limit: found "six"'),
     ],
 )
-def test_a_misspelt_knob_of_a_plug_in_fails_when_the_configuration_is_loaded(
+def test_a_misspelt_parameter_of_a_plug_in_fails_when_the_configuration_is_loaded(
     place: Path, capsys, override: list[str], explained: str
 ):
     (place / "run.toml").write_text(
@@ -319,7 +319,7 @@ def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place:
     )
     config = load_config("run.toml", tables=component_tables())
     loss = make_loss(config)
-    assert (loss.level, loss.normalizer, loss.knobs) == ("token", "tokens", {"scale": 2.0})
+    assert (loss.level, loss.normalizer, loss.parameters) == ("token", "tokens", {"scale": 2.0})
     with contextlib.redirect_stdout(None):
         assert main(["rl", "run.toml", "--run-dir", "run"]) == 0
     steps = [line["metrics"] for line in train_lines(place / "run")]
@@ -331,7 +331,7 @@ def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place:
 
 
 @pytest.mark.slow
-def test_a_loss_with_a_knob_for_a_reference_has_one(place: Path, tmp_path_factory):
+def test_a_loss_with_a_parameter_for_a_reference_has_one(place: Path, tmp_path_factory):
     model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
     (place / "run.toml").write_text(
         TOML.format(model=model) + 'import_path = "lots.Lots"\n[trainer.loss]\ntype = "my_reference_losses.HELD"\n'

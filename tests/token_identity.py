@@ -23,9 +23,9 @@ from unittest import mock
 import numpy as np
 
 from verbatim import Trajectory, build_samples
-from verbatim.inference.base import Completion
+from verbatim.inference.sampler import Completion
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.loop import Answer, Prompt
+from verbatim.rollouts.loop import Prompt, SampledAnswer
 from verbatim.rollouts.recorder import Recorder
 
 
@@ -62,8 +62,8 @@ def watched() -> Iterator[Watch]:
     read, record, make_prompt, close = AgentLoop._read, AgentLoop._record, AgentLoop._conversation, Recorder.close
     amend = Recorder.amend
     replied = AgentLoop._replied
-    completions: dict[Answer, Completion] = {}
-    cut: set[Answer] = set()
+    completions: dict[SampledAnswer, Completion] = {}
+    cut: set[SampledAnswer] = set()
 
     def prompt_again(loop: AgentLoop, prompt: Prompt) -> Any:
         made = make_prompt(loop, prompt)
@@ -80,7 +80,7 @@ def watched() -> Iterator[Watch]:
         watch.expect(same, f"{prompt.agent}: the prompt, made again from what was recorded, has other ids")
         return made
 
-    def read_and_keep(loop: AgentLoop, completion: Completion, *how: Any) -> Answer:
+    def read_and_keep(loop: AgentLoop, completion: Completion, *how: Any) -> SampledAnswer:
         answer = read(loop, completion, *how)
         completions[answer] = completion
         text = loop.renderer.decode(completion.ids)
@@ -88,7 +88,7 @@ def watched() -> Iterator[Watch]:
             cut.add(answer)  # its message ends before the stop string
         return answer
 
-    def reply_and_keep(loop: AgentLoop, reply: Any, completion: Completion, *how: Any) -> Answer:
+    def reply_and_keep(loop: AgentLoop, reply: Any, completion: Completion, *how: Any) -> SampledAnswer:
         answer = replied(loop, reply, completion, *how)
         size = len(reply.ids)
         watch.expect(np.array_equal(reply.ids, completion.ids[:size]), "a reply has other ids than its completion")
@@ -102,7 +102,7 @@ def watched() -> Iterator[Watch]:
             cut.add(answer)  # its message is not what its ids say
         return answer
 
-    def record_again(loop: AgentLoop, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+    def record_again(loop: AgentLoop, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         index = record(loop, answer, prompt, state_key)
         completion = completions.pop(answer)
         stream = streams.setdefault(loop.recorder, [])

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from docs_site.markdown import cell, code, table
 from verbatim.config.backends import schema_with_backends
-from verbatim.config.knobs import is_made_of_knobs
+from verbatim.config.parameters import is_made_of_parameters
 from verbatim.config.schema import ComponentConfig
 from verbatim.core.imports import import_object
 from verbatim.run.tables import component_tables
@@ -172,21 +172,21 @@ def _sentence(doc: str | None) -> str:
 
 
 def _components(path: str, kind: str, title: str, link: str) -> str:
-    """The built-in components of a table, with their knobs."""
+    """The built-in components of a table, with their parameters."""
     rows = []
     for name, entry in getattr(component_tables(), kind).items():
         target = import_object(entry) if isinstance(entry, str) else entry
-        rows.append([code(f'"{name}"'), ", ".join(code(knob) for knob in _knobs(target)) or "none"])
+        rows.append([code(f'"{name}"'), ", ".join(code(parameter) for parameter in _parameters(target)) or "none"])
     page = link.partition(".")[0].capitalize()
     about = f"Values of `type` in `[{path}]`, and the keys that each has there. [{page}]({link}) says what they do."
     return f"## {title}\n\n{about}\n\n{table(['type', 'keys and defaults'], rows)}\n"
 
 
-def _knobs(target: Any) -> list[str]:
+def _parameters(target: Any) -> list[str]:
     function = target if inspect.isclass(target) or inspect.isfunction(target) else target.function
     parameters = list(inspect.signature(function).parameters.values())
-    own = parameters if is_made_of_knobs(target) else parameters[1:]
-    set_here = dict(getattr(target, "knobs", {})) if not inspect.isclass(target) else {}
+    own = parameters if is_made_of_parameters(target) else parameters[1:]
+    set_here = dict(getattr(target, "parameters", {})) if not inspect.isclass(target) else {}
     found = []
     for p in own:
         default = set_here.get(p.name, p.default)

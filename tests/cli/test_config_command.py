@@ -43,10 +43,10 @@ def test_the_resolved_configuration_is_printed_as_toml(file: Path, capsys):
     assert printed["orchestrator"]["train"]["env"][0]["id"] == "guess_number"
 
 
-def test_a_misspelt_knob_of_a_built_in_is_refused_with_its_line(file: Path, text: str, capsys):
+def test_a_misspelt_parameter_of_a_built_in_is_refused_with_its_line(file: Path, text: str, capsys):
     file.write_text(text + "[trainer.loss]\nkl_tao = 0.1\n")
     assert main(["config", str(file)]) == 2
-    message = f'error: {file}:6: trainer.loss.kl_tao: unknown knob "kl_tao"; did you mean "kl_tau"?'
+    message = f'error: {file}:6: trainer.loss.kl_tao: unknown parameter "kl_tao"; did you mean "kl_tau"?'
     assert capsys.readouterr().err.startswith(message)
 
 

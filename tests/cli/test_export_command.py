@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from verbatim.cli.main import main
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Trajectory, Turn
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.trajectory_log import read_trajectories
+from verbatim.logs.outcomes.files import OutcomeFolder
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    files = FateFolder(tmp_path / "run" / "trajectories")
+    files = OutcomeFolder(tmp_path / "run" / "trajectories")
     for step in (1, 2, 3):
         turn = Turn(prompt_ids=[1, 2], completion_ids=[step], logprobs=[-0.5])
         trajectory = Trajectory(example_id="x", trajectory_id=f"t{step}", turns=(turn,), reward=1.0)
-        files.write(step, [Fate(trajectory=trajectory, turns=("trained",))])
+        files.write(step, [TrajectoryOutcome(trajectory=trajectory, turns=("trained",))])
     return tmp_path / "run"
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from verbatim.cli.rollout_results import Job, ResultFile
+from verbatim.cli.rollout_results import ResultFile, RolloutJob
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Trajectory, Turn
 
-JOB = Job(task="1", sample=0, digest="d", conversation={})
+JOB = RolloutJob(task="1", sample=0, digest="d", conversation={})
 
 
 def write_one(path: Path, args: dict[str, Any]) -> None:

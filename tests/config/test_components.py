@@ -1,4 +1,4 @@
-"""A component's name and knobs are checked against its own signature."""
+"""A component's name and parameters are checked against its own signature."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def needy(inputs: Any, *, target: int) -> int:
     return target
 
 
-def open_ended(inputs: Any, **knobs: Any) -> dict[str, Any]:
-    return knobs
+def open_ended(inputs: Any, **parameters: Any) -> dict[str, Any]:
+    return parameters
 
 
 class Unknown:
@@ -57,7 +57,7 @@ class Rule:
 class Record:
     function: Callable[..., Any]
     level: str = "token"
-    knobs: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 TABLE = {
@@ -70,17 +70,17 @@ TABLE = {
 }
 
 
-def resolved(kind: str, **knobs: Any) -> Any:
-    return resolve(ComponentConfig(type=kind, **knobs), TABLE, what="loss", where="trainer.loss")
+def resolved(kind: str, **parameters: Any) -> Any:
+    return resolve(ComponentConfig(type=kind, **parameters), TABLE, what="loss", where="trainer.loss")
 
 
-def error_of(kind: str, **knobs: Any) -> str:
+def error_of(kind: str, **parameters: Any) -> str:
     with pytest.raises(ComponentError) as caught:
-        resolved(kind, **knobs)
+        resolved(kind, **parameters)
     return str(caught.value)
 
 
-def test_a_function_gets_its_knobs():
+def test_a_function_gets_its_parameters():
     assert resolved("scaled", scale=2.5)(2) == 5.0
 
 
@@ -97,14 +97,14 @@ def test_a_class_becomes_an_instance():
     assert resolved("rule", threshold=0.25) == Rule(threshold=0.25)
 
 
-def test_a_record_keeps_its_level_and_gets_its_knobs():
+def test_a_record_keeps_its_level_and_gets_its_parameters():
     assert resolved("record", window=5) == Record(scaled, "chunk", {"window": 5})
 
 
-def test_a_knob_that_a_record_sets_need_not_be_given():
-    table = {"set": Record(needy, knobs={"target": 3}), "bare": Record(needy)}
+def test_a_parameter_that_a_record_sets_need_not_be_given():
+    table = {"set": Record(needy, parameters={"target": 3}), "bare": Record(needy)}
     found = resolve(ComponentConfig(type="set"), table, what="loss", where="trainer.loss")
-    assert found == Record(needy, knobs={"target": 3})
+    assert found == Record(needy, parameters={"target": 3})
     with pytest.raises(ComponentError, match=r"trainer\.loss\.target: missing"):
         resolve(ComponentConfig(type="bare"), table, what="loss", where="trainer.loss")
 
@@ -117,18 +117,19 @@ def test_an_unknown_name_lists_the_names_and_the_nearest():
     )
 
 
-def test_an_unknown_knob_lists_the_knobs_and_the_nearest():
+def test_an_unknown_parameter_lists_the_parameters_and_the_nearest():
     assert error_of("scaled", scal=1) == (
-        'trainer.loss.scal: unknown knob "scal"; did you mean "scale"? The knobs of loss scaled: scale, window, mode'
+        'trainer.loss.scal: unknown parameter "scal"; did you mean "scale"? '
+        "The parameters of loss scaled: scale, window, mode"
     )
 
 
-def test_the_data_parameter_is_no_knob():
-    assert 'unknown knob "inputs"' in error_of("scaled", inputs=1)
+def test_the_data_parameter_is_no_parameter():
+    assert 'unknown parameter "inputs"' in error_of("scaled", inputs=1)
 
 
 @pytest.mark.parametrize(
-    ("knob", "value", "expected"),
+    ("parameter", "value", "expected"),
     [
         ("window", "5", 'found "5", expected a valid integer'),
         ("window", True, "found true, expected a valid integer"),
@@ -136,15 +137,18 @@ def test_the_data_parameter_is_no_knob():
         ("mode", "max", "found \"max\", expected 'sum' or 'mean'"),
     ],
 )
-def test_a_knob_of_the_wrong_type_is_refused(knob: str, value: Any, expected: str):
-    assert error_of("scaled", **{knob: value}) == f"trainer.loss.{knob}: {expected} for this knob of loss scaled"
+def test_a_parameter_of_the_wrong_type_is_refused(parameter: str, value: Any, expected: str):
+    assert (
+        error_of("scaled", **{parameter: value})
+        == f"trainer.loss.{parameter}: {expected} for this parameter of loss scaled"
+    )
 
 
-def test_a_missing_knob_is_named():
-    assert error_of("needy") == "trainer.loss.target: missing: loss needy needs this knob"
+def test_a_missing_parameter_is_named():
+    assert error_of("needy") == "trainer.loss.target: missing: loss needy needs this parameter"
 
 
-def test_all_wrong_knobs_are_named_at_once():
+def test_all_wrong_parameters_are_named_at_once():
     assert error_of("scaled", window="5", bogus=1).count("trainer.loss.") == 2
 
 
@@ -152,12 +156,12 @@ def test_a_function_of_any_keywords_takes_any():
     assert resolved("open", a=1)(None) == {"a": 1}
 
 
-@pytest.mark.parametrize("knob", ["weights", "path"])
-def test_a_knob_whose_type_cannot_be_checked_is_passed_on_as_it_is(knob: str):
-    assert resolved("odd", **{knob: [1]}).keywords == {knob: [1]}
+@pytest.mark.parametrize("parameter", ["weights", "path"])
+def test_a_parameter_whose_type_cannot_be_checked_is_passed_on_as_it_is(parameter: str):
+    assert resolved("odd", **{parameter: [1]}).keywords == {parameter: [1]}
 
 
-def test_a_class_that_refuses_its_knobs_is_named():
+def test_a_class_that_refuses_its_parameters_is_named():
     assert error_of("rule", threshold=-1.0) == (
         "trainer.loss: loss Rule refuses {'threshold': -1.0}: threshold = -1.0, expected at least 0"
     )
@@ -217,8 +221,8 @@ def test_a_module_that_raises_is_named_with_the_line():
 
 
 @pytest.mark.usefixtures("here")
-def test_custom_knobs_are_named_inside_kwargs():
-    with pytest.raises(ComponentError, match=r'^trainer.loss.kwargs.bta: unknown knob "bta"; did you mean "beta"'):
+def test_custom_parameters_are_named_inside_kwargs():
+    with pytest.raises(ComponentError, match=r'^trainer.loss.kwargs.bta: unknown parameter "bta"; did you mean "beta"'):
         resolve(custom("my_losses.plain", bta=1), {}, what="loss", where="trainer.loss")
 
 
@@ -271,18 +275,18 @@ def problems_of(tmp_path: Path, text: str, *overrides: str) -> str:
 
 def test_a_file_whose_components_exist_is_loaded(tmp_path: Path):
     (tmp_path / "run.toml").write_text(FILE)
-    assert load_config(tmp_path / "run.toml", tables=TABLES).trainer.loss.knobs == {"window": 4}
+    assert load_config(tmp_path / "run.toml", tables=TABLES).trainer.loss.parameters == {"window": 4}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("window = 4", "windw = 4", 'FILE:12: trainer.loss.windw: unknown knob "windw"; did you mean "window"?'),
+        ("window = 4", "windw = 4", 'FILE:12: trainer.loss.windw: unknown parameter "windw"; did you mean "window"?'),
         ('id = "game"', 'id = "gme"', "FILE:9: orchestrator.train.env.0.id: there is no environment 'gme'"),
         (
             'id = "game"',
             'id = "game"\nargs = { thresold = 1 }',
-            'FILE:10: orchestrator.train.env.0.args.thresold: unknown knob "thresold"; did you mean "threshold"?',
+            'FILE:10: orchestrator.train.env.0.args.thresold: unknown parameter "thresold"; did you mean "threshold"?',
         ),
         (
             '"scaled"\nfilters',
@@ -342,7 +346,7 @@ TEACHER = '[orchestrator.teacher]\nmodel = "t"\nbase_url = "http://127.0.0.1:1/v
             " expected a number above 0, or a teacher to follow instead: an [orchestrator.teacher] table and "
             "trainer.loss.window = 1.0",
         ),
-        ('type = "default"\nscale = 0.0', "rl", "", None),  # its record does not say that this knob weighs rewards
+        ('type = "default"\nscale = 0.0', "rl", "", None),  # its record does not say that this parameter weighs rewards
         ('type = "follow"', "opd", TEACHER, None),
         ("", "opd", TEACHER, None),
         ('type = "follow"', "rl", TEACHER, 'trainer.loss.type: found "follow" and training_mode = "rl"'),
@@ -376,7 +380,7 @@ def test_a_table_of_monitor_is_a_component_by_its_key(tmp_path: Path):
     (tmp_path / "run.toml").write_text(FILE + MONITOR + 'import_path = "os.path.join"\n')
     monitor = load_config(tmp_path / "run.toml").monitor
     assert not monitor.save_trajectories
-    assert {name: (m.type, m.knobs) for name, m in monitor.components.items()} == {
+    assert {name: (m.type, m.parameters) for name, m in monitor.components.items()} == {
         "scaled": ("scaled", {"scale": 2.0}),
         "own": ("custom", {}),
     }
@@ -386,7 +390,7 @@ def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text(FILE)
     config = load_config(file, ["--monitor.scaled.window", "5", "--monitor.open.tags", '["a"]'], TABLES)
-    assert config.monitor.components["scaled"].knobs == {"window": 5}
+    assert config.monitor.components["scaled"].parameters == {"window": 5}
     file.write_text(dump_config(config))
     assert load_config(file, tables=TABLES) == config
     assert load_config(file, ["--monitor.scaled", "null"], TABLES).monitor.components.keys() == {"open"}
@@ -398,7 +402,7 @@ def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
         ("[monitor.scald]\n", "FILE:13: monitor.scald: there is no monitor 'scald'; did you mean \"scaled\"?"),
         (
             "[monitor.scaled]\nwindw = 4\n",
-            'FILE:14: monitor.scaled.windw: unknown knob "windw"; did you mean "window"?',
+            'FILE:14: monitor.scaled.windw: unknown parameter "windw"; did you mean "window"?',
         ),
         (
             "[monitor]\nsave_trajectory = true\n",
@@ -406,7 +410,7 @@ def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
             '[monitor]; did you mean "save_trajectories"?',
         ),
         ("[monitor]\nscaled = true\n", "FILE:14: monitor.scaled: found true (a boolean), expected a table"),
-        ("monitor = 3\n", "FILE:13: trainer.loss.monitor: unknown knob"),
+        ("monitor = 3\n", "FILE:13: trainer.loss.monitor: unknown parameter"),
     ],
 )
 def test_a_wrong_monitor_is_named_with_file_and_line(tmp_path: Path, toml: str, expected: str):
@@ -438,7 +442,7 @@ def test_an_alarm_is_set_switched_off_or_imported_by_its_key(tmp_path: Path):
         '[monitor.alarms.mine]\ntype = "os.path.join"\n'
     )
     config = load_config(file, tables=ALARM_TABLES)
-    assert {name: (a.type, a.enabled, a.knobs) for name, a in config.monitor.alarms.components.items()} == {
+    assert {name: (a.type, a.enabled, a.parameters) for name, a in config.monitor.alarms.components.items()} == {
         "rule": ("rule", False, {}),
         "scaled": ("scaled", True, {"window": 9}),
         "mine": ("os.path.join", True, {}),
@@ -458,7 +462,7 @@ def test_an_alarm_is_set_switched_off_or_imported_by_its_key(tmp_path: Path):
         ),
         (
             "[monitor.alarms.scaled]\nwindw = 4\n",
-            'FILE:14: monitor.alarms.scaled.windw: unknown knob "windw"; did you mean "window"?',
+            'FILE:14: monitor.alarms.scaled.windw: unknown parameter "windw"; did you mean "window"?',
         ),
         ("[monitor.alarms]\nrule = 3\n", "FILE:14: monitor.alarms.rule: found 3 (an integer), expected a table"),
         (

@@ -69,7 +69,7 @@ def test_every_answer_names_what_there_is():
 
 
 def ours() -> set[str]:
-    """Every key and every table of ours, and the knobs of all losses and advantages."""
+    """Every key and every table of ours, and the parameters of all losses and advantages."""
     tables = component_tables()
     schema, _ = schema_with_backends({"inference": {"backend": "vllm"}}, tables)
     found = {key for key, _ in keys(schema)}

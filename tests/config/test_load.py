@@ -315,7 +315,7 @@ def test_the_printed_configuration_reads_back_equal(file: Path, tmp_path: Path):
     printed = tmp_path / "printed.toml"
     printed.write_text(dump_config(config))
     assert load_config(printed) == config
-    assert load_config(printed).trainer.loss.knobs == {"delta": float("inf")}
+    assert load_config(printed).trainer.loss.parameters == {"delta": float("inf")}
 
 
 def test_every_optional_key_has_no_value_by_default():

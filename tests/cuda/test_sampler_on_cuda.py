@@ -6,11 +6,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

@@ -13,7 +13,7 @@ from verbatim.config.schema import LoraConfig, TrainerConfig
 from verbatim.trainer import device_batch
 from verbatim.trainer.trainer import Trainer
 
-KL = dataclasses.replace(LOSSES["default"], knobs={"kl_ref_tau": 0.5})
+KL = dataclasses.replace(LOSSES["default"], parameters={"kl_ref_tau": 0.5})
 
 
 def make_trainer(folder, *, loss="default", frozen=None, **config):

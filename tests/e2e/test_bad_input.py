@@ -64,13 +64,13 @@ class Faulty:
 
 # Its tool raises at every other call; every call is counted. Rewards follow the seed, so that every group trains.
 BROKEN_TOOL = """
-from verbatim.environments.guess_number import Game, GuessNumber
+from verbatim.environments.guess_number import GuessNumber, GuessNumberEpisode
 from verbatim.environments.tools import FunctionTool
 
 calls = raised = 0
 
 
-class BrokenGame(Game):
+class BrokenGame(GuessNumberEpisode):
     def __init__(self, rules, secret, seed):
         super().__init__(rules, secret)
         self.tools = (FunctionTool(self.guess, description="", inline=True),)

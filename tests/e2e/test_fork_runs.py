@@ -24,8 +24,8 @@ from verbatim.cli.exit_status import INTERRUPTED
 from verbatim.cli.main import main
 from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import find_checkpoint, find_damage, read_json, read_origin
-from verbatim.logs.fates.files import files_in
 from verbatim.logs.monitors.trajectory_log import read_evaluated
+from verbatim.logs.outcomes.files import files_in
 from verbatim.run import fork as forking
 from verbatim.run.training_run import TrainingRun
 from waiting import HANGS
@@ -233,7 +233,7 @@ def killed(place: Path, whole: Path) -> dict[str, Path]:
         return function
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("_link_fates", "write_origin", "_write_checkpoints", "write_changed_state"):
+        for name in ("_link_outcomes", "write_origin", "_write_checkpoints", "write_changed_state"):
             patched.setattr(forking, name, watched(name))
         left["never"] = begun(place, f"{whole}@{AT}", "dying")
     return left
@@ -251,7 +251,7 @@ def content(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "moment", ["before _link_fates", "after write_origin", "before _write_checkpoints", "after write_changed_state"]
+    "moment", ["before _link_outcomes", "after write_origin", "before _write_checkpoints", "after write_changed_state"]
 )
 def test_a_fork_that_was_killed_while_it_was_made_is_made_again(place: Path, whole: Path, killed, moment: str):
     run, before = killed[moment], snapshot(whole)
@@ -288,10 +288,10 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
     shutil.copytree(whole, broken, symlinks=True)
     state = broken / f"checkpoints/step_{AT:06d}"
     (state / "trainer/optimizer.safetensors").write_bytes(b"no state")
-    from verbatim.logs.checkpoints import seal
+    from verbatim.logs.checkpoints import write_manifest
 
     manifest = read_json(state / "manifest.json")
-    seal(state, {"step": AT, "logs": manifest["logs"]})
+    write_manifest(state, {"step": AT, "logs": manifest["logs"]})
     assert main(["rl", "--fork", f"{broken}@{AT}", "--run-dir", "taken-back"]) == 2
     assert sorted(path.name for path in (place / "taken-back").iterdir() if path.suffix != ".lock") == [
         "logs",
@@ -353,9 +353,9 @@ def test_groups_in_flight_of_examples_that_are_gone_are_named(place: Path, whole
         {"index": 98, "env": "spoken.Spoken", "example_id": "lot-77"},
     ]
     (folder / "orchestrator.json").write_text(json.dumps(state))
-    from verbatim.logs.checkpoints import seal
+    from verbatim.logs.checkpoints import write_manifest
 
-    seal(folder, {"step": AT, "logs": read_json(folder / "manifest.json")["logs"]})
+    write_manifest(folder, {"step": AT, "logs": read_json(folder / "manifest.json")["logs"]})
     assert main(["rl", "--fork", f"held@{AT}", "--run-dir", "refused"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "2 groups that were in flight at step 3" in said

@@ -36,12 +36,12 @@ class Fatal(Lots):
 
     async def start(self, example, seed):
         self.started += 1
-        plan = Path("fate.json")
+        plan = Path("outcome.json")
         if plan.exists() and json.loads(plan.read_text())["episode"] == self.started:
-            fate = json.loads(plan.read_text())
+            outcome = json.loads(plan.read_text())
             plan.unlink()
-            log = (Path(fate["run"]) / "logs" / "trainer-rank-1.log").read_text()
-            os.kill(int(re.findall(r"started \\(process (\\d+)\\)", log)[-1]), fate["signal"])
+            log = (Path(outcome["run"]) / "logs" / "trainer-rank-1.log").read_text()
+            os.kill(int(re.findall(r"started \\(process (\\d+)\\)", log)[-1]), outcome["signal"])
         return await super().start(example, seed)
 '''
 
@@ -130,7 +130,7 @@ def test_guess_number_is_warm_started_and_trained_by_two_processes(place, sequen
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_on_one_process_and_on_two(place):
-    (place / "fate.json").write_text('{"run": "killed", "episode": 20, "signal": 9}')  # in the third batch
+    (place / "outcome.json").write_text('{"run": "killed", "episode": 20, "signal": 9}')  # in the third batch
     status, said = verbatim("rl", "run.toml", "--run-dir", "killed")
     assert status == 1
     said = " ".join(said.split())

@@ -39,7 +39,7 @@ from waiting import HANGS, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
-# What happens when is written in fate.json: {"run": ..., "episode": 9, "strike": ["trainer", "me"], "signal": 9}.
+# What happens when is written in outcome.json: {"run": ..., "episode": 9, "strike": ["trainer", "me"], "signal": 9}.
 FATAL = '''
 import asyncio
 import json
@@ -70,14 +70,14 @@ class Fatal(Lots):
 
     async def start(self, example, seed):
         self.started += 1
-        plan = Path("fate.json")
+        plan = Path("outcome.json")
         if plan.exists():
-            fate = json.loads(plan.read_text())
-            if fate["episode"] == self.started:
+            outcome = json.loads(plan.read_text())
+            if outcome["episode"] == self.started:
                 plan.unlink()
-                for victim in fate["strike"]:
-                    beat = next(Path(fate["run"]).glob("exchange/*/trainer.json"))
-                    os.kill(os.getpid() if victim == "me" else json.loads(beat.read_text())["pid"], fate["signal"])
+                for victim in outcome["strike"]:
+                    beat = next(Path(outcome["run"]).glob("exchange/*/trainer.json"))
+                    os.kill(os.getpid() if victim == "me" else json.loads(beat.read_text())["pid"], outcome["signal"])
         while self.started > 24 and Path("hold").exists():
             await asyncio.sleep(0.01)
         return await super().start(example, seed)
@@ -171,9 +171,9 @@ def end_of(run: Path) -> None:
     wait_until(lambda: processes_of(run) == [])
 
 
-def fate(run: Path, episode: int, *strike: str, number: int = signal.SIGKILL) -> None:
+def outcome(run: Path, episode: int, *strike: str, number: int = signal.SIGKILL) -> None:
     plan = {"run": str(run), "episode": episode, "strike": strike, "signal": int(number)}
-    Path("fate.json").write_text(json.dumps(plan))
+    Path("outcome.json").write_text(json.dumps(plan))
 
 
 def final_weights(run: Path) -> bytes:
@@ -217,26 +217,26 @@ def survivor(place: Path, unstopped: Path) -> tuple[Path, dict[str, tuple[int, s
         running.wait()
         end_of(run)
 
-    fate(run, chance.randint(2, 8), "me", number=signal.SIGINT)
+    outcome(run, chance.randint(2, 8), "me", number=signal.SIGINT)
     said["ctrl-c"] = typed(*again)
     end_of(run)
 
-    fate(run, chance.randint(2, 16), "me")
+    outcome(run, chance.randint(2, 16), "me")
     with process(*again) as running:
         assert running.wait(timeout=HANGS) == -signal.SIGKILL
         end_of(run)
 
-    fate(run, chance.randint(2, 16), "trainer")
+    outcome(run, chance.randint(2, 16), "trainer")
     said["trainer"] = typed(*again)
     end_of(run)
 
-    fate(run, chance.randint(2, 16), "trainer", "me")
+    outcome(run, chance.randint(2, 16), "trainer", "me")
     with process(*again) as running:
         assert running.wait(timeout=HANGS) == -signal.SIGKILL
         end_of(run)
 
     said["finished"] = typed(*again)
-    assert not Path("fate.json").exists()
+    assert not Path("outcome.json").exists()
     return run, said
 
 
@@ -267,10 +267,10 @@ def test_ctrl_c_ends_both_processes_with_a_checkpoint(survivor):
 def test_an_overlapping_run_that_was_killed_trains_every_step_and_group_once(place: Path):
     run, chance = place / "overlapping", random.Random(21)
     arguments = ["rl", "overlapping.toml", "--run-dir", run]
-    fate(run, chance.randint(20, 28), "trainer")
+    outcome(run, chance.randint(20, 28), "trainer")
     assert typed(*arguments)[0] == 1
     end_of(run)
-    fate(run, chance.randint(2, 16), "me")
+    outcome(run, chance.randint(2, 16), "me")
     with process(*arguments, "--resume") as running:
         assert running.wait(timeout=HANGS) == -signal.SIGKILL
         end_of(run)
@@ -295,12 +295,12 @@ class Patient(trainer_process.PeerWatch):
 
     def fault(self) -> str | None:
         found = super().fault()
-        return None if Path("fate.json").exists() else found
+        return None if Path("outcome.json").exists() else found
 
 
 def test_a_frozen_trainer_is_named_and_ended(place: Path, unstopped: Path, monkeypatch):
     run = place / "frozen"
-    fate(run, 12, "trainer", number=signal.SIGSTOP)
+    outcome(run, 12, "trainer", number=signal.SIGSTOP)
     monkeypatch.setattr(trainer_process, "PeerWatch", Patient)
     status, text = typed("rl", "run.toml", "--run-dir", run)
     assert status == 1
@@ -417,7 +417,7 @@ def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_
         assert status == 2
         assert "the other process of the run" in text
         assert "seed: 0 -> 1" in text
-        fate(run, 3, "me", number=signal.SIGINT)
+        outcome(run, 3, "me", number=signal.SIGINT)
         assert typed("orchestrator", *resumed)[0] == 130
         assert "Traceback" not in trainer.communicate(timeout=HANGS)[0]
     assert trainer.returncode == 0

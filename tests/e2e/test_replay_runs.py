@@ -16,7 +16,7 @@ from stored_runs import FORKABLE_STEPS, forkable_place, tiny_toml
 from verbatim.cli.main import main
 from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import read_json
-from verbatim.logs.fates.files import FateFolder, files_in, read_fates
+from verbatim.logs.outcomes.files import OutcomeFolder, files_in, read_outcomes
 from verbatim.run.replay import replay
 
 pytestmark = pytest.mark.slow
@@ -96,8 +96,8 @@ def test_credit_filters_and_lengths_are_applied_to_the_batch_again(run: Path):
     assert same.changes and same.is_exact
     other = replay(run, 5, ["--orchestrator.advantage.type", "rloo"])
     assert other.logprobs.num_compared == same.num_tokens and other.gradients.num_different > 0
-    fates = [fate for _, fate in read_fates(files_in(run / "trajectories")[5])]
-    shortest = min(turn.path.length for fate in fates for turn in fate.trajectory.turns)
+    outcomes = [outcome for _, outcome in read_outcomes(files_in(run / "trajectories")[5])]
+    shortest = min(turn.path.length for outcome in outcomes for turn in outcome.trajectory.turns)
     none = replay(run, 5, ["--orchestrator.seq-len", str(shortest - 1)])
     assert (none.num_tokens, none.logprobs.num_only_stored) == (0, same.num_tokens)
     assert not none.is_same and none.weights.num_different > 0
@@ -107,16 +107,16 @@ def test_a_change_on_the_disk_is_found_in_its_trajectory_and_token(place: Path, 
     """One stored logprob of the trainer, one advantage."""
     other = copied(place, run, "other")
     path = files_in(other / "trajectories")[5]
-    fates = [fate for _, fate in read_fates(path)]
-    marked = next(i for i, fate in enumerate(fates) if fate.num_trained_tokens)
-    said = [None if array is None else array.copy() for array in fates[marked].trainer_logprobs]
+    outcomes = [outcome for _, outcome in read_outcomes(path)]
+    marked = next(i for i, outcome in enumerate(outcomes) if outcome.num_trained_tokens)
+    said = [None if array is None else array.copy() for array in outcomes[marked].trainer_logprobs]
     said[0][3] += np.float32(0.5)
     import dataclasses
 
-    fates[marked] = dataclasses.replace(fates[marked], trainer_logprobs=tuple(said))
-    FateFolder(other / "trajectories").write(5, fates)
+    outcomes[marked] = dataclasses.replace(outcomes[marked], trainer_logprobs=tuple(said))
+    OutcomeFolder(other / "trajectories").write(5, outcomes)
     found = replay(other, 5)
-    trajectory = fates[marked].trajectory
+    trajectory = outcomes[marked].trajectory
     assert (found.logprobs.num_different, found.logprobs.trajectory_id) == (1, trajectory.trajectory_id)
     assert (found.logprobs.turn, found.logprobs.position) == (0, 3)
     assert found.logprobs.token_id == trajectory.turns[0].completion_ids[3]
@@ -133,13 +133,13 @@ def test_one_row_in_another_place_is_no_other_step_but_other_weights_are(place: 
     weights = other / "checkpoints/step_000004/weights/model.safetensors"
     from safetensors.numpy import load_file, save_file
 
-    from verbatim.logs.checkpoints import seal
+    from verbatim.logs.checkpoints import write_manifest
 
     tensors = load_file(weights)
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name] * np.float32(1.5)
     save_file(tensors, weights, metadata={"format": "pt"})
-    seal(weights.parents[1], {"step": 4})
+    write_manifest(weights.parents[1], {"step": 4})
     found = replay(other, 5)
     assert found.logprobs.num_different > 10 and not found.is_same
     assert found.weights.parameter is not None and found.weights.largest > 1e-3
@@ -173,9 +173,9 @@ def test_a_damaged_checkpoint_is_not_begun_at(place: Path, run: Path):
 def test_a_file_that_has_not_all_of_the_batch_is_refused(place: Path, run: Path):
     other = copied(place, run, "part")
     path = files_in(other / "trajectories")[5]
-    fates = [fate for _, fate in read_fates(path)]
-    FateFolder(other / "trajectories").write(5, fates[:4])
-    trained = sum(fate.num_trained_tokens for fate in fates)
+    outcomes = [outcome for _, outcome in read_outcomes(path)]
+    OutcomeFolder(other / "trajectories").write(5, outcomes[:4])
+    trained = sum(outcome.num_trained_tokens for outcome in outcomes)
     with pytest.raises(UsageError, match=rf"has \d+ of the {trained} tokens that step 5 trained: .*trajectory_share"):
         replay(other, 5)
 
@@ -279,7 +279,9 @@ def test_steps_of_other_runs_replay_too(place: Path, kind: str):
         assert half.logprobs.num_different > 0  # those of the second optimizer step
         assert half.metrics["num_optimizer_steps"].stored == 2 and half.metrics["trained_tokens"].is_exact
     else:
-        fates = [fate for _, fate in read_fates(files_in(run / "trajectories")[2]) if fate.num_trained_tokens]
-        assert all(len(fate.teacher_logprobs[0]) == fate.num_trained_tokens for fate in fates)
+        outcomes = [
+            outcome for _, outcome in read_outcomes(files_in(run / "trajectories")[2]) if outcome.num_trained_tokens
+        ]
+        assert all(len(outcome.teacher_logprobs[0]) == outcome.num_trained_tokens for outcome in outcomes)
         assert "ref_kl" in found.metrics
     assert snapshot(run) == before

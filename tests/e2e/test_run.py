@@ -37,8 +37,8 @@ from verbatim.cli.exit_status import NOTHING_TRAINED
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.logs.checkpoints import read_json
-from verbatim.logs.fates.files import read_fates
 from verbatim.logs.monitors.trajectory_log import read_trajectories
+from verbatim.logs.outcomes.files import read_outcomes
 from verbatim.run.tables import component_tables
 from waiting import HANGS, wait_until
 
@@ -176,20 +176,22 @@ def test_the_ledger_agrees_with_the_trajectories_in_the_file(finished: Finished)
     assert last["ledger/pending"] == 0
 
 
-def test_the_fate_of_every_token_is_in_the_files_with_what_the_trainer_said_of_it(finished: Finished):
+def test_the_outcome_of_every_token_is_in_the_files_with_what_the_trainer_said_of_it(finished: Finished):
     """The mismatch KL, mean(w - log w - 1) with w = exp(trainer - sampler), is worked out again from the files."""
-    kept = list(read_fates(finished.folder / "trajectories"))
+    kept = list(read_outcomes(finished.folder / "trajectories"))
     totals: Counter[str] = Counter()
-    for _, fate in kept:
-        totals.update(fate.num_tokens)
+    for _, outcome in kept:
+        totals.update(outcome.num_tokens)
     assert totals.pop("trained") == train_lines(finished.folder)[-1]["metrics"]["ledger/trained"]
     assert set(totals) <= {"filter:zero_advantage"}
     for line in train_lines(finished.folder):
         turns = [
             found
-            for step, fate in kept
-            if step == line["step"] and fate.trainer_logprobs
-            for found in zip(fate.turns, fate.trajectory.turns, fate.trainer_logprobs, fate.gradients, strict=True)
+            for step, outcome in kept
+            if step == line["step"] and outcome.trainer_logprobs
+            for found in zip(
+                outcome.turns, outcome.trajectory.turns, outcome.trainer_logprobs, outcome.gradients, strict=True
+            )
         ]
         assert all((logprobs is None) == (name != "trained") for name, _, logprobs, _ in turns)
         trained = [(turn.logprobs, logprobs) for name, turn, logprobs, _ in turns if name == "trained"]

@@ -50,7 +50,7 @@ class Lots:
 '''
 
 DEMONSTRATED = '''
-from verbatim.environments.base import Demonstration
+from verbatim.environments.environment import Demonstration
 
 class Shown(Lots):
     """Lots with conversations to begin with."""

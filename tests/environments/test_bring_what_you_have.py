@@ -24,7 +24,7 @@ from verbatim.environments import GymnasiumStyle, SingleTurn, ToolClass, tool_ca
 from verbatim.environments.resolve import create_environment, examples_of
 from verbatim.environments.tools.signature import read_signature
 from verbatim.inspection.envcheck import CheckSettings, check_environment
-from verbatim.inspection.envcheck.play import Stage
+from verbatim.inspection.envcheck.play import CheckedEnvironment
 from verbatim.inspection.envcheck.players import WrittenPlayer
 from verbatim.rollouts import EpisodeLimits
 from waiting import HANGS
@@ -53,7 +53,7 @@ def play(environment: Any, said: Sequence[Message], *, index: int = 0, split: st
     """One episode in which the model says these messages."""
     example = examples_of(environment, "it", split)[index]
     limits = EpisodeLimits(max_turns=8, timeout=2 * HANGS, tool_timeout=HANGS)
-    stage = Stage(name="it", environment=environment, limits=limits)
+    stage = CheckedEnvironment(name="it", environment=environment, limits=limits)
     (played,) = asyncio.run(stage.play("written", [lambda seed: WrittenPlayer(said)], example))
     return played.trajectory
 
@@ -138,7 +138,7 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
         ("Silent", {}, "says nothing of a reward; expected a method get_reward() or an attribute reward"),
         ("NoTools", {}, "no examples and no start; expected an environment"),
         ("Untyped", {}, "Untyped: tool Untyped.look: parameter at has no type; write for example `at: str`"),
-        ("Vault", {"data": CODES, "limits": 3}, 'unknown knob "limits"'),
+        ("Vault", {"data": CODES, "limits": 3}, 'unknown parameter "limits"'),
         ("Vault", {"data": CODES, "reward": "environments.brought.exact"}, "exact needs answer; fields of the data: c"),
         ("Vault", {"data": CODES, "args": {"limit": 1}}, "args: write its arguments beside the others"),
         ("HotCold", {"environment": "x"}, "environment: the environment is the one that is named already"),
@@ -267,7 +267,7 @@ def test_a_hugging_face_data_set_is_taken_as_an_object_and_as_a_folder(tmp_path:
         ({}, "missing: environment"),
         ({"data": []}, "data: found an empty list, expected a list of rows"),
         ({"data": 3}, "data: found 3 (int), expected a list of rows"),
-        ({"data": SUMS, "prompts": "x"}, 'unknown knob "prompts"; did you mean "prompt"?'),
+        ({"data": SUMS, "prompts": "x"}, 'unknown parameter "prompts"; did you mean "prompt"?'),
         (
             {"data": [{"question": "?", "answer": "4"}]},
             "rows have no field 'prompt' and no messages; they have question, answer; name the one that holds the "

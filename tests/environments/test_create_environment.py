@@ -38,7 +38,7 @@ def module(tmp_path, monkeypatch):
             def examples(self, split): return []
             async def start(self, example, seed): return Episode()
 
-        def make(**knobs): return Good(**knobs)
+        def make(**parameters): return Good(**parameters)
         def nothing(): return None
 
         class Half:
@@ -98,7 +98,7 @@ def test_a_module_in_the_current_directory(module):
         ("elsewhere.Good", {}, "run the command in the folder that holds elsewhere, or install it"),
         ("my_typo.X", {}, r"importing my_typo failed: SyntaxError: .*my_typo.py:2: def f\(:\)"),
         ("my_exit.X", {}, r"importing my_exit failed: SystemExit: 3 \(.*my_exit.py:1\)"),
-        ("my_tasks.Good", {"siez": 1}, 'siez: unknown knob "siez".*"size".*size, files, mode'),
+        ("my_tasks.Good", {"siez": 1}, 'siez: unknown parameter "siez".*"size".*size, files, mode'),
         ("my_tasks.Good", {"size": "many"}, 'size: found "many", expected a valid integer'),
         ("my_tasks.Good", {"size": -1}, r"made with .*, raised RuntimeError: too small .*my_tasks.py:\d+"),
         ("my_tasks.Needs", {}, "path: missing"),

@@ -15,7 +15,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, StopReason, ToolCall, Trajectory
 from verbatim.environments import Demonstrates, Environment
 from verbatim.environments.resolve import create_environment
-from verbatim.environments.terminal import NAMES, NUMBERS, WORDS, Session, Task, Terminal, demonstrate
+from verbatim.environments.terminal import NAMES, NUMBERS, WORDS, Task, Terminal, TerminalSession, demonstrate
 from verbatim.environments.tools import ToolManager, isolation
 from verbatim.environments.tools import sandbox as sandbox_module
 from verbatim.environments.tools.isolation import NO_ISOLATION, SandboxLimits
@@ -176,7 +176,7 @@ def test_demonstrations_know_what_to_do_and_slip():
 
 def test_it_is_an_environment_with_two_tools():
     assert isinstance(create_environment("terminal"), Environment)
-    names = [tool.name for tool in Session(Task(**EXAMPLE.payload)).tools]
+    names = [tool.name for tool in TerminalSession(Task(**EXAMPLE.payload)).tools]
     assert names == ["bash", "submit"]
     assert Terminal().best_constant_policy_success() == 1 / 40
 

@@ -23,7 +23,7 @@ from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.core.types import StopReason, Turn
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.base import Completion
+from verbatim.inference.sampler import Completion
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup
 from verbatim.rollouts.gateway.verifiers.serving import TraceSession

@@ -26,7 +26,7 @@ from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.core.trajectories import Ledger
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -34,9 +34,9 @@ from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.run.orchestrator.assemble import GroupRules
-from verbatim.run.orchestrator.base import RunSchedule
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.loop import Orchestrator
+from verbatim.run.orchestrator.schedule import RunSchedule
 
 GROUP, GROUPS, CONTEXT = 8, 10, 400
 NAMED_BY = {
@@ -169,16 +169,16 @@ class Watched(Notes):
         super().__init__()
         self.began = time.monotonic()
 
-    def on_step(self, step, metrics, fates):
+    def on_step(self, step, metrics, outcomes):
         began = time.process_time()
-        found = self.watch.on_step(step, metrics, fates)
+        found = self.watch.on_step(step, metrics, outcomes)
         self.seconds += time.process_time() - began
         self.alarms += [(alarm, time.monotonic() - self.began) for alarm in found]
         self.last = step
-        super().on_step(step, metrics, fates)
-        self.keep(step, metrics, fates, found)
+        super().on_step(step, metrics, outcomes)
+        self.keep(step, metrics, outcomes, found)
 
-    def keep(self, step, metrics, fates, alarms):
+    def keep(self, step, metrics, outcomes, alarms):
         """For those that write them down."""
 
 

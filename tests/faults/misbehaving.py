@@ -10,9 +10,9 @@ from pathlib import Path
 from byte_renderer import call, say
 from rollouts.clocks import set_forward
 from verbatim import Example
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.environments.tools import FunctionTool
-from verbatim.environments.tools.base import ToolResult
+from verbatim.environments.tools.tool import ToolResult
 from verbatim.rollouts.supervised import GRACE
 
 HUGE = 1_000_000

@@ -20,10 +20,10 @@ if __name__ == "__main__":
 
 from byte_renderer import CALL, CALL_END, END, ROLES
 from faults.five_faults import HEALTHY, NAMED_BY, Watched, play
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.alarm_log import AlarmLog
 from verbatim.logs.monitors.alarms import AlarmWatch
 from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 
 ANSWERS = {
     "dead_parser": "rooms",
@@ -43,12 +43,12 @@ class Written(Watched):
 
     def __init__(self, watch: AlarmWatch, folder: Path) -> None:
         super().__init__(watch)
-        self.files, self.metrics = FateFolder(folder / "trajectories"), MetricsLog(folder / "metrics.jsonl")
+        self.files, self.metrics = OutcomeFolder(folder / "trajectories"), MetricsLog(folder / "metrics.jsonl")
         self.alarm_log = AlarmLog(folder / "alarms.jsonl")
 
-    def keep(self, step, metrics, fates, alarms):
+    def keep(self, step, metrics, outcomes, alarms):
         self.metrics.on_step(step, metrics)
-        self.files.write(step, fates)
+        self.files.write(step, outcomes)
         for alarm in alarms:
             self.alarm_log.on_alarm(alarm)
 

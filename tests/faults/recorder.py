@@ -216,16 +216,16 @@ def record(root: Path, trace: Path, address: str) -> Callable[[], None]:
     recorder = Recorder(root)
     listen(recorder, address)
     os.fsync = recorder.sync
-    seal = RunLog._seal
+    write = RunLog._write_checkpoint
 
     def sealing(self: RunLog, step: int, *rest: Any) -> None:
-        seal(self, step, *rest)
+        write(self, step, *rest)
         recorder.promise(step)
 
     def finish() -> None:
         recorder.promise("finished")
         trace.write_text(repr(recorder.ops))
 
-    RunLog._seal = sealing  # type: ignore[method-assign]
+    RunLog._write_checkpoint = sealing  # type: ignore[method-assign]
     sys.addaudithook(recorder.hear)
     return finish

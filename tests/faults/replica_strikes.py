@@ -285,7 +285,7 @@ class ReplicaRun:
             pid
             for pid, command in self.processes()
             if b"-m\0vllm.entrypoints" in command
-            and b"keeper.py" not in command
+            and b"subreaper.py" not in command
             and self._log_of(pid) == f"replica_{replica}.log"
         ]
         if part == "server":

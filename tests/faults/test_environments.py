@@ -24,16 +24,16 @@ from verbatim.core.trajectories import Ledger
 from verbatim.environments.resolve import examples_of
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalRunner, RolloutSetup, supervised
+from verbatim.rollouts import EpisodeLimits, EpisodeStats, GroupRun, LocalRunner, RolloutSetup, supervised
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.episode import CLOSING
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.run.orchestrator.assemble import GroupRules
-from verbatim.run.orchestrator.base import RunSchedule
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.loop import Orchestrator
+from verbatim.run.orchestrator.schedule import RunSchedule
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.campaign
@@ -115,7 +115,7 @@ class Run:
 
     def __init__(self, tmp_path, bad, player, steps=STEPS, limits=LIMITS, slots=64):
         self.steps, self.limits, self.slots = steps, limits, slots
-        self.tally, self.notes, self.ledger = EpisodeTally(), Notes(), Ledger()
+        self.episode_stats, self.notes, self.ledger = EpisodeStats(), Notes(), Ledger()
         self.sampler = ScriptedSampler(script=pokes_then_speaks, vocab_size=VOCAB_SIZE, context_length=400)
         self.environments = {"good": Misbehaving(), "bad": bad}
         setups = {label: self.setup(label, player if label == "bad" else LocalRunner()) for label in self.environments}
@@ -159,7 +159,7 @@ class Run:
             environments=self.environments,
             observer=self.notes,
             checkpointer=self.notes,
-            tally=self.tally,
+            episode_stats=self.episode_stats,
         )
 
     def setup(self, label, player):
@@ -171,7 +171,7 @@ class Run:
             params=SamplingParams(),
             limits=self.limits if label == "bad" else LIMITS,
             runner=player,
-            tally=self.tally,
+            episode_stats=self.episode_stats,
             slots=asyncio.Semaphore(self.slots if label == "bad" else 64),
         )
 
@@ -221,11 +221,11 @@ async def check(run, where, mode, begins):
     errors = [t.error for t in trajectories]
     if begins is None:
         assert errors == [None] * len(errors)
-        assert not run.tally.failures
+        assert not run.episode_stats.failures
     else:
         assert all(error is not None and error.startswith(begins) for error in errors), errors[0]
         assert all(len(error) < 5000 for error in errors)
-        assert sum(run.tally.failures.values()) == len(errors)
+        assert sum(run.episode_stats.failures.values()) == len(errors)
         counted = Counter()
         for _, metrics, _ in run.notes.steps:
             counted.update({name: n for name, n in metrics.items() if name.startswith("errors/")})
@@ -278,12 +278,12 @@ async def play_here(tmp_path, where, mode):
 
 
 def swallows_what_is_raised(monkeypatch):
-    ends = supervised.Guard.__exit__
-    monkeypatch.setattr(supervised.Guard, "__exit__", lambda *given: ends(*given[:1], None, None, None) or True)
+    ends = supervised.UserCallGuard.__exit__
+    monkeypatch.setattr(supervised.UserCallGuard, "__exit__", lambda *given: ends(*given[:1], None, None, None) or True)
 
 
 def counts_no_failure(monkeypatch):
-    monkeypatch.setattr(EpisodeTally, "failed", lambda self, trajectory: None)
+    monkeypatch.setattr(EpisodeStats, "failed", lambda self, trajectory: None)
 
 
 def lets_one_environment_change_another(monkeypatch):
@@ -402,6 +402,6 @@ async def test_examples_that_fail_in_an_evaluation_cost_that_evaluation(tmp_path
     assert len(run.notes.evals) == STEPS + 1  # before the first step, and after each
     for _, evaluation in run.notes.evals:
         assert (evaluation.num_episodes, evaluation.metrics["errors/environment"]) == (0, 1.0)
-    assert sum(run.tally.unmeasured.values()) == STEPS + 1
-    assert "evaluations were left out" in run.tally.summary()[-1]
+    assert sum(run.episode_stats.unmeasured.values()) == STEPS + 1
+    assert "evaluations were left out" in run.episode_stats.summary()[-1]
     row.wrong -= 1

@@ -15,7 +15,7 @@ import warm
 from campaigns import sized
 from faults.hostile_templates import BOMBS, PLAIN, SOURCES, byte_tokenizer, run
 from verbatim import Example
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.renderers import create_renderer

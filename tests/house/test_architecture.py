@@ -157,7 +157,7 @@ def test_every_package_has_a_place_in_the_order():
     ("file", "source"),
     [
         ("core/trajectories/a.py", "def f():\n    from verbatim.config.schema import RunConfig"),
-        ("config/load.py", "def f():\n    import verbatim.algorithms.losses.base"),
+        ("config/load.py", "def f():\n    import verbatim.algorithms.losses.loss"),
         ("trainer/a.py", "from verbatim import run"),
         ("run/orchestrator/a.py", "if TYPE_CHECKING:\n    from verbatim.inspection.plan import predict"),
         ("environments/a.py", "from ..inference import base"),
@@ -173,7 +173,7 @@ def test_a_wrong_import_is_seen_in_every_notation(file: str, source: str):
     ("file", "source"),
     [
         ("algorithms/losses/a.py", "from .base import Loss"),
-        ("algorithms/losses/a.py", "from verbatim.algorithms.credit.base import Advantage"),
+        ("algorithms/losses/a.py", "from verbatim.algorithms.credit.advantage import Advantage"),
         ("cli/a.py", "from verbatim.inspection.doctor import explain"),
         ("environments/a.py", "from verbatim.core.types import Turn"),
     ],

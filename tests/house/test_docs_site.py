@@ -199,17 +199,17 @@ def test_every_key_that_a_page_names_exists():
     schema, _ = schema_with_backends({}, component_tables())
     known = {name.replace(".0.", ".") for name, _ in keys(schema)}
     tables = {name.rpartition(".")[0] for name in known}
-    knobs = {"trainer.loss.kl_ref_tau"}
+    parameters = {"trainer.loss.kl_ref_tau"}
     for page in ("symptoms", "concepts", "operations", "recipes"):
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         named = re.findall(r"`((?:trainer|orchestrator|inference|checkpoint|monitor|model|warm_start)\.[\w.]+)", text)
-        assert [name for name in named if name not in known | tables | knobs] == [], page
+        assert [name for name in named if name not in known | tables | parameters] == [], page
 
 
 # ---- the algorithms
 
 
-def test_every_loss_advantage_and_filter_is_documented_with_its_knobs():
+def test_every_loss_advantage_and_filter_is_documented_with_its_parameters():
     page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
     tables = component_tables()
     components = {
@@ -218,13 +218,15 @@ def test_every_loss_advantage_and_filter_is_documented_with_its_knobs():
         **tables.filters,
     }
     assert [name for name in components if f"`{name}`" not in page] == []
-    knobs = [
-        (name, knob)
+    parameters = [
+        (name, parameter)
         for name, component in components.items()
-        for knob in inspect.signature(component).parameters
-        if knob not in ("inputs", "action")
+        for parameter in inspect.signature(component).parameters
+        if parameter not in ("inputs", "action")
     ]
-    assert [(name, knob) for name, knob in knobs if not re.search(rf"`{knob}( = [^`]*)?`", page)] == []
+    assert [
+        (name, parameter) for name, parameter in parameters if not re.search(rf"`{parameter}( = [^`]*)?`", page)
+    ] == []
 
 
 def test_the_length_penalties_are_documented_with_their_slopes():

@@ -22,11 +22,11 @@ ROOT = Path(verbatim.__file__).parent
 PROCESSES = {
     "core/children.py",
     "core/spare.py",  # a copy of this process, where `children` starts a program
-    "inference/vllm/keeper.py",  # it is such a process itself, and has nothing but the standard library
+    "inference/vllm/subreaper.py",  # it is such a process itself, and has nothing but the standard library
 }
 SIGNALS = {
     "core/ctrl_c.py",
-    "inference/vllm/keeper.py",  # the same: the standard library alone
+    "inference/vllm/subreaper.py",  # the same: the standard library alone
 }
 CALLS = {
     "spawns a process": (

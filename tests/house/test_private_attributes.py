@@ -21,7 +21,8 @@ BOUNDS = {
     },
     "it waits for a moment that nothing public tells": {
         "environments/tools/test_mcp.py": 1, "logs/monitors/test_mlflow.py": 1,
-        "rollouts/gateway/test_gateway_limits.py": 1, "rollouts/gateway/test_program.py": 1, "run/test_fate_log.py": 1,
+        "rollouts/gateway/test_gateway_limits.py": 1, "rollouts/gateway/test_program.py": 1,
+         "run/test_outcome_log.py": 1,
     },
     "it watches what all episodes, or all checkpoints, pass through": {"faults/recorder.py": 2, "token_identity.py": 2},
     "a process remembers it for good, and the next test begins as another process would": {

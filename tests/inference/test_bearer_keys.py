@@ -39,7 +39,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, str, st
     sampler = ScriptedSampler(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, context_length=400)
     app = SamplerApp(
         sampler,
-        desk=None,
+        render_pool=None,
         renderer=None,
         model="m",
         api_key=KEY,

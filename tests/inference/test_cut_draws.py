@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from inference.conftest import save
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.forward import open_forward
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import SlotTable
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 

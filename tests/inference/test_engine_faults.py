@@ -21,13 +21,13 @@ from verbatim.core import machine_faults
 from verbatim.core.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.base import watch_engine
-from verbatim.inference.cut_off import num_tokens_drawn
+from verbatim.inference.cancelled import num_tokens_drawn
 from verbatim.inference.embedded import engine, engine_thread, messages
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.engine_thread import THREAD_ENDED
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import watch_engine
 from verbatim.models import loading
 from waiting import HANGS
 

@@ -26,7 +26,7 @@ from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.core.types import StopReason
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http import client
-from verbatim.inference.http.client import Answer, HttpClient, HungUp, decode, encode, read_json
+from verbatim.inference.http.client import ClientClosed, HttpClient, HttpResponse, decode, encode, read_json
 from verbatim.inference.http.connection_settings import account_headers
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.openai import OpenAI
@@ -113,8 +113,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.002)
 
 
-def answer_of(body: bytes) -> Answer:
-    return Answer("/", 200, body, {})
+def answer_of(body: bytes) -> HttpResponse:
+    return HttpResponse("/", 200, body, {})
 
 
 # ---- bodies
@@ -340,7 +340,7 @@ async def test_hanging_up_ends_what_is_under_way_and_the_next_request_connects_a
         task = asyncio.create_task(asked.ask("POST", "/", b"{}", read_json))
         await until(lambda: server.heads)
         await asked.hang_up()
-        with pytest.raises(HungUp, match="closed here before"):
+        with pytest.raises(ClientClosed, match="closed here before"):
             await task
         assert await asked.ask("POST", "/", b"{}", read_json) == [7]
         sampler = HttpSampler(server.url, vocab_size=10, context_length=64)

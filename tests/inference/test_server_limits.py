@@ -28,9 +28,9 @@ from verbatim.cli import serve_command
 from verbatim.cli.main import main
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import UsageError
-from verbatim.inference.http import chat_desk, limits, protocol
+from verbatim.inference.http import limits, protocol, render_pool
 from verbatim.inference.http.acceptor import Acceptor
-from verbatim.inference.http.connections import Connection
+from verbatim.inference.http.connections import ClientConnection
 from verbatim.inference.http.doors import ConnectionTable
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import serve_sampler
@@ -72,13 +72,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
 
     def note(name: str, limit: str) -> None:
-        is_late = getattr(Connection, name)
+        is_late = getattr(ClientConnection, name)
 
-        def noting(self: Connection) -> None:
+        def noting(self: ClientConnection) -> None:
             found.append((name.strip("_"), getattr(self._table.limits, limit)))
             is_late(self)
 
-        monkeypatch.setattr(Connection, name, noting)
+        monkeypatch.setattr(ClientConnection, name, noting)
 
     note("_head_is_late", "head_seconds")
     note("_reading_is_late", "answer_seconds")
@@ -360,13 +360,13 @@ async def test_a_body_larger_than_any_context_is_refused_before_it_is_sent():
 
 async def test_the_rest_of_a_body_that_was_refused_is_thrown_away_in_large_pieces(monkeypatch):
     pieces = []
-    received = Connection.data_received
+    received = ClientConnection.data_received
 
     def counted(self, data):
         pieces.append(len(data))
         received(self, data)
 
-    monkeypatch.setattr(Connection, "data_received", counted)
+    monkeypatch.setattr(ClientConnection, "data_received", counted)
     async with asking(scripted()) as client:
         answer = await client.post(CHAT, content=b" " * 10**7, headers={"content-type": "application/json"})
         assert answer.status_code == 413
@@ -484,8 +484,8 @@ async def test_a_server_that_stops_waits_for_nobody_it_has_refused():
 
 async def test_what_is_not_http_is_refused_as_late_as_any_other_mistake(monkeypatch):
     """Where refusals wait for ever, it has no answer, while another request has one."""
-    heard, refuse = asyncio.Event(), Connection.send_400_response
-    monkeypatch.setattr(Connection, "send_400_response", lambda self, text: (heard.set(), refuse(self, text)))
+    heard, refuse = asyncio.Event(), ClientConnection.send_400_response
+    monkeypatch.setattr(ClientConnection, "send_400_response", lambda self, text: (heard.set(), refuse(self, text)))
     async with asking(scripted(), limits=ServerLimits(refusal_seconds=FOREVER)) as client:
         reader, writer = await asyncio.open_connection(*address(client))
         writer.write(b"\0" * 100 + b"\r\n\r\n")
@@ -509,8 +509,10 @@ async def test_a_body_in_chunks_is_asked_to_say_its_length():
 @pytest.mark.parametrize("path", [protocol.GENERATE, "/health", "/nowhere"])
 async def test_thousands_of_tiny_chunks_are_not_read(path, monkeypatch):
     """The answer comes, and then the end: not after all of them have been taken apart."""
-    pieces, received = [], Connection.data_received
-    monkeypatch.setattr(Connection, "data_received", lambda own, data: (pieces.append(len(data)), received(own, data)))
+    pieces, received = [], ClientConnection.data_received
+    monkeypatch.setattr(
+        ClientConnection, "data_received", lambda own, data: (pieces.append(len(data)), received(own, data))
+    )
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
     async with asking(scripted(), limits=ServerLimits(refusal_seconds=0.3)) as client:
         reader, writer = await asyncio.open_connection(*address(client))
@@ -588,7 +590,7 @@ async def test_in_processes_a_rendering_that_takes_too_long_is_ended(tmp_path, m
     def timeout(seconds: float) -> asyncio.Timeout:
         return asyncio.timeout(FOREVER if has_ended.is_set() else seconds)
 
-    monkeypatch.setattr(chat_desk, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
+    monkeypatch.setattr(render_pool, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
     limits = only(render_seconds=0.5)
     async with asking(scripted(), renderer=SlowRenderer(), limits=limits, chat_processes=1) as client:
         said = await message(client, CHAT, conversation(f"hang {tmp_path / 'hangs'}"), 400)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
-from verbatim.inference.cut_off import num_tokens_drawn
+from verbatim.inference.cancelled import num_tokens_drawn
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.native.cores import CoreShare

@@ -66,7 +66,7 @@ class InProcess(HttpClient):
         self.sent: list[tuple[str, str]] = []
 
     async def _attempt(self, method, path, body):
-        from verbatim.inference.http.client import Answer, AttemptFailed
+        from verbatim.inference.http.client import AttemptFailed, HttpResponse
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         transport = httpx.ASGITransport(self._app)
@@ -75,7 +75,7 @@ class InProcess(HttpClient):
         self.sent.append((method, path))
         if len(self.sent) in self.lose:
             raise AttemptFailed("connection", "lost")
-        return Answer(path, answer.status_code, answer.content, answer.headers)
+        return HttpResponse(path, answer.status_code, answer.content, answer.headers)
 
 
 @pytest.fixture

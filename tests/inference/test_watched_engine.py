@@ -13,8 +13,8 @@ from byte_renderer import ByteRenderer
 from verbatim.core.errors import SamplerFault
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import StopReason
-from verbatim.inference.base import ShowsTokens, generate_watched
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.inference.sampler import ShowsTokens, generate_watched
+from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.recorder import Recorder

@@ -20,9 +20,9 @@ from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.core.errors import UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import TrainingSample
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.trainer.device_batch import DeviceBatch

@@ -16,7 +16,7 @@ CREDIT = (
     ),
     Fault(
         name="a reward that is NaN enters the baseline",
-        file="algorithms/credit/base.py",
+        file="algorithms/credit/advantage.py",
         old="    group = _without_bad_rewards(group)\n",
         new="    group = dataclasses.replace(group)\n",
         harm="One bad reward spoils its whole group.",
@@ -57,7 +57,8 @@ CREDIT = (
     Fault(
         name="tokens that are not trained are charged",
         file="algorithms/credit/length_penalty.py",
-        old="        trained = [turn for turn in rollout.turns if fate_of(turn, longest, needs_logprobs) == TRAINED]\n",
+        old="        trained = [turn for turn in rollout.turns "
+        "if turn_outcome(turn, longest, needs_logprobs) == TRAINED]\n",
         new="        trained = list(rollout.turns)\n",
         harm="The policy is punished for the length of what its opponent says.",
         tests=_CREDIT,
@@ -88,7 +89,7 @@ CREDIT = (
     ),
     Fault(
         name="a filter that only watches shields from one that drops",
-        file="algorithms/filters/base.py",
+        file="algorithms/filters/filter.py",
         old='    dropping = [name for name in flagged if filters[name].action == "drop"]\n',
         new='    dropping = [name for name in flagged[:1] if filters[name].action == "drop"]\n',
         harm="Gibberish is trained because another filter has seen it first.",

@@ -299,7 +299,7 @@ RESUME = (
     ),
     Fault(
         name="a changed file of the same size is not damage",
-        file="logs/checkpoints/seal.py",
+        file="logs/checkpoints/manifest.py",
         old="            if sha256(path) != expected:\n",
         new="            if not sha256(path):\n",
         harm="A run is resumed from weights that the disk has spoiled.",

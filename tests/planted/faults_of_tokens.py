@@ -151,7 +151,7 @@ SAMPLES = (
 )
 
 _LEDGER = ("core/trajectories/test_ledger.py",)
-_FATES = ("core/trajectories/test_fate.py",)
+_OUTCOMES = ("core/trajectories/test_outcome.py",)
 _STALENESS = ("run/orchestrator/test_staleness.py",)
 _RECORDER = ("rollouts/test_recorder.py",)
 _LOOP = ("run/orchestrator/test_loop.py", "run/orchestrator/test_ledger_reasons.py")
@@ -182,11 +182,11 @@ LEDGER = (
     ),
     Fault(
         name="cut off tokens are not counted beside a dropped turn",
-        file="core/trajectories/fate.py",
+        file="core/trajectories/outcome.py",
         old="found[self.unrecorded] = found.get(self.unrecorded, 0) + self.trajectory.num_unrecorded_tokens\n",
         new="found.setdefault(self.unrecorded, self.trajectory.num_unrecorded_tokens)\n",
         harm="A run with a cut off completion stops at a ledger that does not add up.",
-        tests=_FATES,
+        tests=_OUTCOMES,
     ),
     Fault(
         name="finished groups are pending twice",

@@ -19,17 +19,17 @@ from verbatim import Example, Trajectory
 from verbatim.core.errors import RecordError, UsageError
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.user_values import DEEPEST, MOST_VALUES, why_refused
-from verbatim.environments.base import AgentScores, Demonstration, Episode, Reply
+from verbatim.environments.environment import AgentScores, Demonstration, Episode, Reply
 from verbatim.environments.resolve import demonstrations_of, examples_of
 from verbatim.environments.sources import ListExamples
 from verbatim.environments.tools import FunctionTool, ToolResult
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.models.renderers.guard import Guard
+from verbatim.models.renderers.special_token_escaping import SpecialTokenEscaper
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
-from verbatim.rollouts.base import read_openings
+from verbatim.rollouts.rollout import read_openings
 
-GUARD = Guard(["<|im_end|>"])
+GUARD = SpecialTokenEscaper(["<|im_end|>"])
 
 
 class GuardedBytes(ByteRenderer):

@@ -17,7 +17,7 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from rollouts.clocks import set_forward
 from verbatim import Example
 from verbatim.core.token_tree import TokenPath
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler

@@ -9,13 +9,13 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from run.orchestrator.virtual_runs import virtual_time
 from verbatim import Example, Trajectory
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from verbatim.rollouts.episode_stats import failure_kind
 from verbatim.rollouts.supervised import left_behind
-from verbatim.rollouts.tally import failure_kind
 from verbatim.rollouts.traces import TraceFolder
 
 ENDINGS = [
@@ -88,7 +88,7 @@ async def group_of(environment, size=1, completion=None, **limits):
         slots=asyncio.Semaphore(8),
     )
     group = await GroupRun(setup, Example(id="a"), index=0, size=size, run_seed=1).run()
-    return group.trajectories, setup.tally
+    return group.trajectories, setup.episode_stats
 
 
 def raising(error, *, is_async=True):
@@ -106,14 +106,14 @@ def raising(error, *, is_async=True):
 @pytest.mark.parametrize("where", ["start", "reply", "score", "run", "state_key", "close", "score_group", "is_success"])
 async def test_whatever_an_environment_raises_is_the_fault_of_its_episode(where, error):
     fault = raising(error, is_async=where not in ("state_key", "is_success"))
-    (trajectory,), tally = await group_of(Tasks(**{where: fault}))
+    (trajectory,), episode_stats = await group_of(Tasks(**{where: fault}))
     said = (
         "awaited something that was cancelled"
         if isinstance(error, asyncio.CancelledError)
         else f"raised {type(error).__name__}"
     )
     assert trajectory.error.startswith(f"environment: {where} {said}")
-    assert tally.failures == {f"environment: {where} {said}": 1}
+    assert episode_stats.failures == {f"environment: {where} {said}": 1}
 
 
 @pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
@@ -163,12 +163,12 @@ async def test_what_ignores_its_deadline_is_left_behind_and_its_episode_is_close
     freed, environment, before = asyncio.Event(), Tasks(), len(left_behind)
     environment.faults[where] = swallowing(freed)
     started = asyncio.get_running_loop().time()
-    (trajectory,), tally = await group_of(environment, timeout=0.05)
+    (trajectory,), episode_stats = await group_of(environment, timeout=0.05)
     assert asyncio.get_running_loop().time() - started == pytest.approx(0.1)  # the deadline and the grace
     assert trajectory.error == (
         f"timeout: the episode took more than 0.05 s: {where} ignored its cancellation, and was left behind"
     )
-    assert tally.failures == {failure_kind(trajectory.error): 1}
+    assert episode_stats.failures == {failure_kind(trajectory.error): 1}
     assert [episode.num_closed for episode in environment.started] == ([] if where == "start" else [1])
     assert len(left_behind) == before + 1
     freed.set()
@@ -189,11 +189,11 @@ async def test_a_close_that_ignores_its_deadline_is_left_behind(short):
 @virtual_time
 async def test_a_score_group_that_ignores_its_deadline_is_left_behind(short):
     freed = asyncio.Event()
-    trajectories, tally = await group_of(Tasks(score_group=swallowing(freed)), size=2, timeout=0.1)
+    trajectories, episode_stats = await group_of(Tasks(score_group=swallowing(freed)), size=2, timeout=0.1)
     assert {t.error for t in trajectories} == {
         "environment: score_group took more than 0.1 s, ignored its cancellation, and was left behind"
     }
-    assert tally.num_failed == 2
+    assert episode_stats.num_failed == 2
     freed.set()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, say
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.cut_off import cut_off
+from verbatim.inference.cancelled import cancelled
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import Recorder
 from verbatim.rollouts.draws import Draws
@@ -29,7 +29,7 @@ class Slow(ScriptedSampler):
         except asyncio.CancelledError:
             for _ in range(10):
                 await asyncio.sleep(0)
-            raise cut_off(4) from None
+            raise cancelled(4) from None
 
 
 def recording():

@@ -13,7 +13,7 @@ from run.orchestrator.virtual_runs import virtual_time
 from verbatim import Example, RolloutIdentity, build_samples
 from verbatim.core.errors import RecordError, SamplerFault
 from verbatim.core.trajectories import build
-from verbatim.environments.base import Episode, Reply, succeeded
+from verbatim.environments.environment import Episode, Reply, succeeded
 from verbatim.environments.tools import FunctionTool, ToolResult
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -626,7 +626,7 @@ async def test_siblings_of_a_turn_that_ends_the_episode_are_cut_off_and_it_stays
 
 
 class Busy:
-    """A turnstile that lets the second caller wait until the gate is open."""
+    """A turn_limiter that lets the second caller wait until the gate is open."""
 
     def __init__(self):
         self.num_callers, self.gate = 0, asyncio.Event()
@@ -638,7 +638,7 @@ class Busy:
 
 
 class ScoresLate(Runs):
-    """The turnstile's gate opens while it is scored."""
+    """The turn_limiter's gate opens while it is scored."""
 
     async def score(self, trajectory):
         self.busy.gate.set()
@@ -661,7 +661,7 @@ async def test_a_completion_that_was_not_read_when_the_episode_ended_is_no_turn_
     whole; an environment that leaves the other agent behind is set aside."""
     environment = ScoresLate(run)
     environment.busy = busy = Busy()
-    monkeypatch.setattr("verbatim.rollouts.agent_loop.turnstile", lambda: busy)
+    monkeypatch.setattr("verbatim.rollouts.agent_loop.turn_limiter", lambda: busy)
     ending = [*b"no end"] if run is ends_with_a_turn else say("x" * 5)
     sampler = ScriptedSampler(
         script=lambda request: ending if len(sampler.requests) == 1 else say("x" * 5),

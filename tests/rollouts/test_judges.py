@@ -18,7 +18,7 @@ from verbatim.cli.main import main
 from verbatim.core.errors import JudgeFailed, UsageError
 from verbatim.environments import Episode
 from verbatim.environments.resolve import create_environment
-from verbatim.inspection.envcheck.play import Stage
+from verbatim.inspection.envcheck.play import CheckedEnvironment
 from verbatim.inspection.envcheck.players import WrittenPlayer
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.judges import Judge, Judged, RewardModel
@@ -65,7 +65,7 @@ def grade(judge: Any, messages: Any = TALK, fields: Any = None) -> tuple[dict[st
 
 
 def play(environment: Any, answer: str = "4", size: int = 1) -> list[Trajectory]:
-    stage = Stage(name="it", environment=environment, limits=EpisodeLimits(timeout=HANGS))
+    stage = CheckedEnvironment(name="it", environment=environment, limits=EpisodeLimits(timeout=HANGS))
     players = [lambda seed: WrittenPlayer([{"role": "assistant", "content": answer}])] * size
     return [play.trajectory for play in asyncio.run(stage.play("w", players, environment.examples("train")[0]))]
 
@@ -193,7 +193,7 @@ def test_a_judge_that_fails_fails_the_episode_which_has_no_reward_and_says_what_
 @pytest.mark.parametrize(
     ("judge", "words"),
     [
-        ({"model": "m", "criterias": {}}, 'unknown knob "criterias"; did you mean "criteria"?'),
+        ({"model": "m", "criterias": {}}, 'unknown parameter "criterias"; did you mean "criteria"?'),
         ({}, "model: missing"),
         ({"model": "m"}, "the environment variable OPENAI_API_KEY is empty"),
         ({"model": "m", "base_url": "localhost:8000"}, "expected an address such as"),

@@ -10,7 +10,7 @@ from byte_renderer import VOCAB_SIZE, say
 from verbatim.core.errors import SamplerFault
 from verbatim.core.trajectories import Ledger
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.cut_off import cut_off
+from verbatim.inference.cancelled import cancelled
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import Recorder
 from verbatim.rollouts.draws import Draws
@@ -31,7 +31,7 @@ class LosesReplicas(ScriptedSampler):
 
 @pytest.mark.parametrize(
     ("end", "kept"),
-    [(None, 3), (cut_off(2, num_lost_tokens=5), 2), (SamplerFault("gone", num_tokens=2, num_lost_tokens=5), 2)],
+    [(None, 3), (cancelled(2, num_lost_tokens=5), 2), (SamplerFault("gone", num_tokens=2, num_lost_tokens=5), 2)],
 )
 @pytest.mark.parametrize("closed", [False, True])
 async def test_the_tokens_of_lost_replicas_are_sampled_and_dropped_and_are_in_no_trajectory(end, kept, closed):

@@ -9,10 +9,10 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example
 from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import flatness
-from verbatim.environments.base import Episode
+from verbatim.environments.environment import Episode
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, RolloutSetup
+from verbatim.rollouts import EpisodeLimits, EpisodeStats, GroupRun, RolloutSetup
 from verbatim.run.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
 from verbatim.run.orchestrator.evaluate import Evaluation, evaluate, plan
 
@@ -56,7 +56,7 @@ class Dealt:
         return self.left.pop(0)
 
 
-def setup_of(environment, tally=None, **params):
+def setup_of(environment, episode_stats=None, **params):
     return RolloutSetup(
         env="dealt",
         environment=environment,
@@ -65,12 +65,12 @@ def setup_of(environment, tally=None, **params):
         sampler=ScriptedSampler(script=lambda request: say("ok"), vocab_size=VOCAB_SIZE, context_length=1000),
         limits=EpisodeLimits(max_context=ROOM),
         slots=asyncio.Semaphore(1),
-        tally=tally or EpisodeTally(),
+        episode_stats=episode_stats or EpisodeStats(),
     )
 
 
-async def play(*episodes, tally=None, **params):
-    setup = setup_of(Dealt(*episodes), tally, **params)
+async def play(*episodes, episode_stats=None, **params):
+    setup = setup_of(Dealt(*episodes), episode_stats, **params)
     return await GroupRun(setup, Example(id="e"), index=0, size=len(episodes), run_seed=0).run()
 
 
@@ -136,12 +136,12 @@ async def test_an_evaluation_and_its_interval_leave_it_out():
 
 
 async def test_it_is_warned_of_once_for_each_example_and_counted_by_kind(caplog):
-    tally = EpisodeTally()
+    episode_stats = EpisodeStats()
     for name in ("e1", "e2", "e1"):
         environment = Dealt(Spoken("x" * 60, 0.0), Spoken("x" * 61, 0.0))
-        await GroupRun(setup_of(environment, tally), Example(id=name), index=0, size=2, run_seed=0).run()
+        await GroupRun(setup_of(environment, episode_stats), Example(id=name), index=0, size=2, run_seed=0).run()
     assert ["example 'e1'" in said for said in caplog.messages] == [True, False]
     assert ["example 'e2'" in said for said in caplog.messages] == [False, True]
     assert all("counted in errors/no_turns" in said for said in caplog.messages)
-    ((kind, count),) = tally.failures.items()
+    ((kind, count),) = episode_stats.failures.items()
     assert count == 6 and kind.startswith("no_turns: the policy sampled nothing, because its prompt of # tokens")

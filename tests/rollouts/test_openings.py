@@ -7,7 +7,7 @@ import pytest
 from byte_renderer import ByteRenderer, text
 from verbatim import Example
 from verbatim.core.errors import EnvironmentFault
-from verbatim.environments.base import Episode
+from verbatim.environments.environment import Episode
 from verbatim.environments.tools import FunctionTool
 from verbatim.rollouts.openings import measure_openings
 

@@ -124,7 +124,7 @@ def test_nothing_is_recorded_after_the_episode_has_ended():
     assert recorder.late is not None
     # Counted, then refused: the sampler drew it, and no trajectory will have it.
     assert (sampled, dropped, recorder.num_sampled_tokens, len(recorder.turns)) == ([1, 2], [{"error": 2}], 1, 1)
-    recorder.count_cut_off(3)
+    recorder.count_cancelled(3)
     assert (sampled, dropped[1:]) == ([1, 2, 3], [{"error": 3}])
 
 

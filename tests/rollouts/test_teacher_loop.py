@@ -8,7 +8,7 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from rollouts.chat_server import Raw, chat_server
 from verbatim import Example
 from verbatim.core.trajectories import build
-from verbatim.environments.base import Episode
+from verbatim.environments.environment import Episode
 from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI

@@ -18,7 +18,7 @@ from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.recorder import Recorder
-from verbatim.run.orchestrator.assemble import cut_off_metrics
+from verbatim.run.orchestrator.assemble import length_limit_metrics
 from verbatim.run.rollouts import limits_of
 
 ASK = {"role": "user", "content": "go"}
@@ -124,8 +124,8 @@ def ended(reason):
 def test_each_reason_of_truncated_episodes_has_its_share():
     reasons = (StopReason.STOP, StopReason.LENGTH, StopReason.LENGTH, StopReason.MAX_TURNS)
     episodes = [ended(reason) for reason in reasons]
-    assert cut_off_metrics(episodes) == {"truncated/length": 0.5, "truncated/max_turns": 0.25}
-    assert cut_off_metrics(episodes[:1]) == {}
+    assert length_limit_metrics(episodes) == {"truncated/length": 0.5, "truncated/max_turns": 0.25}
+    assert length_limit_metrics(episodes[:1]) == {}
 
 
 def test_an_environments_table_has_the_budget():

@@ -18,7 +18,7 @@ from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import TurnTiming
 from verbatim.environments.tools import ToolManager
 from verbatim.inference.openai import OpenAI
-from verbatim.inspection.doctor import LogFile, known_formats, recognise
+from verbatim.inspection.doctor import LogFile, detect_format, known_formats
 from verbatim.rollouts import APIMultiTurnRollout, TraceFolder
 from waiting import HANGS, wait_until
 
@@ -66,7 +66,7 @@ def test_a_trace_holds_the_whole_record(tmp_path: Path):
 def test_the_doctor_reads_a_trace(tmp_path: Path):
     path = TraceFolder(tmp_path).store(trajectory())
     file = LogFile(path)
-    (logged,) = recognise(file, known_formats()).read(file)
+    (logged,) = detect_format(file, known_formats()).read(file)
     assert logged.trajectory.turns[0].completion_ids.tolist() == [3, 4]
 
 

@@ -19,7 +19,7 @@ import types
 from verbatim import Example
 from verbatim.core.errors import NoDemonstrations
 from verbatim.environments import Episode, Reply
-from verbatim.environments.base import Demonstration, tool_exchange
+from verbatim.environments.environment import Demonstration, tool_exchange
 from verbatim.environments.tools import FunctionTool
 
 

@@ -1,4 +1,4 @@
-"""Which knobs of alarms are refused because the alarm could never be raised."""
+"""Which parameters of alarms are refused because the alarm could never be raised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watch_with(alarms: dict[str, Any]) -> object:
 
 
 @pytest.mark.parametrize(
-    ("name", "knob", "last", "beyond"),
+    ("name", "parameter", "last", "beyond"),
     [
         ("mismatch_kl", "steps", 48, 49),
         ("entropy_collapse", "steps", 24, 25),
@@ -38,11 +38,11 @@ def watch_with(alarms: dict[str, Any]) -> object:
         ("evaluation_flat", "evaluations", 32, 33),
     ],
 )
-def test_a_knob_with_which_an_alarm_is_silent_is_refused(name: str, knob: str, last: int, beyond: int):
-    assert watch_with({name: {knob: last}}) is not None
-    with pytest.raises(UsageError, match=rf"monitor.alarms.{name}.{knob}: found {beyond}, expected "):
-        watch_with({name: {knob: beyond}})
-    assert watch_with({name: {knob: beyond, "enabled": False}}) is not None
+def test_a_parameter_with_which_an_alarm_is_silent_is_refused(name: str, parameter: str, last: int, beyond: int):
+    assert watch_with({name: {parameter: last}}) is not None
+    with pytest.raises(UsageError, match=rf"monitor.alarms.{name}.{parameter}: found {beyond}, expected "):
+        watch_with({name: {parameter: beyond}})
+    assert watch_with({name: {parameter: beyond, "enabled": False}}) is not None
 
 
 def test_the_fewest_steps_that_can_be_sure_are_7():

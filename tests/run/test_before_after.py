@@ -10,13 +10,13 @@ import pytest
 
 from verbatim import Trajectory
 from verbatim.core.plain_console import PlainConsole
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.trajectory_json import NOT_WRITTEN
 from verbatim.environments import tool_exchange
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.conversation import message_text
-from verbatim.run.before_after import Comparison, compare, print_comparison
+from verbatim.logs.outcomes.files import OutcomeFolder
+from verbatim.run.before_after import BeforeAfter, compare, print_comparison
 
 OPENING = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Find it."}]
 
@@ -29,14 +29,16 @@ def episode(
     return Trajectory(example_id=example, trajectory_id=f"{example}-{sample}", reward=reward, **given)  # type: ignore[arg-type]
 
 
-def compared(tmp_path: Path, *evaluations: tuple[int, list[Trajectory]], known: bool = True) -> list[Comparison]:
+def compared(tmp_path: Path, *evaluations: tuple[int, list[Trajectory]], known: bool = True) -> list[BeforeAfter]:
     shutil.rmtree(tmp_path / "evaluations", ignore_errors=True)
     for step, trajectories in evaluations:
-        FateFolder(tmp_path / "evaluations").write(step, [Fate.of_evaluated(each) for each in trajectories])
+        OutcomeFolder(tmp_path / "evaluations").write(
+            step, [TrajectoryOutcome.of_evaluated(each) for each in trajectories]
+        )
     return compare(tmp_path, {"game": GuessNumber()} if known else {})
 
 
-def printed(comparison: Comparison, width: int = 80) -> list[str]:
+def printed(comparison: BeforeAfter, width: int = 80) -> list[str]:
     out = io.StringIO()
     print_comparison(comparison, PlainConsole(file=out, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]

@@ -128,7 +128,7 @@ REFUSED = {
     "loss that is async": (["--trainer.loss", custom("slow_loss")], ["loss slow_loss is async"]),
     "loss that is a number": (["--trainer.loss", custom("THRESHOLD")], ["is int, expected a function"]),
     "loss that is a class": (["--trainer.loss", custom("NotCallable")], ["is a class without __call__"]),
-    "misspelt knob of a loss": (
+    "misspelt parameter of a loss": (
         ["--trainer.loss", custom("own_loss", ", kwargs = { scael = 2.0 }")], ['did you mean "scale"?']),
     "filter without an action": (["--orchestrator.filters", f"[{custom('without_action')}]"], ["has no action"]),
     "seq_len beyond the model's positions": (["--orchestrator.seq-len", "999"], ["seq_len = 999", "end at 384"]),

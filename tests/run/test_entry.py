@@ -351,7 +351,9 @@ def test_environments_that_would_not_be_played_are_refused(place, environments, 
 
 def test_arguments_for_an_instance_are_refused_by_its_name(place, model):
     lots = import_object("lots.Lots")()
-    with pytest.raises(ConfigError, match=r'unknown knob "delay". The knobs of environment Lots, an instance: it has'):
+    with pytest.raises(
+        ConfigError, match=r'unknown parameter "delay". The parameters of environment Lots, an instance: it has'
+    ):
         verbatim.train(model=model, environment={"id": lots, "args": {"delay": 0.1}}, **SETTINGS)
 
 

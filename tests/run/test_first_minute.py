@@ -21,7 +21,7 @@ from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.core.errors import ComponentError
 from verbatim.environments import Episode, Reply
-from verbatim.environments.base import tool_exchange
+from verbatim.environments.environment import tool_exchange
 from verbatim.environments.resolve import wrong_conversation, wrong_episode
 from verbatim.run.check import renderer_of
 from verbatim.run.environments import check_imitation, make_environments, to_imitate

@@ -10,8 +10,8 @@ from verbatim.config import dump_config, make_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import CheckpointError, UsageError
 from verbatim.logs.checkpoints import Checkpoint, write_json, write_loop_state
+from verbatim.run.build import make_progress
 from verbatim.run.fork import Fork, check_fork
-from verbatim.run.parts import make_progress
 from verbatim.run.tables import component_tables
 
 

@@ -17,33 +17,33 @@ from safetensors.torch import load_file, save_file
 
 from stored_runs import FORKABLE_STEPS, forkable_place
 from verbatim.cli.main import main
-from verbatim.cli.rollout_results import Job, ResultFile
+from verbatim.cli.rollout_results import ResultFile, RolloutJob
 from verbatim.config.schema import LoraConfig
 from verbatim.core.errors import UsageError
 from verbatim.core.formats import FORMATS, LINES
 from verbatim.core.imports import search_beside
 from verbatim.core.types import Trajectory, Turn
 from verbatim.inspection.comparison.read_run import read_run
-from verbatim.inspection.doctor import LogFile, known_formats, recognise
+from verbatim.inspection.doctor import LogFile, detect_format, known_formats
 from verbatim.inspection.viewer.columns import read_columns
 from verbatim.inspection.viewer.run_view import RunView
 from verbatim.logs.checkpoints import CheckpointStore, Origin, find_damage, read_loop_state, write_record
 from verbatim.logs.checkpoints.origin import read_origin, write_origin
 from verbatim.logs.checkpoints.ownership import require_ours
-from verbatim.logs.fates.files import FateFolder, read_fates, read_records
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarm_log import AlarmLog, read_alarms
 from verbatim.logs.monitors.jsonl import refuse_other_log
 from verbatim.logs.monitors.learning_curve import read_curve
 from verbatim.logs.monitors.metrics_log import read_metrics
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
+from verbatim.logs.outcomes.files import OutcomeFolder, read_outcomes, read_records
 from verbatim.models.adapters import read_adapter
 from verbatim.models.loading import load_model
 from verbatim.rollouts import TraceFolder
 from verbatim.run.episode_log import Conditions, EpisodeLog
 from verbatim.run.eval_models import EvalModel, find_models
-from verbatim.run.evaluation.stored import read_outcomes
-from verbatim.run.precision import Choice, read_choices, write_choices
+from verbatim.run.evaluation.stored import read_evaluated_episodes
+from verbatim.run.precision import PrecisionChoice, read_choices, write_choices
 from verbatim.run.replay_data import read_step
 from verbatim.run.result import read_result
 from verbatim.run.summary import summary_of
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run with every kind of file: those that this one had no cause to write are written by their writers."""
     with forkable_place(tmp_path_factory) as place:
         folder = place / "whole"
-        write_choices(folder, [Choice(key="trainer.dtype", dtype="float32", reason="it is faster")])
+        write_choices(folder, [PrecisionChoice(key="trainer.dtype", dtype="float32", reason="it is faster")])
         write_origin(folder, Origin(run="/runs/a", step=1))
         write_record(folder / "module_folders.json", {"folders": [str(place)]})
         log = AlarmLog(folder / "alarms.jsonl")
@@ -82,7 +82,7 @@ def write_lines(folder: Path) -> None:
     with EpisodeLog(folder / "episodes.jsonl", [MODEL]) as episodes:
         episodes.write(Conditions(model=MODEL, env="e", settings={}, digests={"x": "d"}), trajectory, True)
     with ResultFile(folder / "results.jsonl", {}) as results:
-        results.write(Job(task="x", sample=0, digest="d", conversation={}), trajectory)
+        results.write(RolloutJob(task="x", sample=0, digest="d", conversation={}), trajectory)
     trace = TraceFolder(folder).store(trajectory)
     assert trace is not None
     trace.rename(folder / "trace.json")
@@ -138,8 +138,8 @@ def load_moments(folder: Path) -> None:
     load_optimizer(torch.optim.AdamW(model.parameters()), model, folder)
 
 
-def resumed(run: Path) -> FateFolder:
-    files = FateFolder(run / "trajectories")
+def resumed(run: Path) -> OutcomeFolder:
+    files = OutcomeFolder(run / "trajectories")
     files.write(9, [])
     marks = files.marks()
     with_number(run / "trajectories" / "step-000009.parquet", 9)
@@ -151,7 +151,7 @@ def resumed(run: Path) -> FateFolder:
 def examined(path: Path) -> object:
     """As `verbatim doctor` reads it."""
     file = LogFile(path)
-    return list(recognise(file, known_formats()).read(file))
+    return list(detect_format(file, known_formats()).read(file))
 
 
 NEWEST = f"checkpoints/step_{FORKABLE_STEPS:06d}"
@@ -173,11 +173,11 @@ READERS: dict[str, dict[str, Callable[[Path], object]]] = {
         "resume": lambda run: refuse_other_log(run / "alarms.jsonl"),
     },
     "step-*.parquet": {
-        "fates": lambda run: list(read_fates(run / "trajectories")),
+        "trajectory_outcomes": lambda run: list(read_outcomes(run / "trajectories")),
         "records": lambda run: list(read_records(run / "trajectories" / "step-000001.parquet")),
         "trajectories": lambda run: list(read_trajectories(run)),
         "evaluated": lambda run: list(read_evaluated(run)),
-        "outcomes": lambda run: list(read_outcomes(run)),
+        "outcomes": lambda run: list(read_evaluated_episodes(run)),
         "replay": lambda run: read_step(run, 1),
         "index": lambda run: read_columns(run / "trajectories" / "step-000001.parquet", 1),
         "resume": resumed,

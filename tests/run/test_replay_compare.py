@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from verbatim import Trajectory, Turn
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.run.replay import Replay, as_json
 from verbatim.run.replay_compare import MetricDifference, TokenDifference, compare_tokens, compare_weights
 
@@ -40,7 +40,7 @@ def test_a_metric_is_the_same_up_to_rounding(stored: float, replayed: float, wit
 @pytest.mark.parametrize(("stored", "replayed"), [(math.inf, 1.0), (-math.inf, math.inf), (1.0, math.nan)])
 def test_a_token_beside_infinity_is_another_one(stored: float, replayed: float):
     turn = Turn(prompt_ids=[1], completion_ids=[7, 8])
-    fate = Fate(
+    outcome = TrajectoryOutcome(
         trajectory=Trajectory(example_id="x", trajectory_id="a", turns=[turn]),
         turns=("trained",),
         trainer_logprobs=(np.zeros(2, dtype=np.float32),),
@@ -48,7 +48,7 @@ def test_a_token_beside_infinity_is_another_one(stored: float, replayed: float):
     )
     now = {("a", 0): np.array([0.5, replayed], dtype=np.float32)}
     with np.errstate(invalid="ignore"):
-        found = compare_tokens([fate], lambda fate: fate.gradients, now, {("a", 0): turn.completion_ids})
+        found = compare_tokens([outcome], lambda outcome: outcome.gradients, now, {("a", 0): turn.completion_ids})
     assert (found.num_different, found.position, found.is_within(LOOSE)) == (1, 1, False)
 
 

@@ -13,11 +13,11 @@ import pytest
 from verbatim import Trajectory
 from verbatim.config import load_config
 from verbatim.core.plain_console import PlainConsole
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.logs.checkpoints import RunFolder
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 from verbatim.run.report import WIDTH, report
 
 SUMMARY = {"success_before_rl": 0.25, "steps": 2, "environments": {"game": {}}}
@@ -33,10 +33,13 @@ def folder(tmp_path: Path):
         metrics.on_step(1, {"reward/mean": 0.5})
         metrics.on_eval(2, "game", {"success": 0.75})
         metrics.close()
-        files = FateFolder(folder.evaluations)
+        files = OutcomeFolder(folder.evaluations)
         for step, reward in ((0, 0.0), (2, 1.0)):
             said = ({"role": "user", "content": "go"}, {"role": "assistant", "content": f"after {step}"})
-            files.write(step, [Fate.of_evaluated(Trajectory(example_id="e", env="game", reward=reward, messages=said))])
+            files.write(
+                step,
+                [TrajectoryOutcome.of_evaluated(Trajectory(example_id="e", env="game", reward=reward, messages=said))],
+            )
         yield folder
 
 

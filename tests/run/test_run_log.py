@@ -16,15 +16,15 @@ import pytest
 
 from verbatim import Trajectory, Turn
 from verbatim.config import load_config
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.trajectory_json import NOT_WRITTEN
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.logs.checkpoints import CheckpointStore, Origin, RunFolder, read_json, write_origin
-from verbatim.logs.fates.files import FateFolder, files_in, read_fates
-from verbatim.logs.fates.retention import Retention
 from verbatim.logs.monitors import Alarm, read_alarms
 from verbatim.logs.monitors.jsonl import JsonlWriter, measure, read_jsonl
 from verbatim.logs.monitors.trajectory_log import read_evaluated, read_trajectories
+from verbatim.logs.outcomes.files import OutcomeFolder, files_in, read_outcomes
+from verbatim.logs.outcomes.retention import Retention
 from verbatim.run import run_log
 from verbatim.run.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
@@ -86,8 +86,8 @@ def evaluate(log: RunLog, step: int, env: str = "game", **fields: object) -> Non
 
 def train(log: RunLog, step: int) -> None:
     trajectories = tuple(Trajectory(example_id="x", trajectory_id=f"{step}-{n}", reward=0.5) for n in range(2))
-    fates = [Fate(trajectory=t, turns=("trained",) * len(t.turns)) for t in trajectories]
-    log.on_step(step, {"loss": 0.5, "rollouts": 2}, fates)
+    outcomes = [TrajectoryOutcome(trajectory=t, turns=("trained",) * len(t.turns)) for t in trajectories]
+    log.on_step(step, {"loss": 0.5, "rollouts": 2}, outcomes)
 
 
 def save(log: RunLog, step: int) -> None:
@@ -201,7 +201,7 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, 
 
 
 @pytest.mark.slow
-def test_episodes_of_evaluations_are_fate_files_that_go_back_with_the_checkpoints(folder: RunFolder):
+def test_episodes_of_evaluations_are_outcome_files_that_go_back_with_the_checkpoints(folder: RunFolder):
     log = log_of(folder, 0, evaluates=True)
     evaluate(log, 0)
     for step in (1, 2):
@@ -219,14 +219,19 @@ def test_episodes_of_evaluations_are_fate_files_that_go_back_with_the_checkpoint
     assert steps_of(folder)[1] == [1, 1, 2, 2]
 
 
-def test_every_evaluated_token_has_the_fate_evaluation_and_none_is_trained(folder: RunFolder):
+def test_every_evaluated_token_has_the_outcome_evaluation_and_none_is_trained(folder: RunFolder):
     log = log_of(folder, 0, evaluates=True)
     turn = Turn(prompt_ids=[1, 2], completion_ids=[3, 4, 5], logprobs=[-0.5, -0.25, -0.125])
     evaluate(log, 7, turns=(turn,))
-    ((step, fate), _) = read_fates(folder.evaluations)
-    assert (step, fate.reason, fate.turns, fate.num_tokens) == (7, "evaluation", ("evaluation",), {"evaluation": 3})
-    assert fate.num_trained_tokens == 0
-    assert fate.trajectory.turns[0].logprobs.tolist() == [-0.5, -0.25, -0.125]
+    ((step, outcome), _) = read_outcomes(folder.evaluations)
+    assert (step, outcome.reason, outcome.turns, outcome.num_tokens) == (
+        7,
+        "evaluation",
+        ("evaluation",),
+        {"evaluation": 3},
+    )
+    assert outcome.num_trained_tokens == 0
+    assert outcome.trajectory.turns[0].logprobs.tolist() == [-0.5, -0.25, -0.125]
     log.close()
 
 
@@ -315,8 +320,8 @@ class Heard:
     def on_step(self, step, metrics, distributions):
         self.calls.append(("step", step))
 
-    def on_trajectories(self, step, fates):
-        self.calls.append(("trajectories", step, [fate.trajectory.trajectory_id for fate in fates]))
+    def on_trajectories(self, step, outcomes):
+        self.calls.append(("trajectories", step, [outcome.trajectory.trajectory_id for outcome in outcomes]))
 
     def on_eval(self, step, env, metrics):
         self.calls.append(("eval", step, env))
@@ -338,8 +343,8 @@ class EverySecondStep:
     def __init__(self) -> None:
         self.num_seen = 0
 
-    def on_step(self, step, metrics, fates):
-        self.num_seen += len(fates)
+    def on_step(self, step, metrics, outcomes):
+        self.num_seen += len(outcomes)
         if step % 2 == 0:
             yield Alarm(name="even", step=step, state="raised", message=f"{self.num_seen} seen", cause="", advice="")
 
@@ -454,7 +459,7 @@ def test_alarms_go_back_to_the_checkpoint_and_the_detector_goes_on_from_its_stat
 
 def test_a_detector_that_fails_is_told_once_and_costs_nothing_else(folder: RunFolder, caplog):
     class Failing(EverySecondStep):
-        def on_step(self, step, metrics, fates):
+        def on_step(self, step, metrics, outcomes):
             yield Alarm(name="first", step=step, state="raised", message="", cause="", advice="")
             raise ZeroDivisionError("no steps")
 
@@ -494,14 +499,14 @@ def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_th
 
 def test_a_step_does_not_wait_until_its_trajectories_are_written_and_a_checkpoint_does(folder, monkeypatch):
     may_write, written = threading.Event(), []
-    write = FateFolder.write
+    write = OutcomeFolder.write
 
-    def slow(files: FateFolder, step: int, fates: Sequence[Fate]) -> None:
+    def slow(files: OutcomeFolder, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
         assert may_write.wait(60)
-        write(files, step, fates)
+        write(files, step, outcomes)
         written.append(step)
 
-    monkeypatch.setattr(FateFolder, "write", slow)
+    monkeypatch.setattr(OutcomeFolder, "write", slow)
     log = log_of(folder, 0)
     train(log, 1)
     train(log, 2)
@@ -521,7 +526,7 @@ def test_alarms_that_stand_are_told_again_by_a_resumed_run_that_looks_for_them(
     folder: RunFolder, capsys, watches: bool
 ):
     class Raises:
-        def on_step(self, step, metrics, fates):
+        def on_step(self, step, metrics, outcomes):
             return [Alarm(name="stale", step=step, state="raised", message="9 steps old", cause="", advice="")]
 
         def on_eval(self, step, env, metrics):

@@ -15,8 +15,8 @@ from verbatim.config import make_config
 from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder
 from verbatim.run import trainer_process, training_run
+from verbatim.run.build import named_weights
 from verbatim.run.environments import Environments
-from verbatim.run.parts import named_weights
 from verbatim.run.tables import component_tables
 from verbatim.run.training_run import TrainingRun
 from waiting import HANGS

@@ -37,8 +37,8 @@ def trainer_of(folder, ranks, *, loss="default", dtype="float64", compute="float
     )
     found = loss
     if not isinstance(loss, Loss):
-        name, knobs = (loss, {}) if isinstance(loss, str) else (loss["type"], {"kl_ref_tau": loss["kl_ref_tau"]})
-        found = replace(LOSSES[name], knobs=knobs) if knobs else LOSSES[name]
+        name, parameters = (loss, {}) if isinstance(loss, str) else (loss["type"], {"kl_ref_tau": loss["kl_ref_tau"]})
+        found = replace(LOSSES[name], parameters=parameters) if parameters else LOSSES[name]
     return Trainer(folder, config, loss=found, total_optimizer_steps=50, dtype=dtype, ranks=ranks, frozen=frozen)
 
 

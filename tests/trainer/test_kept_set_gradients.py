@@ -73,8 +73,10 @@ def every_sequence(model, cut, temperature):
 def on_policy(loss: Loss) -> Loss:
     """The loss where the inference logprobs are the trainer's to the last bit: in samples they are float32."""
 
-    def function(inputs, **knobs):
-        return loss.function(dataclasses.replace(inputs, inference_logprobs=inputs.trainer_logprobs.detach()), **knobs)
+    def function(inputs, **parameters):
+        return loss.function(
+            dataclasses.replace(inputs, inference_logprobs=inputs.trainer_logprobs.detach()), **parameters
+        )
 
     return dataclasses.replace(loss, function=function)
 
@@ -147,8 +149,8 @@ def samples_of(drawn, advantages, temperature, *, is_cut, teacher=None):
 def weighed(loss: Loss, weight) -> Loss:
     """The loss of each trajectory times `weight(inputs)`, where a loss reads no advantages that could hold a share."""
 
-    def function(inputs, **knobs):
-        found = on_policy(loss).function(inputs, **knobs)
+    def function(inputs, **parameters):
+        found = on_policy(loss).function(inputs, **parameters)
         return dataclasses.replace(found, loss=weight(inputs) * found.loss)
 
     return dataclasses.replace(loss, function=function, level="sequence")

@@ -17,7 +17,7 @@ from trainer_helpers import write_experts, write_llama, write_qwen_moe
 
 from verbatim.algorithms.losses import LOSSES
 from verbatim.core.errors import CheckpointError
-from verbatim.logs.checkpoints import find_damage, seal
+from verbatim.logs.checkpoints import find_damage, write_manifest
 from verbatim.models.loading import load_model
 from verbatim.trainer.parallel.publish import published_layout
 from waiting import HANGS
@@ -297,7 +297,7 @@ def test_a_checkpoint_is_safetensors_and_json_that_can_be_sealed(saved, tmp_path
     names = sorted(path.name for path in (folder / "trainer").iterdir())
     assert names == ["optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors", "trainer.json"]
     shutil.copytree(folder, tmp_path / "copy")
-    seal(tmp_path / "copy")
+    write_manifest(tmp_path / "copy")
     assert find_damage(tmp_path / "copy") is None
     for path in folder.rglob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

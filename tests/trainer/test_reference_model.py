@@ -18,7 +18,7 @@ from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.frozen import load_frozen
 from verbatim.trainer.trainer import Trainer
 
-KL = dataclasses.replace(LOSSES["default"], knobs={"kl_ref_tau": 0.5})
+KL = dataclasses.replace(LOSSES["default"], parameters={"kl_ref_tau": 0.5})
 
 
 def make_trainer(folder, *, loss=KL, dtype="float32", frozen=None, compute="float32", **config):
@@ -112,7 +112,7 @@ def test_a_run_begins_at_its_reference_leaves_it_and_does_not_move_it(qwen):
 def test_a_strong_term_holds_the_policy_near_its_reference(qwen):
     def distance(tau):
         trainer = make_trainer(
-            qwen, loss=dataclasses.replace(KL, knobs={"kl_ref_tau": tau}), frozen={"reference": qwen}
+            qwen, loss=dataclasses.replace(KL, parameters={"kl_ref_tau": tau}), frozen={"reference": qwen}
         )
         return [trainer.train_batch(make_batch()) for _ in range(6)][-1]["ref_kl"]
 

@@ -30,9 +30,9 @@ from verbatim.core.errors import ModelError, UsageError
 from verbatim.core.records.experts import Routing
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.trajectory_json import plain, trajectory_from_json, trajectory_to_json
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.experts import check_replay, find_routers
 from verbatim.models.float64 import keep_float64
 from verbatim.rollouts.recorder import Recorder

@@ -109,7 +109,9 @@ def test_gradient_is_clipped_to_the_largest_norm(qwen):
 def test_weight_decay_leaves_norms_alone(qwen):
     """Zero advantages and no KL: no gradient, so decay alone moves what it moves, by lr * decay."""
     samples = [replace(s, advantages=np.zeros_like(s.advantages)) for s in make_batch()]
-    trainer = make_trainer(qwen, loss=replace(LOSSES["default"], knobs={"kl_tau": 0.0}), optim={"weight_decay": 0.5})
+    trainer = make_trainer(
+        qwen, loss=replace(LOSSES["default"], parameters={"kl_tau": 0.0}), optim={"weight_decay": 0.5}
+    )
     before = weights(trainer)
     trainer.train_batch(samples)
     for name, after in weights(trainer).items():

@@ -152,7 +152,7 @@ export interface TokenPart {
 export interface Turn extends TokenPart {
   index: number;
   agent: string;
-  fate: string;
+  outcome: string;
   trained?: boolean;
   advantage: number | null;
   reward: number | null;

@@ -2,7 +2,8 @@
 
 In: the trajectories of a group, or the logprobs of a micro-batch. Out: advantages, verdicts, the next example, a loss
 with its metrics. What a loss, an advantage or a filter of your own takes and returns is imported from here. Read first:
-`credit/base.py`, `filters/base.py`, `losses/base.py`. Imports `core`, `config`; no torch before a loss is computed.
+`credit/advantage.py`, `filters/filter.py`, `losses/loss.py`. Imports `core`, `config`; no torch before a loss is
+computed.
 """
 
 from verbatim.algorithms.credit import ADVANTAGES, Advantage, AdvantageInputs, AdvantageOutputs

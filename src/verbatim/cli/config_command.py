@@ -12,8 +12,8 @@ from verbatim.cli.rl_command import add_strategy
 from verbatim.config import dump_config, load_config
 from verbatim.core.imports import imports_that_stay
 from verbatim.core.texts import printable
-from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.continuations import told
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.run.check import check_run
 from verbatim.run.openings import look_at_openings
 from verbatim.run.orchestrator.staleness import capped_settings

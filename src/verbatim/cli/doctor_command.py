@@ -19,9 +19,17 @@ from verbatim.cli.argument_types import FROM_ZERO
 from verbatim.core.disk import read_regular, refuse_link
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
-from verbatim.inspection.doctor import BreakClass, Doctor, FateFormat, LogFile, is_fate_path, known_formats, recognise
+from verbatim.inspection.doctor import (
+    BreakClass,
+    Doctor,
+    LogFile,
+    OutcomeFormat,
+    detect_format,
+    is_outcome_path,
+    known_formats,
+)
 from verbatim.inspection.doctor.as_json import JsonReport
-from verbatim.inspection.doctor.diagnosis import Choice, TemplateLine
+from verbatim.inspection.doctor.diagnosis import ShownBreaks, TemplateLine
 from verbatim.inspection.doctor.logs import Format
 from verbatim.inspection.doctor.show import ConsoleReport
 from verbatim.inspection.doctor.text import TokenText
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     trajectories = known.read(file)
     first = next(trajectories, None)  # only then a format knows how the lines hang together
     report.begin(file=str(args.file), format_name=known.name, note=known.about, tokenizer=model, tokenizer_note=note)
-    chosen = Choice(limit)
+    chosen = ShownBreaks(limit)
     for logged in chain([] if first is None else [first], trajectories):
         for diagnosis in doctor.examine(logged):
             if limit == sys.maxsize:
@@ -123,10 +131,10 @@ def _refuse_options_of_logs(args: argparse.Namespace, *instead: str) -> None:
 
 
 def _recognised(file: LogFile) -> Format:
-    if is_fate_path(file.path):
-        return FateFormat()
+    if is_outcome_path(file.path):
+        return OutcomeFormat()
     try:
-        return recognise(file, known_formats())
+        return detect_format(file, known_formats())
     except UsageError:
         if _is_one_value(file.path):
             raise UsageError(
@@ -178,7 +186,7 @@ def _refuse_odd_files(folder: Path) -> None:
 
 
 def _run_of(log: Path) -> Path:
-    """The folder of the run that a log, a fate file or their folder stands in."""
+    """The folder of the run that a log, a outcome file or their folder stands in."""
     if log.is_dir() and (log / "config.toml").is_file():
         return log
     return log.parent.parent if log.suffix == ".parquet" else log.parent

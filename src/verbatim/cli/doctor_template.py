@@ -20,7 +20,7 @@ from verbatim.models.loading import load_tokenizer
 from verbatim.models.renderers import create_renderer
 from verbatim.models.renderers.bridge_probes import SITUATIONS, BridgeProbe, probe_bridges
 from verbatim.models.renderers.chat_template import compile_template
-from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.special_token_escaping import EscapingTokenizer
 from verbatim.models.renderers.stand_in import stand_in_tokenizer
 from verbatim.models.renderers.stop_ids import ends_in_words
 from verbatim.models.renderers.template import TemplateRenderer
@@ -104,21 +104,21 @@ def _tokenizers(asked: str) -> list[tuple[str, Any]]:
 
 
 def _look(name: str, tokenizer: Any) -> _Template:
-    guarded = GuardedTokenizer(tokenizer)
-    renderer = TemplateRenderer(guarded)
+    escaping = EscapingTokenizer(tokenizer)
+    renderer = TemplateRenderer(escaping)
     try:
         return _Template(
             name=name,
-            source=guarded.chat_source(),
-            probes=probe_bridges(renderer, guarded),
+            source=escaping.chat_source(),
+            probes=probe_bridges(renderer, escaping),
             tools=renderer.tool_support,
-            hermes=_hermes(guarded),
+            hermes=_hermes(escaping),
         )
     except TemplateFault as error:
         raise ModelError(str(error)) from error
 
 
-def _hermes(tokenizer: GuardedTokenizer) -> str | None:
+def _hermes(tokenizer: EscapingTokenizer) -> str | None:
     try:
         return TemplateRenderer(tokenizer, tools="hermes").room_for_tools
     except ModelError:

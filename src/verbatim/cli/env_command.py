@@ -22,8 +22,8 @@ from verbatim.core.texts import printable
 from verbatim.environments import ENVIRONMENTS, EXTRAS
 from verbatim.inspection.envcheck import KINDS, CheckSettings, Report, check_environment
 from verbatim.inspection.envcheck.targets import find_targets
-from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.continuations import told
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.run.check import renderer_of
 from verbatim.run.environments import make_environments
 from verbatim.run.tables import component_tables

@@ -22,7 +22,7 @@ from verbatim.core.errors import ConfigError, RunStopped, UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.chat.client import OpenAI
 from verbatim.logs.checkpoints import CONFIG, load_stored_config
-from verbatim.logs.monitors.live import LiveView, Stage
+from verbatim.logs.monitors.live import LiveView, ProgressStage
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.check import warn_of_unread_tables
 from verbatim.run.environments import make_environments
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     with EpisodeLog(args.out, models) as log:
         if log.num_failed_before:
             told.print(f"{log.num_failed_before} episodes of {args.out} had failed, and are played again")
-        with _Progress(told) as progress:
+        with _EvalBars(told) as progress:
 
             async def evaluate() -> None:
                 async for result in evaluate_models(config, environments, models, settings, log, progress):
@@ -212,12 +212,12 @@ def _say_how_to_go_on(args: argparse.Namespace, told: PlainConsole) -> None:
     told.print(said, soft_wrap=True, style="bold")
 
 
-class _Progress:
+class _EvalBars:
     """One bar for each model, on a terminal."""
 
     def __init__(self, console: PlainConsole) -> None:
         self._view, self._label = LiveView(console), ""
-        self._bar: Stage | None = None
+        self._bar: ProgressStage | None = None
 
     def __call__(self, model: EvalModel, done: int, total: int, failed: int) -> None:
         if self._bar is None or model.label != self._label:
@@ -226,7 +226,7 @@ class _Progress:
             self._bar = self._view.open(f"evaluating {model.label[-30:]}", total, done=done, side_by_side=True)
         self._bar.update(done, note=f"{failed} failed" if failed else "")
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _EvalBars:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,17 +19,17 @@ from verbatim import __version__
 from verbatim.config import RunConfig
 from verbatim.core.disk import write_file
 from verbatim.core.texts import cut
-from verbatim.rollouts.tally import failure_kind
+from verbatim.rollouts.episode_stats import failure_kind
+from verbatim.run.build import max_failed
 from verbatim.run.evaluation.as_json import difference_to_json, example_to_json, finite, result_to_json
-from verbatim.run.evaluation.markdown import Subject, markdown
-from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode
+from verbatim.run.evaluation.markdown import ReportedModel, markdown
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.play import EvalSettings, ModelResult
 from verbatim.run.evaluation.results import EnvResult
 from verbatim.run.evaluation.rows import Compared, spent_line
 from verbatim.run.evaluation.show import show_differences, show_examples, show_results
 from verbatim.run.evaluation.texts import letter
-from verbatim.run.parts import max_failed
 
 _MOST_KINDS = 5
 """Kinds of failures that a report names for each model."""
@@ -160,7 +160,7 @@ class Results:
     def write_report(self, path: Path) -> None:
         """The report in Markdown."""
         subjects = [
-            Subject(
+            ReportedModel(
                 letter=letter(place),
                 label=found.model.label,
                 where=f"{found.model.where}{_steps(found)}",
@@ -214,7 +214,7 @@ def _failures(result: EnvResult) -> str:
     )
 
 
-def _errors(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, tuple[int, str]]:
+def _errors(outcomes: Mapping[str, Sequence[EvaluatedEpisode]]) -> dict[str, tuple[int, str]]:
     """The most common kinds of failures: how often, and what the first one said."""
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}

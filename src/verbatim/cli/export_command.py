@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _steps(text: str | None) -> tuple[int, int | None]:
-    """First and last step; None = to the end."""
+    """First and last step; None: to the end."""
     if text is None:
         return 0, None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from verbatim.cli import exit_status
 from verbatim.cli.argument_types import COUNT, json_object
 from verbatim.cli.rollout_engines import engine_of
-from verbatim.cli.rollout_results import Job, ResultFile
+from verbatim.cli.rollout_results import ResultFile, RolloutJob
 from verbatim.cli.rollout_work import plan_of
 from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import RunStopped
@@ -116,7 +116,7 @@ class _Ends:
         RunStopped: more failures in a row than there is patience for.
     """
 
-    def __init__(self, jobs: Sequence[Job], results: ResultFile, *, patience: int) -> None:
+    def __init__(self, jobs: Sequence[RolloutJob], results: ResultFile, *, patience: int) -> None:
         self._jobs = jobs
         self._results = results
         self._patience = patience

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from verbatim.config import load_config
 from verbatim.core.errors import UsageError
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
+from verbatim.inference.sampler import Sampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.catalog import folder_of
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout

@@ -26,7 +26,7 @@ _SECRETS = "secrets"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RolloutJob:
     """One trajectory to be made."""
 
     task: str
@@ -39,13 +39,13 @@ class Job:
     """The conversation that the rollout is given."""
 
 
-def read_jobs(path: Path, samples: int) -> list[Job]:
+def read_jobs(path: Path, samples: int) -> list[RolloutJob]:
     """Every task `samples` times.
 
     Raises:
         UsageError: no such file, a line that is no task, or an id that stands twice.
     """
-    jobs: list[Job] = []
+    jobs: list[RolloutJob] = []
     lines: dict[str, int] = {}
     copies: Counter[str] = Counter()
     for number, record in read_json_lines(path, "task").items():
@@ -60,7 +60,7 @@ def read_jobs(path: Path, samples: int) -> list[Job]:
             )
         lines[task] = number
         jobs += [
-            Job(task=task, sample=k, digest=digest, conversation={**record, "id": task, "sample_index": k})
+            RolloutJob(task=task, sample=k, digest=digest, conversation={**record, "id": task, "sample_index": k})
             for k in range(samples)
         ]
     return jobs
@@ -106,7 +106,7 @@ class ResultFile:
     def __exit__(self, *_: object) -> None:
         self._lines.close()
 
-    def has(self, job: Job) -> bool:
+    def has(self, job: RolloutJob) -> bool:
         """Whether it is done.
 
         Raises:
@@ -120,7 +120,7 @@ class ResultFile:
             )
         return digest is not None
 
-    def write(self, job: Job, trajectory: Trajectory) -> None:
+    def write(self, job: RolloutJob, trajectory: Trajectory) -> None:
         """Append one."""
         self._lines.write(
             {

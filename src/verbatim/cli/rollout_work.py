@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from verbatim.cli.rollout_engines import Work
-from verbatim.cli.rollout_results import Job, read_jobs
+from verbatim.cli.rollout_results import RolloutJob, read_jobs
 from verbatim.config import import_object
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Trajectory
@@ -30,18 +30,18 @@ _OF_ENVIRONMENTS: tuple[str, ...] = ("env_args", "split")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RolloutPlan:
     """Everything that is to be played."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RolloutJob]
     """One for each trajectory."""
     settings: Mapping[str, Any]
     """What results depend on beside the engine's settings."""
-    work: Callable[[Sequence[Job], Take], Work]
+    work: Callable[[Sequence[RolloutJob], Take], Work]
     """The work for the jobs that are left."""
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> RolloutPlan:
     """What the options name, checked.
 
     Raises:
@@ -60,11 +60,11 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return _tasks(args) if args.env is None else _environment(args)
 
 
-def _tasks(args: argparse.Namespace) -> Plan:
+def _tasks(args: argparse.Namespace) -> RolloutPlan:
     user, scorer = _user(args), _scorer(args.score)
     found = None if args.tools is None else import_object(args.tools)
 
-    def work(left: Sequence[Job], take: Take) -> Work:
+    def work(left: Sequence[RolloutJob], take: Take) -> Work:
         managers = _managers(args.tools, found, left)
 
         async def play(rollout: ConversationRollout) -> None:
@@ -75,26 +75,26 @@ def _tasks(args: argparse.Namespace) -> Plan:
 
     given = {name: getattr(args, name) for name in ("score", "user_model", "user_prompt")}
     settings = {name: str(value) for name, value in given.items() if value is not None}
-    return Plan(jobs=read_jobs(args.file, args.samples), settings={"tools": args.tools, **settings}, work=work)
+    return RolloutPlan(jobs=read_jobs(args.file, args.samples), settings={"tools": args.tools, **settings}, work=work)
 
 
-def _environment(args: argparse.Namespace) -> Plan:
+def _environment(args: argparse.Namespace) -> RolloutPlan:
     env_args, split = args.env_args or {}, args.split or "eval"
     environment = create_environment(args.env, env_args)
     examples = {example.id: example for example in examples_of(environment, args.env, split)}
     jobs = []
     for example in examples.values():
         digest = digest_of(example)
-        jobs += [Job(task=example.id, sample=k, digest=digest, conversation={}) for k in range(args.samples)]
+        jobs += [RolloutJob(task=example.id, sample=k, digest=digest, conversation={}) for k in range(args.samples)]
 
-    def work(left: Sequence[Job], take: Take) -> Work:
+    def work(left: Sequence[RolloutJob], take: Take) -> Work:
         async def play(rollout: ConversationRollout) -> None:
             pairs = [(examples[job.task], job.sample) for job in left]
             await rollout.run_environment(environment, pairs, take, env=args.env, seed=args.seed or 0)
 
         return play
 
-    return Plan(jobs=jobs, settings={"env": args.env, "env_args": env_args, "split": split}, work=work)
+    return RolloutPlan(jobs=jobs, settings={"env": args.env, "env_args": env_args, "split": split}, work=work)
 
 
 def _user(args: argparse.Namespace) -> UserSimulator | None:
@@ -131,7 +131,7 @@ def _scorer(import_path: str | None) -> Scorer | None:
     return scorer
 
 
-def _managers(import_path: str, found: Any, jobs: Sequence[Job]) -> ToolManager | list[ToolManager] | None:
+def _managers(import_path: str, found: Any, jobs: Sequence[RolloutJob]) -> ToolManager | list[ToolManager] | None:
     if found is None or isinstance(found, ToolManager):
         return found
     if isinstance(found, list | tuple):

@@ -16,10 +16,10 @@ from verbatim.cli import exit_status
 from verbatim.cli.argument_types import COUNT, number
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
-from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import LAST_PORT
+from verbatim.inference.sampler import Sampler, watch_engine
 from verbatim.models.catalog import folder_of
 from verbatim.rollouts.main_loop import run_until_asked
 from verbatim.run.logs import log_to_console

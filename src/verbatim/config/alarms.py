@@ -1,4 +1,4 @@
-"""Defines [monitor.alarms]: which alarms are looked for, with which knobs, and which of them end a run."""
+"""Defines [monitor.alarms]: which alarms are looked for, with which parameters, and which of them end a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verbatim.config.sections import ComponentConfig, NamedComponents
 
 
 class AlarmConfig(ComponentConfig):
-    """One alarm: a name from `ALARMS` or an import path, and its knobs."""
+    """One alarm: a name from `ALARMS` or an import path, and its parameters."""
 
     enabled: bool = Field(default=True, exclude_if=lambda enabled: enabled)
     """Whether it is looked for."""
@@ -18,7 +18,7 @@ class AlarmConfig(ComponentConfig):
 
 class AlarmsConfig(NamedComponents):
     """What a run is watched for. Every other key is an alarm: `NAME = false` switches one off, a table
-    `[monitor.alarms.NAME]` sets its knobs, and with a `type` it is one of your own."""
+    `[monitor.alarms.NAME]` sets its parameters, and with a `type` it is one of your own."""
 
     __pydantic_extra__: dict[str, AlarmConfig] = Field(init=False)
 

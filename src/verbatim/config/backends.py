@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from verbatim.config.components import ComponentTables, Problem, Table, unknown
 from verbatim.config.inference import InferenceConfig
-from verbatim.config.knobs import evaluate
+from verbatim.config.key_locations import KeyPath, dotted
 from verbatim.config.orchestrator import OrchestratorConfig, RolloutConfig
-from verbatim.config.origins import KeyPath, dotted
+from verbatim.config.parameters import evaluate
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection, BackendSettings, table_of
 from verbatim.core.errors import ComponentError

@@ -1,4 +1,4 @@
-"""Resolves a component from its name and knobs in the file; checks the knobs against its signature.
+"""Resolves a component from its name and parameters in the file; checks the parameters against its signature.
 
 The tables come from the caller: this package sees none of the components, and imports no torch by itself.
 """
@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.config.knobs import check_knobs, is_made_of_knobs
+from verbatim.config.key_locations import KeyPath, dotted
 from verbatim.config.known_names import known_elsewhere
-from verbatim.config.origins import KeyPath, dotted
+from verbatim.config.parameters import check_parameters, is_made_of_parameters
 from verbatim.config.schema import ComponentConfig, RunConfig
 from verbatim.core.errors import ComponentError
 from verbatim.core.imports import import_object, is_import_path
 from verbatim.core.texts import nearest
 
 Table = Mapping[str, Any]
-"""Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
-of one of these, `"module:name"`, where importing it is better left to those who use it."""
+"""Name to component: a function, a class whose fields are its parameters, a record with a `function`, or the import
+path of one of these, `"module:name"`, where importing it is better left to those who use it."""
 
 Problem = tuple[KeyPath, str]
 """The key that is wrong; what was found there and what was expected."""
@@ -43,7 +43,7 @@ class ComponentTables:
     environments: Table
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     environment_arguments: Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]] | None = None
-    """Checks the args of an environment's class or function, as `check_knobs` does, which is taken without it."""
+    """Checks the args of an environment's class or function, as `check_parameters` does, which is taken without it."""
     monitors: Table
     """For the tables below [monitor]."""
     alarms: Table = field(default_factory=dict)
@@ -59,11 +59,11 @@ class ComponentTables:
 
 
 def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) -> Any:
-    """The component with its knobs bound.
+    """The component with its parameters bound.
 
     A function gives a `functools.partial`, and so does a class of monitors, whose constructor takes the input; another
-    class (a frozen dataclass with `__call__`) gives an instance; a record with a `function` and `knobs`, as in
-    `LOSSES`, gives a copy with its knobs set.
+    class (a frozen dataclass with `__call__`) gives an instance; a record with a `function` and `parameters`, as in
+    `LOSSES`, gives a copy with its parameters set.
 
     Args:
         component: What the file says.
@@ -72,29 +72,29 @@ def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) 
         where: The key, for errors: "trainer.loss".
 
     Raises:
-        ComponentError: no such name, an import that fails, an unknown or missing knob, or one of the wrong type.
+        ComponentError: no such name, an import that fails, an unknown or missing parameter, or one of the wrong type.
     """
-    target, knobs, problems = _bind(_use(component, what, tuple(where.split("."))), table)
+    target, parameters, problems = _bind(_use(component, what, tuple(where.split("."))), table)
     if problems:
         raise ComponentError("\n".join(f"{dotted(key)}: {message}" for key, message in problems))
-    if is_made_of_knobs(target):
+    if is_made_of_parameters(target):
         try:
-            return target(**knobs)
+            return target(**parameters)
         except (TypeError, ValueError) as error:
-            raise ComponentError(f"{where}: {what} {target.__qualname__} refuses {knobs}: {error}") from error
+            raise ComponentError(f"{where}: {what} {target.__qualname__} refuses {parameters}: {error}") from error
     if _is_record(target):
-        return dataclasses.replace(target, knobs={**target.knobs, **knobs})
-    return functools.partial(target, **knobs)
+        return dataclasses.replace(target, parameters={**target.parameters, **parameters})
+    return functools.partial(target, **parameters)
 
 
 def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem]:
     """Everything that is wrong with the components a run names. Nothing is called; custom modules are imported."""
     found: list[Problem] = []
     for use, table in _uses(config, tables):
-        target, knobs, problems = _bind(use, table, tables.environment_arguments)
+        target, parameters, problems = _bind(use, table, tables.environment_arguments)
         found += problems
         if not problems and use.what == "loss":
-            found += _unfit_loss(config, target, knobs)
+            found += _unfit_loss(config, target, parameters)
         if not problems and use.what == "advantage" and getattr(target, "compares_rewards", False):
             found += _group_of_one(config, use)
     found += _unknown_stops(config, tables.alarms)
@@ -117,13 +117,13 @@ def _unknown_stops(config: RunConfig, table: Table) -> Iterator[Problem]:
             yield ("monitor", "alarms", "stop", index), f'"{name}" {why}{names}'
 
 
-def _unfit_loss(config: RunConfig, loss: Any, knobs: Mapping[str, Any]) -> Iterator[Problem]:
+def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuse a loss that the training mode does not take, and one that has nothing to learn from.
 
     Args:
         config: The configuration.
         loss: A `Loss`, or a function of the user's own.
-        knobs: As they are set.
+        parameters: As they are set.
     """
     mode, has_teacher = config.orchestrator.training_mode, config.orchestrator.teacher is not None
     component, key = config.trainer.loss, ("trainer", "loss", "type")
@@ -152,10 +152,10 @@ def _unfit_loss(config: RunConfig, loss: Any, knobs: Mapping[str, Any]) -> Itera
                     'or give a loss that reads teacher_logprobs with type = "custom"'
                 ),
             )
-    elif knobs.get(teacher):
+    elif parameters.get(teacher):
         if not has_teacher:
             yield ("trainer", "loss", teacher), "it needs an [orchestrator.teacher] table with a model"
-    elif mode == "rl" and knobs.get(reward) == 0:
+    elif mode == "rl" and parameters.get(reward) == 0:
         yield (
             ("trainer", "loss", reward),
             (
@@ -189,11 +189,11 @@ class _Use:
     name: str
     """From the table, or an import path."""
     name_key: KeyPath
-    knobs: dict[str, Any]
-    knobs_key: KeyPath
+    parameters: dict[str, Any]
+    parameters_key: KeyPath
     is_own: bool
     num_inputs: int = 1
-    """How many leading parameters are data; every other parameter is a knob."""
+    """How many leading parameters are data; every other parameter is a parameter."""
 
 
 def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
@@ -204,14 +204,22 @@ def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
         name=component.custom_path or component.type,
         is_own=component.custom_path is not None,
         name_key=(*path, "import_path" if custom else "type"),
-        knobs=component.knobs,
-        knobs_key=(*path, "kwargs") if custom else path,
+        parameters=component.parameters,
+        parameters_key=(*path, "kwargs") if custom else path,
     )
 
 
-def _use_of_name(name: str, what: str, key: KeyPath, **knobs: Any) -> _Use:
-    """A component that is one key, its name or import path; `knobs` are given by the code that calls it."""
-    return _Use(path=key, what=what, name=name, is_own=is_import_path(name), name_key=key, knobs=knobs, knobs_key=key)
+def _use_of_name(name: str, what: str, key: KeyPath, **parameters: Any) -> _Use:
+    """A component that is one key, its name or import path; `parameters` are given by the code that calls it."""
+    return _Use(
+        path=key,
+        what=what,
+        name=name,
+        is_own=is_import_path(name),
+        name_key=key,
+        parameters=parameters,
+        parameters_key=key,
+    )
 
 
 def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Table]]:
@@ -243,8 +251,8 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
                 is_own=is_own,
                 num_inputs=0,
                 name_key=(*path, "import_path" if is_own else "id"),
-                knobs=env.args,
-                knobs_key=(*path, "args"),
+                parameters=env.args,
+                parameters_key=(*path, "args"),
             )
             yield use, tables.environments
             strategies.append((path, env.trajectory_strategy))
@@ -256,7 +264,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
 
 
 def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str, Any], list[Problem]]:
-    """The component, its knobs, and what is wrong with either."""
+    """The component, its parameters, and what is wrong with either."""
     entry = use.name if use.is_own else table.get(use.name)
     if entry is None:
         return None, {}, [(use.name_key, unknown(use.what, use.name, table, _own(use.what, use.name)))]
@@ -271,23 +279,25 @@ def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str
     if misshapen is not None:
         return None, {}, [(use.name_key, misshapen)]
     if use.what == "environment" and arguments is not None:
-        knobs, wrong = arguments(function, use.knobs)
+        parameters, wrong = arguments(function, use.parameters)
     else:
-        given = target.knobs if _is_record(target) else ()
-        knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what, given=given)
-    return target, knobs, [((*use.knobs_key, name), message) for name, message in wrong.items()]
+        given = target.parameters if _is_record(target) else ()
+        parameters, wrong = check_parameters(
+            function, use.parameters, num_inputs=use.num_inputs, label=use.what, given=given
+        )
+    return target, parameters, [((*use.parameters_key, name), message) for name, message in wrong.items()]
 
 
 def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
     """Why something imported cannot be called with the inputs of its kind."""
     named = f"{use.what} {getattr(function, '__qualname__', type(function).__qualname__)}"
-    made_of_knobs = is_made_of_knobs(function)
-    if inspect.isclass(function) and use.num_inputs and not made_of_knobs and use.what != "monitor":
+    made_of_parameters = is_made_of_parameters(function)
+    if inspect.isclass(function) and use.num_inputs and not made_of_parameters and use.what != "monitor":
         return f"{named} is a class without __call__; expected a function, or a frozen dataclass with __call__"
-    call: Any = function.__call__ if made_of_knobs else function  # type: ignore[operator]
+    call: Any = function.__call__ if made_of_parameters else function  # type: ignore[operator]
     try:
         inspect.signature(function)
-        parameters = list(inspect.signature(call).parameters.values())[int(made_of_knobs) :]
+        parameters = list(inspect.signature(call).parameters.values())[int(made_of_parameters) :]
     except (TypeError, ValueError):
         return f"{named} does not tell its parameters; expected a function or a class written in Python"
     if not use.num_inputs:
@@ -297,12 +307,12 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < use.num_inputs and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return f"{named}({', '.join(p.name for p in parameters)}) takes no input; expected it as the first parameter"
-    given = {p.name for p in positional[use.num_inputs :] if p.default is p.empty} - set(use.knobs)
-    if given and not made_of_knobs:
+    given = {p.name for p in positional[use.num_inputs :] if p.default is p.empty} - set(use.parameters)
+    if given and not made_of_parameters:
         return (
             f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, which nothing gives; it is "
-            f"called with one record, its first parameter {positional[0].name!r}, and every other parameter is a knob: "
-            "read what you need from that record, or give the knobs in kwargs"
+            f"called with one record, its first parameter {positional[0].name!r}; the others are set in the file: "
+            "read what you need from that record, or set it in kwargs"
         )
     return None
 

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from verbatim.config.fields import backend_tables_with, field_at, section_at, sections_with
+from verbatim.config.key_locations import KeyPath, dotted
 from verbatim.config.known_keys import key_elsewhere
-from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.overrides import Override
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection
@@ -29,7 +29,7 @@ _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a strin
 
 
 @dataclass
-class Places:
+class KeyLocations:
     """The origin of each key, with which every error message begins."""
 
     file: str
@@ -59,35 +59,37 @@ class Places:
         self.overrides[path] = override
 
 
-def refuse(problems: list[str], places: Places) -> None:
+def refuse(problems: list[str], locations: KeyLocations) -> None:
     """Raise one ConfigError with every problem, if there is any."""
     problems = [without_secrets(problem) for problem in problems]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        raise ConfigError(f"{len(problems)} mistakes in {places.file}:\n  " + "\n  ".join(problems))
+        raise ConfigError(f"{len(problems)} mistakes in {locations.file}:\n  " + "\n  ".join(problems))
 
 
-def explain(error: ErrorDetails, places: Places) -> str:
+def explain(error: ErrorDetails, locations: KeyLocations) -> str:
     """One mistake as a line: where, which key, what was found, what was expected, what to type."""
     path: KeyPath = error["loc"]
-    where, name, found = places.of(path), dotted(path), error["input"]
+    where, name, found = locations.of(path), dotted(path), error["input"]
     match error["type"]:
         case "extra_forbidden":
-            return f"{where}: {unknown_key(path, places.schema)}"
+            return f"{where}: {unknown_key(path, locations.schema)}"
         case "missing":
-            field = field_at(places.schema, path)
+            field = field_at(locations.schema, path)
             about = f": {field.description[0].lower()}{field.description[1:]}" if field and field.description else ""
             return f"{where}: {name} is missing{about}{_TO_TYPE.get(name, '')}"
         case "value_error":
             return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
         case "tuple_type":
-            expected = f"a list, or [[{name}]] tables" if section_at(places.schema, path) else "a list"
-        case "model_type" | "dict_type" if _near_a_key(path, places.schema):  # where other keys are tables: [monitor]
-            return f"{where}: {unknown_key(path, places.schema)}"
+            expected = f"a list, or [[{name}]] tables" if section_at(locations.schema, path) else "a list"
+        case "model_type" | "dict_type" if _near_a_key(
+            path, locations.schema
+        ):  # where other keys are tables: [monitor]
+            return f"{where}: {unknown_key(path, locations.schema)}"
         case "model_type" | "dict_type":
-            expected = "a table" + _of_a_backend(path, places.schema)
-            section = section_at(places.schema, path)
+            expected = "a table" + _of_a_backend(path, locations.schema)
+            section = section_at(locations.schema, path)
             key = next((key for key in _NAMED_BY if section and key in section.model_fields), None)
             if key is not None and isinstance(found, str):
                 line = f"{key} = {short(found)}"

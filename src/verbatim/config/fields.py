@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from verbatim.config.origins import KeyPath
+from verbatim.config.key_locations import KeyPath
 from verbatim.config.sections import BackendSettings
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verbatim.config.components import Problem
-from verbatim.config.origins import KeyPath
+from verbatim.config.key_locations import KeyPath
 from verbatim.config.sure_keys import keys_in
 from verbatim.core.redaction import REDACTED, hide, hide_in, named_texts, variable_in
 

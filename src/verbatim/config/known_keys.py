@@ -9,8 +9,8 @@ class Foreign(NamedTuple):
     """What keys of other frameworks are here."""
 
     keys: str
-    """Ours in full, with a space between; below trainer.loss and orchestrator.advantage they are knobs. Empty = there
-    is none."""
+    """Ours in full, with a space between; below trainer.loss and orchestrator.advantage they are parameters. Empty: we
+    have none."""
     why: str
     """What is different, or why there is none."""
     names: str

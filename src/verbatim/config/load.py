@@ -20,10 +20,10 @@ from pydantic_core import ErrorDetails
 
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.components import ComponentTables, Problem, check_components
-from verbatim.config.explain import Places, explain, refuse, short, unknown_key
+from verbatim.config.explain import KeyLocations, explain, refuse, short, unknown_key
 from verbatim.config.fields import field_at, section_at
+from verbatim.config.key_locations import KeyPath, dotted, line_numbers
 from verbatim.config.keys import problems_of_keys
-from verbatim.config.origins import KeyPath, dotted, line_numbers
 from verbatim.config.overrides import (
     UNSET,
     Override,
@@ -53,7 +53,7 @@ def load_config(
     Args:
         path: The TOML file.
         overrides: What was typed after it: `["--orchestrator.batch-size", "64"]`.
-        tables: With them, every component named in the file is looked up and its knobs are checked.
+        tables: With them, every component named in the file is looked up and its parameters are checked.
         settings: Values given in Python, nested as the file's tables; they replace the file's, and None unsets a key.
         caller: The function that was given the settings, for errors.
 
@@ -65,12 +65,12 @@ def load_config(
     search_beside(path)
     text = _read(path)
     document = _parse(text, path)
-    places = Places(file=str(path), lines=line_numbers(text))
-    overridden = _apply(document, parse_overrides(overrides), places)
+    locations = KeyLocations(file=str(path), lines=line_numbers(text))
+    overridden = _apply(document, parse_overrides(overrides), locations)
     for key, value in assignments(settings or {}, caller):
         assign(document, key, value)
-        places.set(key, Override(flag=f"{caller}({dotted(key)}={short(value)})", text=None))
-    return _checked(document, places, tables, overridden)
+        locations.set(key, Override(flag=f"{caller}({dotted(key)}={short(value)})", text=None))
+    return _checked(document, locations, tables, overridden)
 
 
 def make_config(
@@ -91,25 +91,25 @@ def make_config(
     for given in settings:
         for key, value in assignments(given, caller):
             assign(document, key, value)
-    return _checked(document, Places(file=f"{caller}()", lines={}), tables)
+    return _checked(document, KeyLocations(file=f"{caller}()", lines={}), tables)
 
 
 def _checked(
     document: dict[str, Any],
-    places: Places,
+    locations: KeyLocations,
     tables: ComponentTables | None,
     overridden: Sequence[tuple[KeyPath, Override]] = (),
 ) -> RunConfig:
     def refuse_all(problems: Iterable[Problem]) -> None:
-        refuse([f"{places.of(path)}: {dotted(path)}: {message}" for path, message in problems], places)
+        refuse([f"{locations.of(path)}: {dotted(path)}: {message}" for path, message in problems], locations)
 
     refuse_all(problems_of_values(document))
     problems: list[Problem] = []
     if tables is not None:
-        places.schema, problems = schema_with_backends(document, tables)
-    _check_overrides(overridden, places)
+        locations.schema, problems = schema_with_backends(document, tables)
+    _check_overrides(overridden, locations)
     refuse_all(problems)
-    config = _validate(document, places)
+    config = _validate(document, locations)
     refuse_all(problems_of_keys(document, may_stand_here=config.keys_in_config))
     if tables is not None:
         refuse_all(check_components(config, tables))
@@ -171,7 +171,9 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {TOO_LONG}") from None
 
 
-def _apply(document: dict[str, Any], overrides: Sequence[Override], places: Places) -> list[tuple[KeyPath, Override]]:
+def _apply(
+    document: dict[str, Any], overrides: Sequence[Override], locations: KeyLocations
+) -> list[tuple[KeyPath, Override]]:
     """Set the overrides' keys; which key each of them is."""
     problems, applied = [], []
     for override in overrides:
@@ -183,40 +185,40 @@ def _apply(document: dict[str, Any], overrides: Sequence[Override], places: Plac
         except RecursionError:
             problems.append(f"{override.flag}: {TOO_DEEP}")
             continue
-        places.set(path, override)
+        locations.set(path, override)
         applied.append((path, override))
-    refuse(problems, places)
+    refuse(problems, locations)
     return applied
 
 
-def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], places: Places) -> None:
+def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], locations: KeyLocations) -> None:
     """Refuse a key without a value that is no boolean, and one that is unset although there is no such key."""
     problems = []
     for path, override in overridden:
-        if places.overrides.get(path) is not override:
+        if locations.overrides.get(path) is not override:
             continue  # another one replaced it
-        field = field_at(places.schema, path)
+        field = field_at(locations.schema, path)
         if override.text is None and field is not None and field.annotation is not bool:
             problems.append(f"{override.flag}: needs a value: {field.description or ''}")
-        section = section_at(places.schema, path[:-1])
+        section = section_at(locations.schema, path[:-1])
         is_free = section is None or section.model_config.get("extra") == "allow" or isinstance(path[-1], int)
         if override.text == UNSET and field is None and not is_free:
-            problems.append(f"{override}: {unknown_key(path, places.schema)}")
-    refuse(problems, places)
+            problems.append(f"{override}: {unknown_key(path, locations.schema)}")
+    refuse(problems, locations)
 
 
-def _validate(document: dict[str, Any], places: Places) -> RunConfig:
+def _validate(document: dict[str, Any], locations: KeyLocations) -> RunConfig:
     while True:
         try:
             # Strict JSON reads types as TOML does: no "64" for 64, no true for 1, but lists and paths as they are.
-            return places.schema.model_validate_json(json.dumps(document, default=str), strict=True)
+            return locations.schema.model_validate_json(json.dumps(document, default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
         # `--name 2024`: what reads as a number may stand for a text, and only the schema knows.
-        texts = [places.overrides.get(e["loc"]) for e in errors if e["type"] in ("string_type", "path_type")]
+        texts = [locations.overrides.get(e["loc"]) for e in errors if e["type"] in ("string_type", "path_type")]
         overrides = [override for override in texts if override is not None and override.text is not None]
         if not overrides:
-            refuse([explain(e, places) for e in errors if not _follows_from_another(e)], places)
+            refuse([explain(e, locations) for e in errors if not _follows_from_another(e)], locations)
             raise AssertionError("a validation error without an error")
         for override in overrides:
             apply_override(document, override, override.text)

@@ -44,11 +44,11 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt = SamplingParams.max_tokens
     """Most tokens of one turn."""
     top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = SamplingParams.top_p
-    """Nucleus; 1 = off."""
+    """Nucleus; 1: off."""
     top_k: Annotated[int, Field(ge=0, lt=INT32_END)] = SamplingParams.top_k
-    """0 = off."""
+    """0: off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = SamplingParams.min_p
-    """0 = off."""
+    """0: off."""
     stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = SamplingParams.stop
     """Stop strings, a text or a list of at most 16: a turn ends with the token that completes one. That token is part
     of the turn, and trained; the text that the environment gets ends before the string. Not sent to a teacher."""
@@ -324,7 +324,7 @@ class OrchestratorConfig(Section):
     max_concurrent: PositiveInt = 256
     """Episodes in flight."""
     max_async_level: NonNegativeInt = 1
-    """New rollouts for batch n start with weights of version n minus this, or newer. 0 = synchronous. A rollout that
+    """New rollouts for batch n start with weights of version n minus this, or newer. 0: synchronous. A rollout that
     takes long may be trained in a later batch than the one it was started for."""
     max_off_policy_steps: NonNegativeInt = 8
     """The oldest that is trained: rollouts whose first token was sampled by version n minus more than this are dropped

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from verbatim.config.origins import KeyPath, dotted
+from verbatim.config.key_locations import KeyPath, dotted
 from verbatim.core.errors import ConfigError
 from verbatim.core.texts import shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verbatim.config.origins import KeyPath
+from verbatim.config.key_locations import KeyPath
 from verbatim.core.user_values import is_short
 
 DEEPEST = 100

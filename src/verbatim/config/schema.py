@@ -137,7 +137,7 @@ class TrainerConfig(Section):
     loss: ComponentConfig = ComponentConfig()
     """The loss."""
     router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, beside the loss; 0 = without."""
+    """Weight of the load-balancing loss of a mixture of experts, beside the loss; 0: without."""
     lora: LoraConfig | None = None
     """Train low-rank adapters, and leave the model's own weights as they are."""
     reference: ReferenceConfig | None = None
@@ -282,7 +282,7 @@ class MonitorConfig(NamedComponents):
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
 
     save_trajectories: bool = True
-    """Every trajectory with ids, logprobs, versions and the fate of its tokens, as a Parquet file for each step."""
+    """Every trajectory with ids, logprobs, versions and the outcome of its tokens, as a Parquet file for each step."""
     trajectory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the groups whose trajectories are saved, whole groups."""
     keep_trajectory_steps: PositiveInt | None = None

@@ -25,9 +25,9 @@ class Section(BaseModel):
 
 
 class ComponentConfig(BaseModel):
-    """A plug-in: `type` is a built-in's name, or the import path of one's own, and the other keys are its knobs; or
-    `type = "custom"` with `import_path` and `kwargs`. Knobs are checked against the component's own signature when it
-    is resolved."""
+    """A plug-in: `type` is the name of a built-in or the import path of your own; other keys are its parameters.
+    Or `type = "custom"` with `import_path` and `kwargs`. Parameters are checked against the component's signature when
+    it is resolved."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -51,7 +51,7 @@ class ComponentConfig(BaseModel):
         return self
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """The keyword arguments for the component."""
         return dict(self.kwargs) if self.type == "custom" else dict(self.model_extra or {})
 
@@ -98,9 +98,9 @@ class BroadcastSettings:
 
     kind: BroadcastKind
     urls: tuple[str, ...]
-    """Addresses of servers that run already; empty = the run starts its own, beside the orchestrator."""
+    """Addresses of servers that run already; empty: the run starts its own, beside the orchestrator."""
     address: str | None
-    """An address of the trainer's host that they reach; None = found by the route to them."""
+    """An address of the trainer's host that they reach; None: found by the route to them."""
     seconds: float
     """Limit for each phase of an update."""
 
@@ -139,12 +139,12 @@ class BackendSettings(Section):
 
     def cuda_devices(self) -> tuple[str, ...]:
         """The CUDA devices that processes of a sampler's own take where there is CUDA, as CUDA_VISIBLE_DEVICES names
-        them. Empty = it has no such processes, or they take none."""
+        them. Empty: it has no such processes, or they take none."""
         return ()
 
     @property
     def broadcast(self) -> BroadcastSettings | None:
-        """How the trainer sends its weights to the sampler's servers; None = they read what it publishes."""
+        """How the trainer sends its weights to the sampler's servers; None: they read what it publishes."""
         return None
 
     def planned(self) -> Replicas:
@@ -163,7 +163,7 @@ class BackendSettings(Section):
 
         Args:
             context_length: Most tokens of prompt and completion together that the run asks for.
-            adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
+            adapter_rank: Rank of the low-rank adapters that updates bring; None: they bring whole weights.
 
         Raises:
             UsageError: as `check`.

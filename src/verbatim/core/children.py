@@ -2,7 +2,7 @@
 
 A child leads a session and a group of its own: Ctrl-C in the terminal is for this process, which ends its children in
 order, and what a child has started ends with its group. Where a child cannot look after its own children (a server
-that forks workers with sessions of their own), `inference.vllm.keeper` stands between.
+that forks workers with sessions of their own), `inference.vllm.subreaper` stands between.
 
 ```
 run_program      a program that does its work and ends: a compiler, pip, a question to another Python
@@ -52,10 +52,10 @@ def run_program(
 
     Args:
         command: Program and arguments.
-        timeout: Seconds that it may take; None = any.
-        given: What it reads from its standard input; None = nothing.
-        environment: Its environment variables; None = those of this process.
-        folder: Its working directory; None = that of this process.
+        timeout: Seconds that it may take; None: any.
+        given: What it reads from its standard input; None: nothing.
+        environment: Its environment variables; None: those of this process.
+        folder: Its working directory; None: that of this process.
 
     Raises:
         OSError: it cannot be started.
@@ -181,7 +181,7 @@ def open_log(path: Path) -> IO[bytes]:
     return path.open("ab")
 
 
-class Started(Protocol):
+class StartedChild(Protocol):
     """A child, as a program that was started or as a copy of this process (`core.spare`)."""
 
     pid: int
@@ -193,7 +193,7 @@ class Started(Protocol):
         """The exit status; a `subprocess.TimeoutExpired` where it still runs after so many seconds."""
 
 
-def end(process: Started, patience: float) -> None:
+def end(process: StartedChild, patience: float) -> None:
     """Wait for a child that was told to end, and kill its group where it does not. No SIGTERM is sent: our own
     processes take it for a request to stop the run, and one that is frozen does not hear it.
 

@@ -8,7 +8,7 @@ users_errors      makes one error of all that a user's code raises, and lets Ctr
 the rest          processes that leave the signals to another one, and what happens before and after a command
 ```
 
-`inference.vllm.keeper` is a process that has only the standard library, and handles its signals itself.
+`inference.vllm.subreaper` is a process that has only the standard library, and handles its signals itself.
 """
 
 from __future__ import annotations

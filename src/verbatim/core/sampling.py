@@ -71,11 +71,11 @@ class SamplingParams:
     max_tokens: int = 512
     """Most tokens of one completion, the stop token included."""
     top_p: float = 1.0
-    """Nucleus: the smallest set of tokens with this much probability, at least 1e-30. 1 = off."""
+    """Nucleus: the smallest set of tokens with this much probability, at least 1e-30. 1: off."""
     top_k: int = 0
-    """The k most likely tokens. 0 = off."""
+    """The k most likely tokens. 0: off."""
     min_p: float = 0.0
-    """Tokens with at least this share of the most likely one's probability. 0 = off."""
+    """Tokens with at least this share of the most likely one's probability. 0: off."""
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends with the first of these; it is part of the completion. At most 4096."""
     stop: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ def is_running(task: asyncio.Task[Any] | None) -> bool:
         return False
 
 
-def let_go(error: BaseException | None) -> None:
+def drop_tracebacks(error: BaseException | None) -> None:
     """Forget where an exception, and those behind or in it, were raised. A traceback holds its frames and their
     callers', and a caller that still knows the exception is in a cycle with it: everything that they worked with would
     be kept until garbage is collected."""

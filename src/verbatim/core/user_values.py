@@ -44,7 +44,7 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
         return None
     try:
         _Look(of_json, of_info).size(value, ())
-    except _Refused as refused:
+    except _ValueRefused as refused:
         return str(refused)
     except Exception as error:  # noqa: BLE001  a user's own mapping raises what it likes
         return f"it cannot be read: {error_text(error, 200)}"
@@ -98,7 +98,7 @@ _EXACT: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 """For each type, what makes one of exactly this type out of one of a subclass, without asking it."""
 
 
-class _Refused(Exception):
+class _ValueRefused(Exception):
     """The value cannot be kept; says why."""
 
 
@@ -132,16 +132,16 @@ class _Look:
         atom = as_atom(value)
         if type(atom) not in ATOMS:
             hint = "; .tolist() makes an array a list" if isinstance(value, np.ndarray) else ""
-            raise _Refused(f"{where()} is a {type(value).__name__}; expected {EXPECTED}{hint}")
+            raise _ValueRefused(f"{where()} is a {type(value).__name__}; expected {EXPECTED}{hint}")
         if type(atom) is int and not is_short(atom):
-            raise _Refused(f"{where()} is a number of more than 4,300 digits; expected a shorter one, or a text")
+            raise _ValueRefused(f"{where()} is a number of more than 4,300 digits; expected a shorter one, or a text")
 
     def _container(self, value: Any, path: tuple[Any, ...], items: Any, *, is_table: bool) -> tuple[int, int, int]:
         own = id(value)
         if own in self._open:
-            raise _Refused(f"it holds itself, {_place(path)}")
+            raise _ValueRefused(f"it holds itself, {_place(path)}")
         if len(path) > DEEPEST:
-            raise _Refused(f"it has more than {DEEPEST} levels, {_place(path)}")
+            raise _ValueRefused(f"it has more than {DEEPEST} levels, {_place(path)}")
         if own not in self._known:
             self._open.add(own)
             found = self._content(items(), path, is_table)
@@ -168,7 +168,7 @@ class _Look:
             self._check(values, characters, 0, path)
         for written in filter(None, map(self._written, others)):
             if written in texts:
-                raise _Refused(
+                raise _ValueRefused(
                     f"two keys {_place(path)} are written {written!r:.40}; expected keys that differ as texts"
                 )
             texts.add(written)
@@ -181,11 +181,11 @@ class _Look:
 
     def _check(self, values: int, characters: int, levels: int, path: tuple[Any, ...]) -> None:
         if values > MOST_VALUES:
-            raise _Refused(f"it has more than {MOST_VALUES:,} values, {_place(path)}")
+            raise _ValueRefused(f"it has more than {MOST_VALUES:,} values, {_place(path)}")
         if characters > MOST_CHARACTERS:
-            raise _Refused(f"its texts have more than {MOST_CHARACTERS:,} characters, {_place(path)}")
+            raise _ValueRefused(f"its texts have more than {MOST_CHARACTERS:,} characters, {_place(path)}")
         if levels > DEEPEST:
-            raise _Refused(f"it has more than {DEEPEST} levels, {_place(path)}")
+            raise _ValueRefused(f"it has more than {DEEPEST} levels, {_place(path)}")
 
 
 def _place(path: tuple[Any, ...]) -> str:

@@ -1,10 +1,10 @@
 """Environments: examples, tools and rewards, in messages only.
 
-In: an example, and what the model said. Out: messages, results of tools, a score. Read first: `base.py`, which has the
-protocol, and `guess_number.py`, which follows it. Imports `core`, `config`, `models`.
+In: an example, and what the model said. Out: messages, results of tools, a score. Read first: `environment.py`, which
+has the protocol, and `guess_number.py`, which follows it. Imports `core`, `config`, `models`.
 """
 
-from verbatim.environments.base import (
+from verbatim.environments.environment import (
     Agent,
     AgentScores,
     Demonstrates,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply, check_split
+from verbatim.environments.environment import Demonstration, Episode, Reply, check_split
 
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
          "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply, check_split
+from verbatim.environments.environment import Demonstration, Episode, Reply, check_split
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
 
 SEED = 1337420

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply, check_split, tool_call, tool_exchange
+from verbatim.environments.environment import Demonstration, Episode, Reply, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool
 
 SLIPS = 0.3

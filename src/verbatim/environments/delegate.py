@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Agent, Demonstration, Episode, check_split, tool_call, tool_exchange
+from verbatim.environments.environment import Agent, Demonstration, Episode, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, check_split, tool_call, tool_exchange
+from verbatim.environments.environment import Demonstration, Episode, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool, ToolResult
 
 FORGETS = 1 / 6
@@ -45,9 +45,9 @@ class GuessNumber:
         check_split("guess_number", split)
         return [Example(id=f"secret-{n}", payload={"secret": n}) for n in range(self.low, self.high + 1)]
 
-    async def start(self, example: Example, seed: int) -> Game:
+    async def start(self, example: Example, seed: int) -> GuessNumberEpisode:
         """A game with the example's secret; nothing else in it is random."""
-        return Game(self, int(example.payload["secret"]))
+        return GuessNumberEpisode(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Demonstrations in the right format that win two thirds of the games: they sometimes repeat an
@@ -60,7 +60,7 @@ class GuessNumber:
         return min(1.0, self.max_guesses / (self.high - self.low + 1))
 
     def _demonstration(self, rng: random.Random) -> Demonstration:
-        game = Game(self, rng.randint(self.low, self.high))
+        game = GuessNumberEpisode(self, rng.randint(self.low, self.high))
         messages = list(game.messages)
         tried: list[int] = []
         for turn in range(self.max_guesses):
@@ -77,7 +77,7 @@ class GuessNumber:
         return Demonstration(messages=messages, tools=[tool.schema for tool in game.tools])
 
 
-class Game(Episode):
+class GuessNumberEpisode(Episode):
     """One secret, and the range that the replies leave possible."""
 
     def __init__(self, rules: GuessNumber, secret: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.core.texts import shown
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Episode, Reply, Score
+from verbatim.environments.environment import Episode, Reply, Score
 from verbatim.environments.single_turn import opened_with
 from verbatim.environments.tool_class import called, closed_on_failure, made, maker, name_of
 from verbatim.environments.tools.threads import in_thread
@@ -72,10 +72,10 @@ class GymnasiumStyle:
             if not isinstance(given, tuple) or len(given) != 2:
                 raise EnvironmentFault(f"{self._name}.reset returned {shown(given)}; expected (observation, info)")
             opening: Message = {"role": "user", "content": _text(given[0], f"{self._name}.reset")}
-        return _Game(self._name, one, [*opened_with(self._system_prompt), opening])
+        return _GymnasiumEpisode(self._name, one, [*opened_with(self._system_prompt), opening])
 
 
-class _Game(Episode):
+class _GymnasiumEpisode(Episode):
     turn_rewards_sum_to_reward = True
 
     def __init__(self, name: str, one: Any, messages: Sequence[Message]) -> None:

@@ -13,7 +13,7 @@ from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
 from verbatim.core.imports import is_installed
 from verbatim.core.texts import error_text, nearest
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply, check_split
+from verbatim.environments.environment import Demonstration, Episode, Reply, check_split
 from verbatim.environments.global_random import OwnRandom
 
 INSTALL = "pip install 'verbatim-rl[environments]'"

@@ -14,7 +14,7 @@ from verbatim.core.texts import nearest, shown
 from verbatim.core.types import Example
 from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
-from verbatim.environments.base import Demonstrates, Demonstration, Environment, Episode
+from verbatim.environments.environment import Demonstrates, Demonstration, Environment, Episode
 from verbatim.environments.shapes import EXPECTED, adapted, adapter_of, check_arguments, taskset_of
 from verbatim.models.renderers.responses import read_json
 
@@ -273,7 +273,7 @@ _ASYNC = {"score": "trajectory", "reply": "message", "run": "agent", "close": ""
 
 
 def wrong_episode(episode: object) -> str | None:
-    """What an episode lacks, known before it is played, as a sentence; None = nothing."""
+    """What an episode lacks, known before it is played, as a sentence; None: nothing."""
     name = type(episode).__name__
     owns = getattr(episode, "run", None) is not None
     for method, argument in _ASYNC.items():

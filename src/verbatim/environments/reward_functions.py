@@ -121,7 +121,7 @@ class Rewards:
 
     @classmethod
     def of(cls, given: Any, weights: Sequence[float] | None = None) -> Rewards:
-        """One function or import path, or a list of them; None = none.
+        """One function or import path, or a list of them; None: none.
 
         Raises:
             ComponentError: one that is no reward function, or not one weight for each.

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verbatim.config.knobs import check_knobs
+from verbatim.config.parameters import check_parameters
 from verbatim.environments.gymnasium_style import GymnasiumStyle, is_gymnasium_style
 from verbatim.environments.reward_functions import is_reward_function
 from verbatim.environments.single_turn import SingleTurn
@@ -77,21 +77,21 @@ def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tupl
 
 
 def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arguments of an environment's class or function, converted as `check_knobs` does, those of its adapter
+    """The arguments of an environment's class or function, converted as `check_parameters` does, those of its adapter
     included; and a message for each wrong one."""
     adapter = adapter_of(make) if inspect.isclass(make) or inspect.isroutine(make) else None
     if taskset_of(make) is not None:
         return dict(args), {}  # checked where it is made: its adapter imports verifiers
     if adapter is None:
-        return check_knobs(make, args, num_inputs=0, label="environment")
+        return check_parameters(make, args, num_inputs=0, label="environment")
     own, rest = shared_out(make, adapter, args)
     wrong: dict[str, str] = {}
     if adapter is not SingleTurn:
-        own, wrong = check_knobs(make, own, num_inputs=0, label="environment")
+        own, wrong = check_parameters(make, own, num_inputs=0, label="environment")
     given = "reward" if adapter is SingleTurn else "environment"
     taken = ("reward",) if adapter is SingleTurn else ("environment", "args")
     wrong |= {key: _SET[key] for key in taken if key in rest}
-    known, more = check_knobs(adapter, {**rest, given: ""}, num_inputs=0, label="environment")
+    known, more = check_parameters(adapter, {**rest, given: ""}, num_inputs=0, label="environment")
     return {**own, **{key: value for key, value in known.items() if key != given}}, {**more, **wrong}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from verbatim.core.errors import EnvironmentFault, UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Episode, Score
+from verbatim.environments.environment import Episode, Score
 from verbatim.environments.reward_functions import Rewards
 from verbatim.environments.rows import read_splits
 
@@ -68,10 +68,10 @@ class SingleTurn:
 
     async def start(self, example: Example, seed: int) -> Episode:
         """An episode about one row."""
-        return _Answer(self._rewards, example, self._system_prompt, self._prompt)
+        return _SingleTurnEpisode(self._rewards, example, self._system_prompt, self._prompt)
 
 
-class _Answer(Episode):
+class _SingleTurnEpisode(Episode):
     def __init__(self, rewards: Rewards, example: Example, system_prompt: str | None, prompt: str) -> None:
         self._rewards, self._example, self._prompt = rewards, example, prompt
         self.messages = [*opened_with(system_prompt), *example.messages]

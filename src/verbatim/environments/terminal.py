@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, check_split, tool_call, tool_exchange
+from verbatim.environments.environment import Demonstration, Episode, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool, ToolResult
 from verbatim.environments.tools.isolation import SandboxLimits, find_isolation
 from verbatim.environments.tools.sandbox import Sandbox
@@ -73,18 +73,18 @@ class Terminal:
         names = [f"{split}-{n}" for n in range(counts[split])]
         return [Example(id=name, payload=asdict(self._task(random.Random(name)))) for name in names]
 
-    async def start(self, example: Example, seed: int) -> Session:
+    async def start(self, example: Example, seed: int) -> TerminalSession:
         """A fresh sandbox with the example's files; nothing in it is random."""
         task = Task(**example.payload)
         files = {name: f"{word}\n{number}\n" for name, (word, number) in task.files.items()}
         isolation = find_isolation(unsafe_allow=self.unsafe_allow)
-        return Session(task, await Sandbox.start(self.limits, files, isolation))
+        return TerminalSession(task, await Sandbox.start(self.limits, files, isolation))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Demonstrations with the right steps, each of which is sometimes wrong: one in three succeeds."""
         rng = random.Random(seed)
         tasks = [self._task(rng) for _ in range(count)]
-        made = [(demonstrate(task, rng), Session(task).tools) for task in tasks]
+        made = [(demonstrate(task, rng), TerminalSession(task).tools) for task in tasks]
         return [Demonstration(messages=messages, tools=[tool.schema for tool in tools]) for messages, tools in made]
 
     def best_constant_policy_success(self) -> float:
@@ -99,7 +99,7 @@ class Terminal:
 
 def demonstrate(task: Task, rng: random.Random) -> list[Message]:
     """One demonstration: sometimes list the files, search for the word, read a file, submit; with random errors."""
-    messages = list(Session(task).messages)
+    messages = list(TerminalSession(task).messages)
 
     def call(name: str, heard: str, /, **arguments: Any) -> None:
         messages.extend(tool_exchange(name, arguments, heard, call_id=f"call_{len(messages) // 2 - 1}"))
@@ -117,7 +117,7 @@ def demonstrate(task: Task, rng: random.Random) -> list[Message]:
     return messages
 
 
-class Session(Episode):
+class TerminalSession(Episode):
     """One task at one terminal."""
 
     def __init__(self, task: Task, sandbox: Sandbox | None = None) -> None:

@@ -13,7 +13,7 @@ from verbatim.core.errors import ComponentError, EnvironmentFault
 from verbatim.core.imports import import_object, told
 from verbatim.core.texts import shown
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Episode, Score
+from verbatim.environments.environment import Episode, Score
 from verbatim.environments.reward_functions import Rewards
 from verbatim.environments.rows import read_splits
 from verbatim.environments.single_turn import opened_with, prompt_of
@@ -119,7 +119,7 @@ class ToolClass:
         async with closed_on_failure(one):
             observation = await called(functools.partial(one.reset, **_taken(one.reset, fields, example)))
             messages = self._opening(example, observation)
-        return _Episode(self, one, example, messages)
+        return _ToolClassEpisode(self, one, example, messages)
 
     def _opening(self, example: Example, observation: Any) -> list[Message]:
         messages = [*opened_with(self._system_prompt), *example.messages]
@@ -141,7 +141,7 @@ class ToolClass:
         return _tools(one, self._name)
 
 
-class _Episode(Episode):
+class _ToolClassEpisode(Episode):
     def __init__(self, environment: ToolClass, one: Any, example: Example, messages: Sequence[Message]) -> None:
         self._environment, self._one, self._example = environment, one, example
         self.messages, self.tools = messages, environment.tools_of(one)

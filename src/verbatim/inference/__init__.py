@@ -2,12 +2,12 @@
 
 In: a `SampleRequest`. Out: a `Completion`. New weights come in by `update_weights`. `embedded` computes in this
 process, `http` asks a server and is one, `vllm` starts vLLM's servers, `pool` makes one sampler of many. Read first:
-`base.py`, then `embedded/decoder.py`; a token and its logprob are drawn in `embedded/sampling.py`, or by the compiled
-kernel (`draw_row` in `embedded/compiled/kernel.c`). Imports `core`, `config`, `models`.
+`sampler.py`, then `embedded/decoder.py`; a token and its logprob are drawn in `embedded/sampling.py`, or by the
+compiled kernel (`draw_row` in `embedded/compiled/kernel.c`). Imports `core`, `config`, `models`.
 """
 
 from verbatim.core.sampling import SamplingParams
 from verbatim.inference.backends import SAMPLERS, BackendInputs
-from verbatim.inference.base import Completion, Sampler, SampleRequest
+from verbatim.inference.sampler import Completion, Sampler, SampleRequest
 
 __all__ = ["SAMPLERS", "BackendInputs", "Completion", "SampleRequest", "Sampler", "SamplingParams"]

@@ -24,9 +24,9 @@ class BackendInputs:
     policy_version: int = 0
     """The version of these weights."""
     num_threads: int | None = None
-    """The backend's share of this machine's cores, for one that computes here; None = all of them."""
+    """The backend's share of this machine's cores, for one that computes here; None: all of them."""
     cores: CoreShare | None = None
-    """Tells a backend that computes here how many threads it may have now; None = `num_threads` all the time."""
+    """Tells a backend that computes here how many threads it may have now; None: `num_threads` all the time."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
     return_routed_experts: bool = False
@@ -35,9 +35,9 @@ class BackendInputs:
     """Whether completions have the ids among which each token was drawn, where some were cut off; a backend whose
     servers return them only where they are told to has to tell them."""
     adapter_rank: int | None = None
-    """Rank of the low-rank adapters that updates bring; None = they bring whole weights."""
+    """Rank of the low-rank adapters that updates bring; None: they bring whole weights."""
     sender: WeightSender | None = None
-    """The trainer, where it sends its weights to the backend's servers; None = they read what it publishes."""
+    """The trainer, where it sends its weights to the backend's servers; None: they read what it publishes."""
     logs: Path | None = None
     """A folder for what the backend's processes print; None keeps nothing of it."""
 
@@ -51,9 +51,9 @@ class Listening:
     port: int
     """Of the first one; the next ones follow."""
     api_key: str | None
-    """What every request must bring; None = nothing."""
+    """What every request must bring; None: nothing."""
     uploads: Path | None
-    """Where weights land that are sent; None = none are taken."""
+    """Where weights land that are sent; None: none are taken."""
 
 
 SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {

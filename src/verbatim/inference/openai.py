@@ -1,6 +1,6 @@
 """Re-exports the chat-completions client's settings under their documented import path."""
 
-from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.inference.chat.client import ChatConnection, OpenAI
 from verbatim.inference.http.client import pause
 
-__all__ = ["Connection", "OpenAI", "pause"]
+__all__ = ["ChatConnection", "OpenAI", "pause"]

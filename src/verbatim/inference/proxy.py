@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verbatim.core.errors import SamplerFault
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.base import Sampler, failure_of
+from verbatim.inference.sampler import Sampler, failure_of
 
 
 class SamplerProxy:

@@ -13,8 +13,8 @@ import numpy as np
 
 from verbatim.core.errors import ModelError, RecordError, SamplerFault
 from verbatim.core.types import Float32, Ids, Int32, StopReason
-from verbatim.inference.base import Completion, SampleRequest, Watch
-from verbatim.inference.cut_off import cut_off
+from verbatim.inference.cancelled import cancelled
+from verbatim.inference.sampler import Completion, SampleRequest, Watch
 from verbatim.inference.validation import check_ids, check_prompt
 
 Fault: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
@@ -55,7 +55,7 @@ class ScriptedSampler:
     context_length: int
     """Most tokens of prompt and completion together."""
     logprob: Callable[[int], float] | None = default_logprob
-    """The logprob of a token id; None = an engine that gives none."""
+    """The logprob of a token id; None: an engine that gives none."""
     seconds_per_token: float = 0.0
     """Delay before each token; other tasks run between tokens even at 0."""
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep
@@ -97,7 +97,7 @@ class ScriptedSampler:
             return await self._answer(index, request, versions, watch)
         except asyncio.CancelledError:
             self.num_cancelled += 1
-            raise cut_off(len(versions)) from None
+            raise cancelled(len(versions)) from None
         finally:
             self.num_in_flight -= 1
 

@@ -43,7 +43,7 @@ class SendReport:
     """What came of a `SendOrder`."""
 
     fault: str | None = None
-    """Why not all tensors were sent; None = they were."""
+    """Why not all tensors were sent; None: they were."""
     num_bytes: int = 0
     """Bytes of the tensors that were sent, to all receivers at one time."""
     seconds: float = 0.0

@@ -10,7 +10,7 @@ import numpy as np
 from verbatim.config.schema import TeacherConfig
 from verbatim.core.errors import RunStopped, SamplerFault
 from verbatim.core.types import Float32, Int32, KeptSets
-from verbatim.inference.http.client import Answer, HttpClient, encode, read_json
+from verbatim.inference.http.client import HttpClient, HttpResponse, encode, read_json
 from verbatim.inference.http.connection_settings import named_key
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.scoring import read_scores, scoring_body
@@ -153,7 +153,7 @@ _MISSING = (401, 403, 404, 405, 501)
 """Statuses of a route that a server does not have; gateways ask for a key there, or forbid it."""
 
 
-def _read_unless_missing(answer: Answer) -> Any:
+def _read_unless_missing(answer: HttpResponse) -> Any:
     return None if answer.status in _MISSING else read_json(answer)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from verbatim.core.errors import RecordError, UsageError
 from verbatim.core.sampling import COLDEST, HOTTEST, INT32_END
 from verbatim.core.types import Ids, Int32
-from verbatim.inference.base import SampleRequest
+from verbatim.inference.sampler import SampleRequest
 
 
 def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:

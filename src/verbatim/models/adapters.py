@@ -144,7 +144,7 @@ class BaseWeights:
         self._model = model
         self._kept: dict[str, Tensor] = {}
         self._fingerprint: str | None = None
-        """Fingerprint of the base weights; None = not computed yet."""
+        """Fingerprint of the base weights; None: not computed yet."""
 
     def merged(self, adapter: Adapter) -> dict[str, Tensor]:
         """The weights of the adapted layers for `replace_weights`; the model is not changed.

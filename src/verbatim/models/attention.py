@@ -26,11 +26,11 @@ class AttentionCall:
     scale: float
     """Multiplies the products of queries and keys: the scores."""
     sliding_window: int | None = None
-    """Tokens, or ancestors in a tree, that a query sees, itself included; None = all before it."""
+    """Tokens, or ancestors in a tree, that a query sees, itself included; None: all before it."""
     softcap: float | None = None
-    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None = they stay."""
+    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None: they stay."""
     sinks_H: Tensor | None = None
-    """A score for each query head that every softmax counts and no value has (gpt-oss), [H]; None = without."""
+    """A score for each query head that every softmax counts and no value has (gpt-oss), [H]; None: without."""
 
     @property
     def is_plain(self) -> bool:

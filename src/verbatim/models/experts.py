@@ -100,7 +100,7 @@ class Routers:
 
     @contextmanager
     def during(self, router_pass: RouterPass | None) -> Iterator[None]:
-        """For the forward passes inside; None = they are ordinary ones."""
+        """For the forward passes inside; None: they are ordinary ones."""
         before, self._now = self._now, router_pass
         try:
             yield

@@ -78,7 +78,7 @@ def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
 
 @torch.no_grad()
 def _another_model(model: Any) -> str | None:
-    """How a tiny copy under a plan differs from the copy itself; None = not at all."""
+    """How a tiny copy under a plan differs from the copy itself; None: not at all."""
     try:
         pair = tiny_pair(model, planned=True)
         ids = probe_ids(pair)
@@ -115,7 +115,7 @@ class _TwoRows(WholeSequencePlan):
 
 @torch.no_grad()
 def _leak(model: Any, calls: ModelCalls) -> str | None:
-    """How a row behind another one differs from the same row alone; None = not at all."""
+    """How a row behind another one differs from the same row alone; None: not at all."""
     embedding = model.get_input_embeddings().weight
     row = torch.arange(ROW, device=embedding.device)
 

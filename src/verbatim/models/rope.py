@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fixed_length(config: Any) -> int | None:
-    """Most tokens of a sequence that `dynamic` or `longrope` encodings of a configuration leave unchanged; None = there
+    """Most tokens of a sequence that `dynamic` or `longrope` encodings of a configuration leave unchanged; None: there
     are none."""
     lengths = []
     for parameters in _encodings(getattr(config, "rope_parameters", None)):

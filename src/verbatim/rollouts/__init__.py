@@ -6,16 +6,16 @@ which makes the turns. Imports `core`, `config`, `models`, `environments`, `infe
 
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.base import Rollout
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.episode_stats import EpisodeStats
 from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.multi_turn import APIMultiTurnRollout, MultiTurnRollout
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.rollout import Rollout
 from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.user_simulator import UserSimulator
 
@@ -25,7 +25,7 @@ __all__ = [
     "EpisodeLimits",
     "EpisodeOver",
     "EpisodeRunner",
-    "EpisodeTally",
+    "EpisodeStats",
     "EpisodeTask",
     "GroupRun",
     "LocalRunner",

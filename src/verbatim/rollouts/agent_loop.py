@@ -15,19 +15,19 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import RecordError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32, Message, StopReason, Turn, TurnTiming
-from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch
 from verbatim.inference.chat.protocol import ChatReply
 from verbatim.inference.chat.stops import watch_for
-from verbatim.models.renderers.base import ParsedResponse, Renderer
+from verbatim.inference.sampler import Completion, Sampler, SampleRequest, Watch
 from verbatim.models.renderers.conversation import BreakReason, Conversation
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 from verbatim.models.renderers.stop_ids import ends_within
 from verbatim.rollouts.draws import Draws
-from verbatim.rollouts.loop import RENDERED_ANEW, Answer, EpisodeLoop, EpisodeOver, Prompt, Thread
+from verbatim.rollouts.loop import RENDERED_ANEW, EpisodeLoop, EpisodeOver, Prompt, SampledAnswer, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop
 from verbatim.rollouts.turn_arguments import checked_name, checked_trained
-from verbatim.rollouts.turnstile import turnstile
+from verbatim.rollouts.turn_limiter import turn_limiter
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
 """A chat template takes about 5 ms to render more, which is how long Python lets one thread run while others wait."""
@@ -119,7 +119,7 @@ class AgentLoop(EpisodeLoop):
             seed: Of the turn; by default it depends on the prompt and on the number of turns before that had the same
                 one, not on the order of others.
             watching: Given the prompt's ids, the one who watches the completion's tokens as they are drawn, where the
-                sampler shows them; None = no one.
+                sampler shows them; None: no one.
 
         Raises:
             EpisodeOver: no turn is left; or this prompt leaves no room in the context, and a shorter one may; or the
@@ -187,16 +187,16 @@ class AgentLoop(EpisodeLoop):
             raise self.recorder.went_on()
         super()._refuse_if_over()
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> SampledAnswer:
         conversation = await self._rendered(prompt)
         prompt_ids = conversation.prompt_ids
         self.recorder.foresee(prompt_ids)
         if self.in_order and prompt.thread is not None:
-            prompt.thread.answer.let_go()
+            prompt.thread.answer.free_arrays()
         self._num_under_way += 1
         try:
             completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
-            await turnstile().enter()
+            await turn_limiter().enter()
         finally:
             self._num_under_way -= 1
         if self._draws.over:
@@ -283,7 +283,7 @@ class AgentLoop(EpisodeLoop):
     def _num_routed(self, prompt_ids: Int32, agent: str) -> int:
         return self.recorder.num_routed(prompt_ids, agent) if self._knows_experts else 0
 
-    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+    def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         index = super()._record(answer, prompt, state_key)
         broken = None if answer.conversation is None else answer.conversation.broken
         if broken is not None and prompt.thread is not None:
@@ -299,7 +299,7 @@ class AgentLoop(EpisodeLoop):
         prompt: Prompt,
         params: SamplingParams,
         conversation: Conversation | None = None,
-    ) -> Answer:
+    ) -> SampledAnswer:
         """The completion as a message, with what is recorded of it. A stop string is in the ids, not in the message."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
@@ -314,7 +314,7 @@ class AgentLoop(EpisodeLoop):
         if conversation is not None:
             conversation = conversation.answered(completion.ids, parsed, message, said.tool_calls)
         self._knows_experts |= completion.routed_experts is not None
-        return Answer(
+        return SampledAnswer(
             message=message,
             tool_calls=said.tool_calls,
             stop_reason=completion.stop_reason,
@@ -338,12 +338,12 @@ class AgentLoop(EpisodeLoop):
         conversation: Conversation,
         temperature: float,
         routed_from: int,
-    ) -> Answer:
+    ) -> SampledAnswer:
         """A reply, which may end before the completion does, with what is recorded of it."""
         experts, prompt_ids = completion.routed_experts, conversation.prompt_ids
         self._knows_experts |= experts is not None
         conversation = conversation.answered(reply.ids, None, reply.message, reply.tool_calls)
-        return Answer(
+        return SampledAnswer(
             message=reply.message,
             tool_calls=reply.tool_calls,
             stop_reason=reply.stop_reason,
@@ -361,7 +361,7 @@ class AgentLoop(EpisodeLoop):
 
 
 def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
-    """The turn that a prompt continues as it was sampled; None = none."""
+    """The turn that a prompt continues as it was sampled; None: none."""
     continues = conversation is not None and conversation.extends and prompt.thread is not None
     return prompt.thread.turn if continues and prompt.thread is not None else None
 

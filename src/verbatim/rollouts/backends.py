@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import BackendSettings
-from verbatim.inference.base import Sampler
-from verbatim.models.renderers.base import Renderer
+from verbatim.inference.sampler import Sampler
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.runner import EpisodeRunner, LocalRunner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 

@@ -15,11 +15,11 @@ from verbatim.core.errors import ModelError, RecordError, UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Message, ParseStatus, ToolCall, Turn, TurnTiming
 from verbatim.inference.chat.answer import ChatAnswer
-from verbatim.inference.chat.client import Connection
+from verbatim.inference.chat.client import ChatConnection
 from verbatim.inference.chat.request import chat_body, samples_as_modelled
-from verbatim.models.renderers.base import ParsedResponse, Renderer
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 from verbatim.rollouts.demonstrations import trajectory_from_messages
-from verbatim.rollouts.loop import Answer, EpisodeLoop, Prompt, Thread
+from verbatim.rollouts.loop import EpisodeLoop, Prompt, SampledAnswer, Thread
 from verbatim.rollouts.recorder import Recorder
 
 
@@ -43,7 +43,7 @@ class ChatLoop(EpisodeLoop):
     def __init__(
         self,
         *,
-        connection: Connection,
+        connection: ChatConnection,
         params: SamplingParams,
         limits: EpisodeLimits,
         recorder: Recorder,
@@ -69,7 +69,7 @@ class ChatLoop(EpisodeLoop):
         errors = {"request_errors": dict(self._request_errors)} if self._request_errors else {}
         return {"model": self._connection.api.model, "usage": dict(self._usage), **errors}
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> SampledAnswer:
         most = self._within_budget(self._params.max_tokens)
         seed = self._seed_of(self._begin_turn())
         body = chat_body(
@@ -94,7 +94,7 @@ class ChatLoop(EpisodeLoop):
         self._num_completion_tokens += counted
         calls = tuple(map(self._identify, said.tool_calls))
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
-        return Answer(
+        return SampledAnswer(
             message=self._message(said, calls),
             tool_calls=calls,
             stop_reason=said.stop_reason,
@@ -116,7 +116,7 @@ class ChatLoop(EpisodeLoop):
             ]
         return message
 
-    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+    def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         """Write the turn down in the ids that the server told, of every turn or of none; its index."""
         index = self._num_answers - 1
         if answer.completion_ids is not None:
@@ -178,7 +178,7 @@ class TeacherLoop(ChatLoop):
             self.recorder.count(len(turn.completion_ids))
             self.recorder.record(prompt_ids=turn.prompt_ids, completion_ids=turn.completion_ids, **held)
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> SampledAnswer:
         thread = prompt.thread
         if thread is None:
             self._schemas[prompt.agent] = copy.deepcopy(prompt.schemas)
@@ -190,7 +190,7 @@ class TeacherLoop(ChatLoop):
         """The assistant's message: a student imitates well-formed calls only."""
         return ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
 
-    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+    def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         """Keep the turn; its number."""
         thread = self._threads.get(prompt.agent)
         if thread is not None and thread is not prompt.thread:  # another turn of the agent has ended meanwhile

@@ -12,15 +12,15 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.token_tree import LARGEST_ID
 from verbatim.core.types import Trajectory
-from verbatim.environments.base import Environment
-from verbatim.inference.chat.client import Connection
+from verbatim.environments.environment import Environment
+from verbatim.inference.chat.client import ChatConnection
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.episode_stats import EpisodeStats
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.tally import EpisodeTally
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,7 +30,7 @@ class ChatRunner(EpisodeRunner):
     Every request has a seed of its own, made of the episode's; `extra_body={"seed": None}` sends none.
     """
 
-    connection: Connection
+    connection: ChatConnection
     """To the server."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Goes into every request; None leaves a key out."""
@@ -58,7 +58,7 @@ def chat_setup(
     params: SamplingParams,
     limits: EpisodeLimits,
     slots: asyncio.Semaphore,
-    tally: EpisodeTally,
+    episode_stats: EpisodeStats,
 ) -> RolloutSetup:
     """How an environment's episodes are run with a chat server, which samples and renders by itself."""
     unused: Any = None
@@ -69,7 +69,7 @@ def chat_setup(
         runner=runner,
         limits=limits,
         slots=slots,
-        tally=tally,
+        episode_stats=episode_stats,
         sampler=ScriptedSampler(script=[], vocab_size=LARGEST_ID + 1, context_length=limits.max_context),
         params=dataclasses.replace(params, stop_token_ids=()),  # ids are of another tokenizer
     )

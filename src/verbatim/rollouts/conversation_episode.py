@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Message, Trajectory
-from verbatim.environments.base import Episode, Reply, Score
+from verbatim.environments.environment import Episode, Reply, Score
 from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
-from verbatim.rollouts.base import Opening
+from verbatim.rollouts.rollout import Opening
 
 logger = logging.getLogger(__name__)
 

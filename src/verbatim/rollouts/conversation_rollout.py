@@ -19,15 +19,15 @@ from verbatim.core.sampling import SamplingParams
 from verbatim.core.tasks import run_together
 from verbatim.core.texts import nearest
 from verbatim.core.types import Example, RolloutIdentity, Trajectory
-from verbatim.environments.base import Environment, Episode
+from verbatim.environments.environment import Environment, Episode
 from verbatim.environments.tools import ToolManager
-from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.conversation_episode import ConversationEpisode, Managers, Scorer, offered_tools
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import judged, rewarded_by_its_turns
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.progress_bar import progress_bar
+from verbatim.rollouts.rollout import Conversation, Opening, read_openings
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.user_simulator import UserSimulator
@@ -70,11 +70,11 @@ class ConversationRollout(abc.ABC):
     trace_callback: Callable[[Trajectory], Any] | None = None
     """Whether a trajectory is stored; None stores all."""
     success_callback: Callable[[Trajectory], Any] | None = None
-    """Whether its file is called `ok-` or `fail-`; None = whether it ended of itself, without an error."""
+    """Whether its file is called `ok-` or `fail-`; None: whether it ended of itself, without an error."""
     progress: bool | None = None
-    """Whether a bar is drawn; None = where standard error is a terminal."""
+    """Whether a bar is drawn; None: where standard error is a terminal."""
     user: UserSimulator | None = None
-    """Answers when the model speaks without calling a tool; None = the conversation ends there."""
+    """Answers when the model speaks without calling a tool; None: the conversation ends there."""
     score: Scorer | None = None
     """`score(trajectory, task)`, plain or async: the reward of a finished conversation, or its named parts."""
 
@@ -174,7 +174,7 @@ class ConversationRollout(abc.ABC):
             examples: Each with the number of the sample: an example may be played several times.
             finished: Gets each trajectory with its place in `examples`.
             env: The environment's name, for the trajectories.
-            seed: Of the episodes; None = this rollout's own.
+            seed: Of the episodes; None: this rollout's own.
         """
         if seed is None:
             seed = getattr(self, "seed", None) or 0

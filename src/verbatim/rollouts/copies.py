@@ -151,7 +151,7 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
     Args:
         messages: As their owner has them now.
         known: Copies, made by `copied`.
-        others: Of the known messages; None = these are compared piece by piece.
+        others: Of the known messages; None: these are compared piece by piece.
 
     Raises:
         EnvironmentFault: the messages cannot be compared.

@@ -9,8 +9,8 @@ import numpy as np
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Int32, Message, ToolCall, Trajectory, Turn
-from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import Conversation
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 from verbatim.models.renderers.tool_support import USE_HERMES
 
 

@@ -13,15 +13,15 @@ import numpy as np
 from verbatim.core.errors import ComponentError, EnvironmentFault
 from verbatim.core.texts import cut, shown
 from verbatim.core.types import PARSE_STATUSES, Message, ParseStatus, StopReason, ToolCall
-from verbatim.core.user_code import let_go
+from verbatim.core.user_code import drop_tracebacks
 from verbatim.core.user_values import why_refused
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.environments.tools.manager import ToolManager, ToolOutcome
 from verbatim.rollouts.copies import is_plain, refuse
+from verbatim.rollouts.episode_stats import TOOL_FAULTS, failure_kind, traceback_tail
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.rewards import add_reward, checked_reward
 from verbatim.rollouts.supervised import UserCalls
-from verbatim.rollouts.tally import TOOL_FAULTS, failure_kind, traceback_tail
 from verbatim.rollouts.turn_arguments import checked_state_key
 
 TIMELINE = "timeline"
@@ -139,7 +139,7 @@ class Dialogue:
         if kind == "timeout" or outcome.fault is not None:
             said = outcome.message["content"].removeprefix("Error: ")[:500]
             tail = traceback_tail(outcome.fault)
-            let_go(outcome.fault)
+            drop_tracebacks(outcome.fault)
             faults = self.info.setdefault(TOOL_FAULTS, {})
             first = f"{said}\n{tail}" if tail else said
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1

@@ -8,9 +8,9 @@ import itertools
 from typing import Any
 
 from verbatim.core.errors import SamplerFault
-from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched, nothing_sampled
-from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost, settle
+from verbatim.inference.cancelled import num_tokens_drawn, num_tokens_lost, settle
 from verbatim.inference.proxy import SamplerProxy
+from verbatim.inference.sampler import Completion, Sampler, SampleRequest, Watch, generate_watched, nothing_sampled
 from verbatim.rollouts.recorder import Recorder
 
 
@@ -29,7 +29,7 @@ class Draws:
         """Nothing more is drawn."""
         self.num_delivered = 0
         """Tokens of completions that were handed over; whether they arrived in another process is unknown here."""
-        self.num_cut_off = 0
+        self.num_cancelled = 0
         """Tokens of those that were not."""
 
     async def draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None = None) -> Completion:
@@ -62,8 +62,8 @@ class Draws:
             drawing = sampler.generate(request) if watch is None else generate_watched(sampler, request, watch)
             completion = await drawing
         except (asyncio.CancelledError, SamplerFault) as end:
-            self.num_cut_off += num_tokens_drawn(end)
-            self._recorder.count_cut_off(num_tokens_drawn(end))
+            self.num_cancelled += num_tokens_drawn(end)
+            self._recorder.count_cancelled(num_tokens_drawn(end))
             self._recorder.count_lost(num_tokens_lost(end))
             raise
         self._recorder.count_lost(completion.num_lost_tokens)
@@ -75,7 +75,7 @@ class Draws:
     @property
     def num_tokens(self) -> int:
         """All tokens drawn so far."""
-        return self.num_delivered + self.num_cut_off
+        return self.num_delivered + self.num_cancelled
 
     async def end(self) -> bool:
         """Cut off what is under way. All tokens are counted when this returns: whether anything was."""

@@ -22,14 +22,14 @@ from verbatim.core.errors import (
 from verbatim.core.texts import LONGEST_ERROR, cut_without_secrets, shown
 from verbatim.core.trajectory_json import why_not_json
 from verbatim.core.types import Example, RolloutIdentity, StopReason, Trajectory
-from verbatim.environments.base import Environment, Episode
+from verbatim.environments.environment import Environment, Episode
 from verbatim.rollouts import supervised
 from verbatim.rollouts.copies import copied
 from verbatim.rollouts.dialogue import Dialogue, awaitable
+from verbatim.rollouts.episode_stats import NO_TURNS, TRACEBACK, traceback_tail
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
 from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
-from verbatim.rollouts.tally import NO_TURNS, TRACEBACK, traceback_tail
 
 CLOSING = 60.0
 """Seconds that an episode may take to close."""

@@ -11,15 +11,15 @@ from verbatim.core.errors import EnvironmentFault, RecordError
 from verbatim.core.tasks import run_together
 from verbatim.core.texts import LONGEST_ERROR, cut_without_secrets, shown
 from verbatim.core.types import Example, Group, RolloutIdentity, Trajectory
-from verbatim.environments.base import IS_SUCCESS, Environment
+from verbatim.environments.environment import IS_SUCCESS, Environment
 from verbatim.rollouts import supervised
 from verbatim.rollouts.episode import TURN_REWARDS_SUM
+from verbatim.rollouts.episode_stats import TRACEBACK, traceback_tail
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import checked_number
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
-from verbatim.rollouts.tally import TRACEBACK, traceback_tail
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class GroupRun:
         trajectories = [judged(self.setup.environment, rewarded_by_its_turns(t)) for t in trajectories]
         for before, after in zip(ended, trajectories, strict=True):
             if before.error is None and after.error is not None:
-                self.setup.tally.failed(after)
+                self.setup.episode_stats.failed(after)
         return Group(
             group_id=self.group_id,
             index=self.index,
@@ -115,7 +115,7 @@ class GroupRun:
             if self._on_placed is not None:
                 self._on_placed()
             trajectory = await setup.runner.run(setup, task, recorder)
-        setup.tally.ended(trajectory)
+        setup.episode_stats.ended(trajectory)
         return trajectory
 
 

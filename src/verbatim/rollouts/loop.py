@@ -21,7 +21,7 @@ from verbatim.core.types import (
     ToolCall,
     TurnTiming,
 )
-from verbatim.environments.tools.base import Tool
+from verbatim.environments.tools.tool import Tool
 from verbatim.models.renderers.conversation import BreakReason, Conversation
 from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_and_text
 from verbatim.rollouts.recorder import Recorder
@@ -60,8 +60,8 @@ class EpisodeOver(VerbatimError):
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Answer:
-    """What an engine makes of one prompt. Only `let_go` changes it."""
+class SampledAnswer:
+    """What an engine makes of one prompt. Only `free_arrays` changes it."""
 
     message: Message
     """The assistant's message."""
@@ -78,17 +78,17 @@ class Answer:
     conversation: Conversation | None = None
     """The prompt and the answer as the renderer continues them; None where the engine speaks text."""
     logprobs: Float32 | Sequence[float] | None = None
-    """One for each of `completion_ids`; None = missing."""
+    """One for each of `completion_ids`; None: missing."""
     policy_versions: Int32 | Sequence[int] | None = None
-    """One for each of `completion_ids`; None = unknown."""
+    """One for each of `completion_ids`; None: unknown."""
     routed_experts: Experts | None = None
-    """As a `Turn` has them; None = not recorded."""
+    """As a `Turn` has them; None: not recorded."""
     kept_sets: KeptSets | None = None
-    """One for each of `completion_ids`; None = nothing was cut."""
+    """One for each of `completion_ids`; None: nothing was cut."""
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
-    def let_go(self) -> None:
+    def free_arrays(self) -> None:
         """Free the arrays: the turn is recorded, and the prompt that continues it is made."""
         self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
         self.conversation = self.kept_sets = None
@@ -122,10 +122,10 @@ class Thread:
     """Everything the agent has been given and has said: copies, because their owner may change the originals."""
     tools: tuple[str, ...]
     """The schemas it was shown, as text."""
-    answer: Answer
+    answer: SampledAnswer
     """What the engine made of its last prompt."""
     others: Others | None = None
-    """Which of the messages hold more than text; None = not known."""
+    """Which of the messages hold more than text; None: not known."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -146,11 +146,11 @@ class Prompt:
     trained: bool = True
     """Whether the answer may be trained."""
     others: Others | None = None
-    """Which of the messages hold more than text; None = not known."""
+    """Which of the messages hold more than text; None: not known."""
 
 
 class EpisodeLoop(abc.ABC):
-    """Takes the turns of one episode, whichever agent speaks; implements `environments.base.Agent`.
+    """Takes the turns of one episode, whichever agent speaks; implements `environments.environment.Agent`.
 
     A subclass says how a prompt becomes an answer. Everything else about a turn is here.
     """
@@ -178,8 +178,8 @@ class EpisodeLoop(abc.ABC):
         self.offers_tools = False
         """Whether any turn was shown tools."""
         self.no_room: tuple[int, int] | None = None
-        """Tokens of the last prompt that left no room, and of the context; None = all prompts had room."""
-        self.last_answer: Answer | None = None
+        """Tokens of the last prompt that left no room, and of the context; None: all prompts had room."""
+        self.last_answer: SampledAnswer | None = None
         """The answer to the last prompt, also where it could not be recorded; None while there is no answer to it."""
 
     @property
@@ -189,7 +189,7 @@ class EpisodeLoop(abc.ABC):
 
     @property
     def tokens_left(self) -> int | None:
-        """Sampled tokens that turns may still have; what turns under way may take is counted in. None = no limit."""
+        """Sampled tokens that turns may still have; what turns under way may take is counted in. None: no limit."""
         most = self.limits.max_total_completion_tokens
         return None if most is None else most - self._num_completion_tokens - self._num_promised_tokens
 
@@ -296,10 +296,10 @@ class EpisodeLoop(abc.ABC):
         return False
 
     @abc.abstractmethod
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> SampledAnswer:
         """What the engine makes of a prompt. Calls `_begin_turn` once nothing but the engine can fail."""
 
-    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+    def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         """Write the turn down; its index."""
         assert answer.prompt_ids is not None and answer.completion_ids is not None
         return self.recorder.record(

@@ -88,7 +88,7 @@ def run_main(
 
     Args:
         work: The main task.
-        presses: What Ctrl-C does meanwhile; None = it cancels the main task.
+        presses: What Ctrl-C does meanwhile; None: it cancels the main task.
         ends_without_memory: Whether memory that runs out in a callback of the event loop ends the main task. What the
             callback was to do is not done, and something may wait for it for ever. A server goes on all the same.
         new_loop: Creates the event loop.

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
 from verbatim.core.token_tree import LARGEST_ID
-from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
-from verbatim.models.renderers.base import Renderer
+from verbatim.inference.sampler import Sampler
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.base import Opening
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.conversation_rollout import ConversationRollout, Start
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.rollout import Opening
 from verbatim.rollouts.seeds import derive_seed
 
 
@@ -46,7 +46,7 @@ class MultiTurnRollout(ConversationRollout):
     template: Renderer
     """The renderer of the sampler's model."""
     max_trajectory_tokens: int | None = None
-    """Most tokens of one trajectory's context; None = as many as the sampler takes."""
+    """Most tokens of one trajectory's context; None: as many as the sampler takes."""
     concurrency: int = 256
     seed: int = 0
     """The seed of the sampling. Each call, and each place in its list, draws differently."""

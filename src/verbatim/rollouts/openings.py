@@ -12,12 +12,12 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.tasks import run_together
 from verbatim.core.texts import first_of
 from verbatim.core.types import Example, RolloutIdentity, StopReason
-from verbatim.environments.base import Environment, Episode
+from verbatim.environments.environment import Environment, Episode
 from verbatim.environments.resolve import wrong_episode
-from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.conversation import Conversation
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.episode import EpisodeRun
-from verbatim.rollouts.loop import Answer, EpisodeLoop, Prompt
+from verbatim.rollouts.loop import EpisodeLoop, Prompt, SampledAnswer
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
@@ -45,12 +45,12 @@ class Openings:
     is_exact: bool
     """Whether a renderer counted the tokens; else they are estimated from the characters."""
     first_fault: str | None = None
-    """Why the first example that could not be measured was not; None = there is none."""
+    """Why the first example that could not be measured was not; None: there is none."""
     cannot_begin: bool = False
     """Whether none of those that were tried can begin, whatever the policy says: the environment raises, or gives what
     is no episode."""
     seconds: float | None = None
-    """After how long it was given up; None = it was not."""
+    """After how long it was given up; None: it was not."""
 
     @property
     def none_fits(self) -> bool:
@@ -59,7 +59,7 @@ class Openings:
 
     @property
     def found(self) -> str | None:
-        """Which opening prompts are too long; None = no such one was found."""
+        """Which opening prompts are too long; None: no such one was found."""
         if not self.too_long:
             return None
         about = "" if self.is_exact else "about "
@@ -71,7 +71,7 @@ class Openings:
 
     @property
     def left_out(self) -> str | None:
-        """What was not looked at, and why; None = everything was."""
+        """What was not looked at, and why; None: everything was."""
         rest = self.num_examples - self.num_measured
         if not rest:
             return None
@@ -98,7 +98,7 @@ async def measure_openings(
         environment: Its episodes are closed again, and never scored.
         examples: In the order in which they are measured.
         seq_len: Tokens of the context.
-        renderer: Of the model; None = tokens are estimated from the characters.
+        renderer: Of the model; None: tokens are estimated from the characters.
         seconds: For all of them.
         until_one_fits: Whether one that leaves room is enough; then they are started one after the other.
         clock: For tests.
@@ -183,7 +183,7 @@ class _Measuring(EpisodeLoop):
         """The same for an environment that renders by itself."""
         self._measure(len(prompt_ids))
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> SampledAnswer:
         self.was_asked = True
         self._measure(_num_tokens(prompt, self._renderer))
         raise AssertionError("the episode is over")

@@ -29,7 +29,7 @@ class _TimeLeft(TimeRemainingColumn):
 
 @contextlib.contextmanager
 def progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
-    """Draws for as long as the block lasts (None = where standard error is a terminal); what it yields is told of each
+    """Draws for as long as the block lasts (None: where standard error is a terminal); what it yields is told of each
     trajectory that ended."""
     console = PlainConsole(stderr=True)
     num_failed = 0

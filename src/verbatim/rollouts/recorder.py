@@ -25,7 +25,7 @@ class Recorder:
         on_dropped: Called with the tokens, by reason, that no trajectory will have: those that `lose` gives up, those
             of lost replicas, and those that came after the end (the ledger drops them).
         trajectory_id: For messages.
-        routing: Of the model in training: experts that a sampler returns have to be its. None = they are not looked at.
+        routing: Of the model in training: experts that a sampler returns have to be its. None: they are not looked at.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Recorder:
     def count(self, num_tokens: int) -> None:
         """A sampler returned this many tokens, whether or not they can be recorded. After the end they are counted all
         the same, dropped as `error`, and a RecordError is raised."""
-        self.count_cut_off(num_tokens)
+        self.count_cancelled(num_tokens)
         self.refuse_if_closed()
 
-    def count_cut_off(self, num_tokens: int) -> None:
+    def count_cancelled(self, num_tokens: int) -> None:
         """A sampler drew this many tokens for a completion that it will not return. None of them can be recorded."""
         if self._on_sampled is not None:
             self._on_sampled(num_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.texts import error_text, shown
-from verbatim.environments.base import AgentScores
+from verbatim.environments.environment import AgentScores
 
 LARGEST = 3.4028234663852886e38
 """The largest float32: advantages are trained in it, and a larger reward would become infinite."""

@@ -12,18 +12,18 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.records.experts import Routing
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, RolloutIdentity, Trajectory
-from verbatim.environments.base import Environment
-from verbatim.inference.base import Sampler
-from verbatim.inference.chat.client import Connection
-from verbatim.models.renderers.base import Renderer
+from verbatim.environments.environment import Environment
+from verbatim.inference.chat.client import ChatConnection
+from verbatim.inference.sampler import Sampler
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.chat_loop import TeacherLoop
 from verbatim.rollouts.episode import run_episode
+from verbatim.rollouts.episode_stats import EpisodeStats
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.tally import EpisodeTally
-from verbatim.rollouts.turnstile import turnstile
+from verbatim.rollouts.turn_limiter import turn_limiter
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class LocalRunner(EpisodeRunner):
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         """The finished episode."""
-        await turnstile().enter()
+        await turn_limiter().enter()
         return await run_episode(
             environment=setup.environment,
             example=task.example,
@@ -109,13 +109,13 @@ class RolloutSetup:
     limits: EpisodeLimits
     slots: asyncio.Semaphore
     """Bounds the episodes in flight, over all environments."""
-    teacher: Connection | None = None
-    """The chat server that takes the turns in the sampler's place; None = the sampler takes them."""
+    teacher: ChatConnection | None = None
+    """The chat server that takes the turns in the sampler's place; None: the sampler takes them."""
     runner: EpisodeRunner = field(default_factory=LocalRunner)
     """Where the episodes run."""
-    tally: EpisodeTally = field(default_factory=EpisodeTally)
+    episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
     """Counts how they end, and says what fails."""
     run_id: str = ""
     """The run that the episodes belong to; empty outside of one."""
     routing: Routing | None = None
-    """The routing of the model in training, whose experts the sampler returns; None = they are not returned."""
+    """The routing of the model in training, whose experts the sampler returns; None: they are not returned."""

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from verbatim.core.types import Int32, StopReason
-from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.reply import before_stop
 from verbatim.inference.chat.stops import Decode, find_stop
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.inference.sampler import Completion, SampleRequest
+from verbatim.models.renderers.renderer import ParsedResponse
 
 
 def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequence[str], decode: Decode) -> Completion:

@@ -53,13 +53,13 @@ class UserCalls:
             self._handle.cancel()
         self._handle = self._loop.call_later(seconds, self._end) if math.isfinite(seconds) else None
 
-    def let_go(self) -> None:
+    def task_ended(self) -> None:
         """The task has ended."""
         if self._handle is not None:
             self._handle.cancel()
         self.over.cancel()
 
-    def guard(self, what: str) -> Guard:
+    def guard(self, what: str) -> UserCallGuard:
         """A `with` block around user code.
 
         Raises:
@@ -68,7 +68,7 @@ class UserCalls:
             TimeoutError: it returned after its time, because it swallowed the cancellation.
         """
         self.now = what
-        return Guard(self, what)
+        return UserCallGuard(self, what)
 
     def is_over(self) -> bool:
         """Whether the task was told to end: a CancelledError is not the user's own, and a result comes too late."""
@@ -79,7 +79,7 @@ class UserCalls:
             self.over.set_result(None)
 
 
-class Guard:
+class UserCallGuard:
     """The `with` block of `UserCalls.guard`."""
 
     __slots__ = ("_calls", "_what")
@@ -136,7 +136,7 @@ async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
             raise LeftBehind
         return task.result()
     finally:
-        calls.let_go()
+        calls.task_ended()
         if task.done():
             calls.task = None
         else:

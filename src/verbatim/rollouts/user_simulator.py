@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Message
-from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.inference.chat.client import ChatConnection, OpenAI
 from verbatim.inference.chat.request import chat_body
 
 STOP = "###STOP###"
@@ -47,7 +47,7 @@ class UserSimulator:
             raise UsageError(f'user: api = {self.api!r:.80}; expected OpenAI(model="...", base_url="http://...")')
 
     async def answer(
-        self, connection: Connection, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]
+        self, connection: ChatConnection, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]
     ) -> str | None:
         """What the user says next; None where it ends the conversation.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verbatim.logs.monitors.base import Monitor
+    from verbatim.logs.monitors.monitor import Monitor
     from verbatim.run.entry import Config
     from verbatim.run.result import RunResult
 

@@ -18,7 +18,7 @@ def make_watch(config: RunConfig) -> AlarmWatch | None:
     """Every alarm from `ALARMS` and of the file that is not switched off; None where none is looked for.
 
     Raises:
-        UsageError: one of them refuses its knobs, or could never be raised with them.
+        UsageError: one of them refuses its parameters, or could never be raised with them.
     """
     section, table = config.monitor.alarms, component_tables().alarms
     if not section.enabled:
@@ -30,11 +30,11 @@ def make_watch(config: RunConfig) -> AlarmWatch | None:
         if component.enabled
     }
     for name, rule in rules.items():
-        for knob, (low, high) in rule.limits.items() if isinstance(rule, AlarmRow) else ():
-            if not low <= rule.knobs[knob] <= high:
+        for parameter, (low, high) in rule.limits.items() if isinstance(rule, AlarmRow) else ():
+            if not low <= rule.parameters[parameter] <= high:
                 raise UsageError(
-                    f"monitor.alarms.{name}.{knob}: found {rule.knobs[knob]}, expected {low} to {high}: beyond that "
-                    "the alarm could never be raised"
+                    f"monitor.alarms.{name}.{parameter}: found {rule.parameters[parameter]}, expected {low} to {high}: "
+                    "beyond that the alarm could never be raised"
                 )
     return AlarmWatch(rules, config=redacted(tomllib.loads(dump_config(config))), stop=section.stop)
 

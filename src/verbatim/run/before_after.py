@@ -16,7 +16,7 @@ from verbatim.core.plain_console import UNBOUNDED
 from verbatim.core.texts import number, printable
 from verbatim.core.trajectory_json import was_cut
 from verbatim.core.types import Message, Trajectory
-from verbatim.environments.base import Environment, succeeded
+from verbatim.environments.environment import Environment, succeeded
 from verbatim.logs.monitors.conversation import message_text
 from verbatim.logs.monitors.trajectory_log import read_evaluated
 
@@ -46,7 +46,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class BeforeAfter:
     """The evaluations of one environment before training and after it."""
 
     env: str
@@ -71,7 +71,7 @@ class Comparison:
         return self.pairs[0], f"of {len(self.pairs)} episodes none earned more after than before; this is the first"
 
 
-def compare(run: Path, environments: Mapping[str, Environment]) -> list[Comparison]:
+def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAfter]:
     """The first evaluation of each environment of a run, beside the last.
 
     Episodes whose messages could not be written are left out. Two are the same where example, number within the
@@ -109,11 +109,11 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[Comparis
             if env in environments and key in by_step[last]
         ]
         if first < last and pairs:
-            comparisons.append(Comparison(env=env, steps=(first, last), pairs=pairs))
+            comparisons.append(BeforeAfter(env=env, steps=(first, last), pairs=pairs))
     return comparisons
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: BeforeAfter, console: Console) -> None:
     """The opening messages, then what followed them before and after: side by side, or, where lines have no end, below
     each other."""
     pair, why = comparison.shown

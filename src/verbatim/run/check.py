@@ -17,9 +17,17 @@ from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
 from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.http.connection_settings import named_key
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.models.source import find_source
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
+from verbatim.run.build import (
+    frozen_models,
+    logprob_models,
+    make_loss,
+    make_monitors,
+    make_rules,
+    warn_of_useful_flat_groups,
+)
 from verbatim.run.environments import (
     CORPUS,
     Environments,
@@ -31,14 +39,6 @@ from verbatim.run.environments import (
     to_imitate,
 )
 from verbatim.run.openings import check_openings
-from verbatim.run.parts import (
-    frozen_models,
-    logprob_models,
-    make_loss,
-    make_monitors,
-    make_rules,
-    warn_of_useful_flat_groups,
-)
 from verbatim.run.placement import check_placement, check_turns
 from verbatim.run.rollouts import check_backend, inference_settings, make_renderer, plays_elsewhere, rollout_settings
 from verbatim.run.weight_transfer import check_broadcast
@@ -57,9 +57,9 @@ def check_run(
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
     Environments are made, and asked for their examples and, where the run needs some, for its demonstrations; an
-    episode is started. Components are made with their knobs. A file of conversations is read. A model's tokenizer, chat
-    template and renderer are tried on all that (see `check_imitation` and `check_openings`); that there are weights is
-    looked at, but they are not loaded. Only the hub is asked, for an id.
+    episode is started. Components are made with their parameters. A file of conversations is read. A model's
+    tokenizer, chat template and renderer are tried on all that (see `check_imitation` and `check_openings`); that
+    there are weights is looked at, but they are not loaded. Only the hub is asked, for an id.
 
     Args:
         config: The run's configuration.

@@ -17,7 +17,7 @@ from verbatim.core.errors import ComponentError, ConfigError, NothingTrained, Ru
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import shown
 from verbatim.logs.checkpoints import CONFIG, load_stored_config
-from verbatim.logs.monitors.base import METHODS, Monitor, fault_of
+from verbatim.logs.monitors.monitor import METHODS, Monitor, fault_of
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.execute import execute
 from verbatim.run.fork import Fork, find_fork

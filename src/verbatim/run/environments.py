@@ -22,10 +22,10 @@ from verbatim.core.trajectories import BuiltSamples, build
 from verbatim.core.types import Trajectory
 from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
-from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.environments.environment import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of, wrong_conversation
 from verbatim.environments.sources import read_json_lines
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.models.renderers.tool_support import USE_HERMES
 from verbatim.rollouts import derive_seed, trajectory_from_messages
 
@@ -39,7 +39,7 @@ each command that checks a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation(Demonstration):
+class ImitatedConversation(Demonstration):
     """A conversation to imitate."""
 
     env: str = ""
@@ -86,7 +86,7 @@ def _make(envs: Sequence[EnvConfig], where: str, table: Mapping[str, Any]) -> di
     return made
 
 
-def demonstrations(environments: Environments, count: int, seed: int) -> list[Conversation]:
+def demonstrations(environments: Environments, count: int, seed: int) -> list[ImitatedConversation]:
     """Scripted conversations of the training environments that offer them, at least `count` in all.
 
     Raises:
@@ -110,32 +110,32 @@ def demonstrations(environments: Environments, count: int, seed: int) -> list[Co
     ]
 
 
-def as_conversations(shown: Sequence[Demonstration], env: str, call: str) -> list[Conversation]:
+def as_conversations(shown: Sequence[Demonstration], env: str, call: str) -> list[ImitatedConversation]:
     """An environment's demonstrations, each with its number; `call` is how they were asked for."""
     return [
-        Conversation(
+        ImitatedConversation(
             messages=each.messages, tools=each.tools, env=env, where=f"environment {env!r}: number {n} of {call}"
         )
         for n, each in enumerate(shown)
     ]
 
 
-def read_conversations(path: Path) -> list[Conversation]:
+def read_conversations(path: Path) -> list[ImitatedConversation]:
     """Rows of `{"messages": [...], "tools": [...]}`.
 
     Raises:
         UsageError: no such file, or a line that is no conversation; names the line.
     """
-    conversations: list[Conversation] = []
+    conversations: list[ImitatedConversation] = []
     for number, row in read_json_lines(path, "conversation").items():
         messages, tools = row.get("messages"), row.get("tools") or []
         if (why := why_refused(row) or wrong_conversation(messages, tools)) is not None:
             raise UsageError(f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {why}')
-        conversations.append(Conversation(messages=row["messages"], tools=tools, where=f"{path}:{number}"))
+        conversations.append(ImitatedConversation(messages=row["messages"], tools=tools, where=f"{path}:{number}"))
     return conversations
 
 
-def to_imitate(config: RunConfig, environments: Environments) -> list[Conversation]:
+def to_imitate(config: RunConfig, environments: Environments) -> list[ImitatedConversation]:
     """The conversations of the warm start; none without one."""
     settings = config.warm_start
     if settings is None:
@@ -145,7 +145,7 @@ def to_imitate(config: RunConfig, environments: Environments) -> list[Conversati
     return demonstrations(environments, settings.conversations, config.seed)
 
 
-def imitated(renderer: Renderer, conversation: Conversation, name: str = "") -> Trajectory:
+def imitated(renderer: Renderer, conversation: ImitatedConversation, name: str = "") -> Trajectory:
     """A conversation as the trajectory that is imitated.
 
     Raises:
@@ -160,7 +160,7 @@ def imitated(renderer: Renderer, conversation: Conversation, name: str = "") -> 
 
 
 def imitated_samples(
-    config: RunConfig, conversations: Sequence[Conversation], renderer: Renderer
+    config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer
 ) -> Iterator[BuiltSamples]:
     """The training samples of each conversation, cut to seq_len.
 
@@ -178,7 +178,7 @@ def imitated_samples(
         raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
 
 
-def check_imitation(config: RunConfig, conversations: Sequence[Conversation], renderer: Renderer) -> None:
+def check_imitation(config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer) -> None:
     """Refuse a warm start that would stop at one of `_TRIED` of its conversations, or where none of these fits. The
     others are the warm start's, which names them in the same way.
 

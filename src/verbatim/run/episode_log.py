@@ -18,7 +18,7 @@ from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
 from verbatim.core.types import Trajectory
 from verbatim.run.eval_models import EvalModel
-from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode, evaluated_episode_from_json
 from verbatim.run.kept_lines import KeptLines
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class EpisodeLog:
     def __init__(self, path: Path | None, models: Collection[EvalModel]) -> None:
         self.path = path
         self._lines: KeptLines | None = None
-        self._played: dict[tuple[str, str], dict[tuple[str, int], tuple[str, Mapping[str, Any], Outcome]]] = {}
+        self._played: dict[tuple[str, str], dict[tuple[str, int], tuple[str, Mapping[str, Any], EvaluatedEpisode]]] = {}
         self.num_failed_before = 0
         """Failed episodes that were taken out."""
         if path is None:
@@ -68,7 +68,7 @@ class EpisodeLog:
         if self._lines is not None:
             self._lines.close(keeps_empty=False)  # where nothing was played, the command leaves nothing
 
-    def played(self, conditions: Conditions) -> dict[tuple[str, int], Outcome]:
+    def played(self, conditions: Conditions) -> dict[tuple[str, int], EvaluatedEpisode]:
         """The episodes that need not be played, by example and number.
 
         Raises:
@@ -91,14 +91,14 @@ class EpisodeLog:
             found[example_id, number] = outcome
         return found
 
-    def write(self, conditions: Conditions, trajectory: Trajectory, success: bool) -> Outcome:
+    def write(self, conditions: Conditions, trajectory: Trajectory, success: bool) -> EvaluatedEpisode:
         """Append one; what it came to.
 
         Raises:
             OSError: the system refused to write.
         """
         record = self._record(trajectory)
-        outcome = outcome_from_json(record, success)
+        outcome = evaluated_episode_from_json(record, success)
         if self._lines is not None:
             self._lines.write(
                 {
@@ -130,7 +130,7 @@ class EpisodeLog:
         """Take in what is there; whether it is a failure that is played again."""
         about = record["evaluation"]
         of, digest, settings = about["fingerprint"], about["digest"], about["settings"]
-        outcome = outcome_from_json(record["trajectory"], about["success"])
+        outcome = evaluated_episode_from_json(record["trajectory"], about["success"])
         if of not in self._models:
             return False
         if outcome.error is None:

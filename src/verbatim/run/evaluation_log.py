@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.trajectories.record import TrajectoryRecord
-from verbatim.run.fate_log import FateLog
+from verbatim.run.outcome_log import OutcomeLog
 
 
 class EvaluationLog:
@@ -17,7 +17,7 @@ class EvaluationLog:
         environments: The labels of those that are evaluated.
     """
 
-    def __init__(self, files: FateLog, environments: Collection[str]) -> None:
+    def __init__(self, files: OutcomeLog, environments: Collection[str]) -> None:
         self._files, self._environments = files, frozenset(environments)
         self._step = -1
         self._played: dict[str, Sequence[TrajectoryRecord]] = {}
@@ -34,6 +34,8 @@ class EvaluationLog:
     def flush(self) -> None:
         """Write what was gathered: all of an evaluation, or of one that did not come to its end what there is."""
         if any(self._played.values()):
-            self._files.write(self._step, [Fate.of_evaluated(t) for played in self._played.values() for t in played])
+            self._files.write(
+                self._step, [TrajectoryOutcome.of_evaluated(t) for played in self._played.values() for t in played]
+            )
             self._files.wait()
         self._played = {}

@@ -24,14 +24,14 @@ from verbatim.core.errors import NothingTrained, StoppedByAlarm, UsageError
 from verbatim.core.machine_faults import is_machine_fault
 from verbatim.environments import ENVIRONMENTS
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
-from verbatim.logs.monitors.base import Monitor
 from verbatim.logs.monitors.live import LiveView
+from verbatim.logs.monitors.monitor import Monitor
 from verbatim.run.alarms import make_watch, sentence
+from verbatim.run.build import make_monitors
 from verbatim.run.check import check_run
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
-from verbatim.run.parts import make_monitors
-from verbatim.run.precision import Choice, refuse_auto, resolve_dtypes, tell, unresolved
+from verbatim.run.precision import PrecisionChoice, refuse_auto, resolve_dtypes, tell, unresolved
 from verbatim.run.report import report
 from verbatim.run.rollouts import ask_servers_of, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
@@ -111,7 +111,7 @@ def execute(
 
 def _as_stored(
     config: RunConfig, resume: bool | Path, fork: Fork | None, trainer_elsewhere: bool
-) -> tuple[RunConfig, list[Choice]]:
+) -> tuple[RunConfig, list[PrecisionChoice]]:
     """A run that goes on, and a fork, compute in what the run was begun in, where the configuration says "auto".
 
     Raises:
@@ -122,7 +122,7 @@ def _as_stored(
     stored: Mapping[str, Any] | None = fork.tables if fork is not None else None
     if resume:
         stored = RunFolder.stored_tables(config, resume)
-    choices: list[Choice] = []
+    choices: list[PrecisionChoice] = []
     if stored is not None:
         config, choices = resolve_dtypes(config, stored=stored)
     if trainer_elsewhere:

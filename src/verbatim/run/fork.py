@@ -52,12 +52,12 @@ from verbatim.logs.checkpoints.origin import FORKING, ORIGIN
 from verbatim.logs.checkpoints.ownership import remove_from
 from verbatim.logs.checkpoints.run_folder import PRECISION
 from verbatim.logs.checkpoints.stored_config import changed_keys
-from verbatim.logs.fates.files import own_files_in
 from verbatim.logs.monitors.trajectory_log import EVALUATIONS, TRAJECTORIES
+from verbatim.logs.outcomes.files import own_files_in
 from verbatim.rollouts import derive_seed
+from verbatim.run.build import make_progress
 from verbatim.run.environments import Environments
 from verbatim.run.fork_state import LOOP_FILES, write_changed_state
-from verbatim.run.parts import make_progress
 from verbatim.run.precision import read_choices, write_choices
 from verbatim.run.tables import component_tables
 
@@ -276,7 +276,7 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
                 os.truncate(path / name, size)
             sync(path / name)
         for name in folders:
-            _link_fates(fork, logs.get(name), path / name)
+            _link_outcomes(fork, logs.get(name), path / name)
         for name in parts:
             shutil.copytree(fork.run / name, path / name, copy_function=link_or_copy, symlinks=True)
             sync_tree(path / name)
@@ -325,12 +325,12 @@ def _write_checkpoints(
 
 
 def _size(mark: Any) -> int | None:
-    """How many bytes of a log are copied; None = all of them, and a resume finds the place."""
+    """How many bytes of a log are copied; None: all of them, and a resume finds the place."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
 
 
-def _link_fates(fork: Fork, marks: Any, target: Path) -> None:
+def _link_outcomes(fork: Fork, marks: Any, target: Path) -> None:
     """The files that the checkpoint lists."""
     target.mkdir()
     for step, file in own_files_in(fork.run / target.name).items():

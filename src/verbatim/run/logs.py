@@ -28,7 +28,7 @@ class _Plain(WithoutSecrets):
         return printable(super().format(record))
 
 
-class _LogFile(logging.FileHandler):
+class _LogFileHandler(logging.FileHandler):
     """Says once that a record could not be written, where Python would print a traceback for each."""
 
     _failed = False
@@ -110,7 +110,7 @@ _STARTED = "started (process "
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
     """The same into a file, and what ended the block if it was an exception: the other process quotes it."""
-    handler = _LogFile(path, encoding="utf-8")
+    handler = _LogFileHandler(path, encoding="utf-8")
     handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)

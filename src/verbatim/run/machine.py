@@ -44,7 +44,7 @@ class Machine(Protocol):
     """What a choice asks of the machine that computes."""
 
     def cuda_rounds(self, device: str) -> bool | None:
-        """Whether the CUDA device that `device` means computes in bfloat16; None = it means the CPU."""
+        """Whether the CUDA device that `device` means computes in bfloat16; None: it means the CPU."""
 
     def has_instructions(self) -> bool:
         """Whether the processor multiplies bfloat16."""

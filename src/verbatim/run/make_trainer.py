@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verbatim.config.schema import RunConfig
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.rollouts import derive_seed
-from verbatim.run.parts import frozen_models, make_loss, named_weights
+from verbatim.run.build import frozen_models, make_loss, named_weights
 from verbatim.run.rollouts import inference_settings
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def make_trainer(
         purpose: Which of both.
         source: The folder or hub id of its weights.
         first: Those that the run began with; a frozen model without a name is this one.
-        ranks: The processes that train together; None = this one alone.
+        ranks: The processes that train together; None: this one alone.
         tokenizer: Saved beside the weights.
     """
     from verbatim.algorithms.losses import LOSSES
@@ -68,7 +68,7 @@ def make_trainer(
 
 
 def threads_of(config: RunConfig, own: int | None) -> int | None:
-    """Threads for one side's matrix products; None = torch's own setting, all cores.
+    """Threads for one side's matrix products; None: torch's own setting, all cores.
 
     Where both sides compute at the same time, each gets its half of the cores: two teams of threads on the same cores
     wait for each other.

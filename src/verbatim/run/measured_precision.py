@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine_thread import torch_threads
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.attention import follow_plans
 from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
@@ -42,7 +42,7 @@ class ThisMachine:
     """A `Machine`: the one that this process runs on."""
 
     def cuda_rounds(self, device: str) -> bool | None:
-        """Whether the CUDA device that `device` means computes in bfloat16; None = it means the CPU."""
+        """Whether the CUDA device that `device` means computes in bfloat16; None: it means the CPU."""
         found = resolve_device(device)
         if found.type != "cuda":
             return None

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import ConfigError
-from verbatim.environments.base import Environment
+from verbatim.environments.environment import Environment
 from verbatim.environments.resolve import examples_of
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.openings import Openings, measure_openings
 from verbatim.run.environments import Environments

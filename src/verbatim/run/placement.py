@@ -9,7 +9,7 @@ from collections.abc import Collection
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.core.errors import UsageError
-from verbatim.run.parts import logprob_models
+from verbatim.run.build import logprob_models
 
 logger = logging.getLogger(__name__)
 

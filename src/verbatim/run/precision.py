@@ -43,7 +43,7 @@ _KEPT = "as the run has it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PrecisionChoice:
     """What `dtype = "auto"` became."""
 
     key: str
@@ -63,13 +63,13 @@ def resolve_dtypes(
     machine: Machine | None = None,
     model: str | Path | None = None,
     keys: Collection[str] = (TRAINER, SAMPLER),
-) -> tuple[RunConfig, list[Choice]]:
+) -> tuple[RunConfig, list[PrecisionChoice]]:
     """The configuration without "auto", and what was chosen.
 
     Args:
         config: With its keys `trainer.dtype` and `inference.torch.dtype`.
         stored: The tables of the run that goes on, or is forked: what they say is taken.
-        machine: That computes; None = this one.
+        machine: That computes; None: this one.
         model: The model's folder or hub id, where it is another one than `model.name`.
         keys: Which ones.
 
@@ -86,11 +86,11 @@ def resolve_dtypes(
             'inference.torch.dtype = "auto" with urls: the servers have a dtype already; give '
             'the one that they say when they start, "float32" or "bfloat16"'
         )
-    choices: list[Choice] = []
+    choices: list[PrecisionChoice] = []
     found: list[Layers] = []
     for key in asked:
         if (kept := _stored(stored, key, config)) is not None:
-            choices.append(Choice(key=key, dtype=kept, reason=_KEPT))
+            choices.append(PrecisionChoice(key=key, dtype=kept, reason=_KEPT))
             continue
         found = found or [read_layers(config, model)]
         choices.append(_choose(key, config, found[0], machine or _this_machine()))
@@ -118,7 +118,7 @@ def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
     return config
 
 
-def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSettings, Choice]:
+def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSettings, PrecisionChoice]:
     """The settings of a server without "auto", for this model, and what was chosen.
 
     Raises:
@@ -143,7 +143,7 @@ def refuse_auto(config: RunConfig, how: str) -> None:
         )
 
 
-def tell(choices: list[Choice], console: Console, folder: Path) -> None:
+def tell(choices: list[PrecisionChoice], console: Console, folder: Path) -> None:
     """Say what was chosen, and keep it in the folder of a run, whose file stays where nothing was chosen anew."""
     for choice in choices:
         console.print(f"precision   {choice}", soft_wrap=True)
@@ -155,17 +155,17 @@ def tell(choices: list[Choice], console: Console, folder: Path) -> None:
         write_choices(folder, list(found.values()))
 
 
-def write_choices(folder: Path, choices: list[Choice]) -> None:
+def write_choices(folder: Path, choices: list[PrecisionChoice]) -> None:
     """Write what "auto" became into the folder of a run."""
     write_record(folder / PRECISION, {"choices": [asdict(choice) for choice in choices]})
 
 
-def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
+def read_choices(folder: Path, config: RunConfig | None = None) -> list[PrecisionChoice]:
     """What "auto" became in a run; nothing where the file is missing or damaged: the configuration has it too.
 
     Args:
         folder: Of the run.
-        config: That of a fork: keys in which it differs are left out. None = all are taken.
+        config: That of a fork: keys in which it differs are left out. None: all are taken.
 
     Raises:
         FormatError: another version wrote the file.
@@ -173,7 +173,7 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
     if not (folder / PRECISION).exists():
         return []
     try:
-        found = [Choice(**fields) for fields in read_record(folder / PRECISION)["choices"]]
+        found = [PrecisionChoice(**fields) for fields in read_record(folder / PRECISION)["choices"]]
     except FormatError:
         raise
     except (CheckpointError, KeyError, TypeError) as error:
@@ -187,7 +187,7 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
     return [choice for choice in found if _stored(tables, choice.key, config) == choice.dtype]
 
 
-def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Choice:
+def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> PrecisionChoice:
     if key == SAMPLER:
         settings = inference_settings(config)
         assert isinstance(settings, TorchSettings)
@@ -196,7 +196,7 @@ def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Ch
     return _choose_side("trainer", layers, machine, device=config.trainer.device, rows=TRAINER_ROWS, casts=casts)
 
 
-def _choose_sampler(settings: TorchSettings, layers: Layers, machine: Machine) -> Choice:
+def _choose_sampler(settings: TorchSettings, layers: Layers, machine: Machine) -> PrecisionChoice:
     rows = min(MOST_SAMPLER_ROWS, settings.max_batch_size)
     return _choose_side("sampler", layers, machine, device=settings.device, rows=rows, kernel=settings.kernel)
 
@@ -210,12 +210,12 @@ def _choose_side(
     rows: int,
     kernel: Kernel = "auto",
     casts: bool = False,
-) -> Choice:
+) -> PrecisionChoice:
     """`casts`: whether a trainer in bfloat16 would be autocast on a CPU."""
     key = TRAINER if side == "trainer" else SAMPLER
 
-    def chosen(dtype: Dtype, reason: str) -> Choice:
-        return Choice(key=key, dtype=dtype, reason=reason)
+    def chosen(dtype: Dtype, reason: str) -> PrecisionChoice:
+        return PrecisionChoice(key=key, dtype=dtype, reason=reason)
 
     if layers.mean_size < TINY:
         return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} numbers in a matrix")

@@ -13,12 +13,12 @@ from verbatim.config.schema import RunConfig, WarmStartConfig
 from verbatim.core.disk import keep_aside, making
 from verbatim.core.types import TrainingSample
 from verbatim.environments.resolve import corpus
-from verbatim.logs.checkpoints import find_damage, seal
+from verbatim.logs.checkpoints import find_damage, write_manifest
 from verbatim.logs.monitors.live import LiveView
 from verbatim.models.build import build_model
 from verbatim.models.catalog import folder_of
 from verbatim.models.loading import load_tokenizer
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts import derive_seed
 from verbatim.run.environments import CORPUS, Environments, demonstrations, imitated_samples, to_imitate
 from verbatim.run.make_trainer import make_trainer
@@ -54,7 +54,7 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
     texts = corpus(demonstrations(environments, CORPUS, config.seed))
     with making(target) as partial, LiveView(console).stage("building the model"):
         build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
-        seal(partial)
+        write_manifest(partial)
     console.print(f"model       built in {target}", soft_wrap=True)
     return target
 
@@ -95,7 +95,7 @@ def _warm_start(
         )
     with making(target) as partial:
         trainer.save_weights(partial)
-        seal(partial)
+        write_manifest(partial)
     console.print(f"warm start  done in {time.monotonic() - started:.0f} s")
     return target
 

@@ -25,8 +25,8 @@ from verbatim.core.trajectory_json import plain
 from verbatim.core.types import TrainingSample
 from verbatim.logs.checkpoints import CONFIG, Checkpoint, find_damage
 from verbatim.logs.checkpoints.stored_config import changed_keys
+from verbatim.run.build import needs_first_model
 from verbatim.run.make_trainer import make_trainer, threads_of
-from verbatim.run.parts import needs_first_model
 from verbatim.run.precision import resolve_dtypes
 from verbatim.run.replay_compare import (
     MetricDifference,
@@ -150,7 +150,7 @@ def _compared(
         (sample.trajectory_id, turn): (logprobs, gradients)
         for sample, turn, logprobs, gradients in tokens.by_turn(samples)
     }
-    records = {fate.trajectory.trajectory_id: fate.trajectory for fate in stored.fates}
+    records = {outcome.trajectory.trajectory_id: outcome.trajectory for outcome in stored.outcomes}
     ids = {key: records[key[0]].turns[key[1]].completion_ids for key in found}
     then = plan.run / "checkpoints" / f"step_{plan.step:06d}"
     weights = None
@@ -165,10 +165,13 @@ def _compared(
         num_tokens=len(tokens.logprobs),
         metrics=compare_metrics(stored.metrics or {}, metrics),
         logprobs=compare_tokens(
-            stored.fates, lambda fate: fate.trainer_logprobs, {key: said[0] for key, said in found.items()}, ids
+            stored.outcomes,
+            lambda outcome: outcome.trainer_logprobs,
+            {key: said[0] for key, said in found.items()},
+            ids,
         ),
         gradients=compare_tokens(
-            stored.fates, lambda fate: fate.gradients, {key: said[1] for key, said in found.items()}, ids
+            stored.outcomes, lambda outcome: outcome.gradients, {key: said[1] for key, said in found.items()}, ids
         ),
         weights=weights,
         rounding=_ROUNDING[config.trainer.dtype],

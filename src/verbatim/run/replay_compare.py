@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Float32, Int32
 from verbatim.run.replay_data import turns_of
 
@@ -92,20 +92,20 @@ class TokenDifference:
 
 
 def compare_tokens(
-    fates: Sequence[Fate],
-    value: Callable[[Fate], Sequence[Float32 | None]],
+    outcomes: Sequence[TrajectoryOutcome],
+    value: Callable[[TrajectoryOutcome], Sequence[Float32 | None]],
     replayed: Mapping[Turn, Float32],
     ids: Mapping[Turn, Int32],
 ) -> TokenDifference:
     """Compare a value of each token.
 
     Args:
-        fates: The stored ones.
+        outcomes: The stored ones.
         value: Which value of theirs: an array for each turn.
         replayed: The values of now, of each trained turn.
         ids: The turns' completions.
     """
-    stored = turns_of(fates, value)
+    stored = turns_of(outcomes, value)
     both = [turn for turn in replayed if turn in stored]
     num_different, largest = 0, 0.0
     place: tuple[Turn, int] | None = None

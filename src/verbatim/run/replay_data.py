@@ -1,7 +1,7 @@
 """Finds what a stored step can be trained again from: a checkpoint before it, the files of trajectories, its metrics.
 
 A step's file has the batch: every trajectory with ids, logprobs, versions, experts, advantages, the teacher's
-logprobs and the fate of each turn, in the order of the batch. Samples follow from these, micro-batches from the
+logprobs and the outcome of each turn, in the order of the batch. Samples follow from these, micro-batches from the
 samples, and the trainer draws no random numbers: with the state of the checkpoint before it, the step is what it was.
 """
 
@@ -20,16 +20,16 @@ from verbatim.config.schema import RunConfig
 from verbatim.core.errors import CheckpointError, UsageError
 from verbatim.core.records.fields import TEACHER
 from verbatim.core.texts import ranges
-from verbatim.core.trajectories import Fate, build
-from verbatim.core.trajectories.fate import TRAINED
+from verbatim.core.trajectories import TrajectoryOutcome, build
+from verbatim.core.trajectories.outcome import TRAINED
 from verbatim.core.types import Group, TrainingSample, Trajectory
 from verbatim.logs.checkpoints import CONFIG, Checkpoint, CheckpointStore, find_damage
-from verbatim.logs.fates.files import own_files_in, read_fates
 from verbatim.logs.monitors.metrics_log import read_history
 from verbatim.logs.monitors.trajectory_log import TRAJECTORIES
+from verbatim.logs.outcomes.files import own_files_in, read_outcomes
+from verbatim.run.build import logprob_models, make_rules
 from verbatim.run.environments import Environments
 from verbatim.run.orchestrator.assemble import assemble_group
-from verbatim.run.parts import logprob_models, make_rules
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class StoredStep:
     """A step as a run left it."""
 
     step: int
-    fates: Sequence[Fate]
+    outcomes: Sequence[TrajectoryOutcome]
     """Of its file, in order: the batch, and behind it what was dropped before it came into one."""
     metrics: Mapping[str, float] | None
     """Its line of the metrics; None where there is none."""
@@ -110,19 +110,19 @@ def read_step(run: Path, step: int) -> StoredStep:
         UsageError: its file, or the log of metrics, is missing or damaged; or the file has not all that was trained.
     """
     file = own_files_in(run / TRAJECTORIES)[step]
-    fates = [fate for _, fate in read_fates(file)]
+    outcomes = [outcome for _, outcome in read_outcomes(file)]
     metrics: Mapping[str, float] | None = None
     if (run / "metrics.jsonl").is_file():
         logged = dict(read_history(run / "metrics.jsonl")[0])
         if step in logged:
             metrics = {name: float(value) for name, value in logged[step].items()}
-    found = sum(fate.num_trained_tokens for fate in fates)
+    found = sum(outcome.num_trained_tokens for outcome in outcomes)
     if metrics is not None and "trained_tokens" in metrics and found != metrics["trained_tokens"]:
         raise UsageError(
             f"{file} has {found} of the {metrics['trained_tokens']:.0f} tokens that step {step} trained: "
             "a step can be replayed where monitor.trajectory_share was 1"
         )
-    return StoredStep(step=step, fates=fates, metrics=metrics)
+    return StoredStep(step=step, outcomes=outcomes, metrics=metrics)
 
 
 def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
@@ -133,26 +133,26 @@ def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample
     """
     rules = make_rules(config, _labels(config))
     samples: list[TrainingSample] = []
-    for fate in stored.fates:
-        if not fate.num_trained_tokens:
+    for outcome in stored.outcomes:
+        if not outcome.num_trained_tokens:
             continue
-        rule = rules[fate.trajectory.env]
+        rule = rules[outcome.trajectory.env]
         built = build(
-            fate.trajectory, strategy=rule.strategy, max_length=rule.max_length, needs_logprobs=rule.needs_logprobs
+            outcome.trajectory, strategy=rule.strategy, max_length=rule.max_length, needs_logprobs=rule.needs_logprobs
         )
-        for turn, (now, then) in enumerate(zip(built.fate.turns, fate.turns, strict=True)):
+        for turn, (now, then) in enumerate(zip(built.outcome.turns, outcome.turns, strict=True)):
             if now == then:
                 continue
             raise CheckpointError(
-                f"step {stored.step}: the samples of trajectory {fate.trajectory.trajectory_id} are "
+                f"step {stored.step}: the samples of trajectory {outcome.trajectory.trajectory_id} are "
                 f"not those of then: turn {turn} was {then!r} and is {now!r} now; the configuration, or the "
                 "version of Verbatim, was another one"
             )
-        samples += with_teacher(built.samples, fate, needs=TEACHER in logprob_models(config))
+        samples += with_teacher(built.samples, outcome, needs=TEACHER in logprob_models(config))
     return samples
 
 
-def with_teacher(samples: Sequence[TrainingSample], fate: Fate, *, needs: bool) -> list[TrainingSample]:
+def with_teacher(samples: Sequence[TrainingSample], outcome: TrajectoryOutcome, *, needs: bool) -> list[TrainingSample]:
     """The samples with the teacher's logprobs that are stored beside them.
 
     Raises:
@@ -164,7 +164,7 @@ def with_teacher(samples: Sequence[TrainingSample], fate: Fate, *, needs: bool) 
     for sample in samples:
         stream = np.full(len(sample), np.nan, dtype=np.float32)
         for turn in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
-            said = fate.teacher_logprobs[turn] if fate.teacher_logprobs else None
+            said = outcome.teacher_logprobs[turn] if outcome.teacher_logprobs else None
             if said is None:
                 raise UsageError(
                     f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not stored: it was "
@@ -181,14 +181,14 @@ def changed_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSampl
     Groups that online difficulty filtering dropped stay dropped.
     """
     rules, samples = make_rules(config, _labels(config)), list[TrainingSample]()
-    fates = {fate.trajectory.trajectory_id: fate for fate in stored.fates}
-    batch = [fate.trajectory for fate in stored.fates if fate.reason != "difficulty"]
+    outcomes = {outcome.trajectory.trajectory_id: outcome for outcome in stored.outcomes}
+    batch = [outcome.trajectory for outcome in stored.outcomes if outcome.reason != "difficulty"]
     for group_id, members in groupby(batch, key=lambda trajectory: trajectory.group_id):
         trajectories = tuple(_uncredited(cast(Trajectory, member)) for member in members)
         first = trajectories[0]
         group = Group(group_id=group_id, example_id=first.example_id, env=first.env, trajectories=trajectories)
         for sample in assemble_group(group, rules[first.env], stored.step - 1).samples:
-            samples += with_teacher([sample], fates[sample.trajectory_id], needs=TEACHER in logprob_models(config))
+            samples += with_teacher([sample], outcomes[sample.trajectory_id], needs=TEACHER in logprob_models(config))
     return samples
 
 
@@ -203,11 +203,13 @@ def _labels(config: RunConfig) -> Environments:
     return Environments(train={env.label: (env, nothing) for env in config.orchestrator.train.env}, eval={})
 
 
-def turns_of(fates: Sequence[Fate], value: Callable[[Fate], Sequence[Any]]) -> dict[tuple[str, int], Any]:
+def turns_of(
+    outcomes: Sequence[TrajectoryOutcome], value: Callable[[TrajectoryOutcome], Sequence[Any]]
+) -> dict[tuple[str, int], Any]:
     """What is stored of each trained turn, by trajectory and turn."""
     return {
-        (fate.trajectory.trajectory_id, turn): said
-        for fate in fates
-        for turn, said in enumerate(value(fate))
-        if said is not None and fate.turns[turn] == TRAINED
+        (outcome.trajectory.trajectory_id, turn): said
+        for outcome in outcomes
+        for turn, said in enumerate(value(outcome))
+        if said is not None and outcome.turns[turn] == TRAINED
     }

@@ -16,12 +16,12 @@ from verbatim.core.disk import write_file
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import error_text, number
-from verbatim.environments.base import Environment
+from verbatim.environments.environment import Environment
 from verbatim.logs.checkpoints import RunFolder
 from verbatim.logs.monitors.learning_curve import Curve, read_curve
 from verbatim.logs.monitors.text_curve import ASCII, UNICODE, text_curve
 from verbatim.logs.monitors.values import flat
-from verbatim.run.before_after import Comparison, compare, print_comparison
+from verbatim.run.before_after import BeforeAfter, compare, print_comparison
 from verbatim.run.summary import best_constants
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def report(
 def _report(
     summary: Mapping[str, Any], title: str, folder: RunFolder, environments: Mapping[str, Environment], console: Console
 ) -> None:
-    curve, comparisons = Curve(), list[Comparison]()
+    curve, comparisons = Curve(), list[BeforeAfter]()
     try:
         curve = read_curve(folder.metrics)
         comparisons = compare(folder.path, environments)

@@ -15,17 +15,17 @@ from verbatim.config.sections import table_of
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.records.experts import Routing
 from verbatim.core.sampling import SamplingParams
-from verbatim.environments.base import Environment
+from verbatim.environments.environment import Environment
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.backends import SERVERS
-from verbatim.inference.base import Sampler
-from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.inference.chat.client import ChatConnection, OpenAI
 from verbatim.inference.pool.settings import ServerSettings
+from verbatim.inference.sampler import Sampler
 from verbatim.inference.sending import WeightSender
 from verbatim.models.native.cores import CoreShare
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.models.source import find_source, is_adapter, rank_of
-from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
+from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeStats, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RUNNERS, RunnerInputs
 
 
@@ -35,18 +35,18 @@ def make_setups(
     sampler: Sampler,
     renderer: Renderer,
     slots: asyncio.Semaphore,
-    teacher: Connection | None = None,
+    teacher: ChatConnection | None = None,
     runner: EpisodeRunner | None = None,
-    tally: EpisodeTally | None = None,
+    episode_stats: EpisodeStats | None = None,
     run_id: str = "",
     routing: Routing | None = None,
     *,
     trains: bool = False,
 ) -> dict[str, RolloutSetup]:
     """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `runner` runs them
-    elsewhere, and one `tally` counts the episodes of all environments. Recorded experts have to fit `routing`. Where
-    it `trains` on them, tokens come with the ids among which they were drawn."""
-    tally = tally or EpisodeTally()
+    elsewhere, and one `episode_stats` counts the episodes of all environments. Recorded experts have to fit `routing`.
+    Where it `trains` on them, tokens come with the ids among which they were drawn."""
+    episode_stats = episode_stats or EpisodeStats()
     return {
         label: RolloutSetup(
             env=label,
@@ -58,7 +58,7 @@ def make_setups(
             slots=slots,
             teacher=teacher,
             runner=runner or LocalRunner(),
-            tally=tally,
+            episode_stats=episode_stats,
             run_id=run_id,
             routing=routing,
         )
@@ -178,7 +178,7 @@ async def make_sampler(
         config: The run's configuration.
         source: A folder in Hugging Face format, or a hub id.
         policy_version: The version of these weights.
-        num_threads: Threads for an engine that computes in this process, where its settings do not say; None = torch's
+        num_threads: Threads for an engine that computes in this process, where its settings do not say; None: torch's
             own setting.
         logs: The folder for what an engine in other processes prints.
         sender: The trainer, where it sends its weights to the engine's servers.

@@ -20,23 +20,23 @@ from verbatim.core.disk import write_private
 from verbatim.core.errors import CheckpointError, RunStopped
 from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.records.failed import MAX_FAILED
-from verbatim.core.trajectories import Fate
-from verbatim.environments.base import Environment
+from verbatim.core.trajectories import TrajectoryOutcome
+from verbatim.environments.environment import Environment
 from verbatim.logs.checkpoints import CONFIG, CheckpointStore, RunFolder, read_origin, write_loop_state, write_record
-from verbatim.logs.fates.retention import EVERYTHING, Retention
 from verbatim.logs.monitors.alarm import Alarm, Detector
 from verbatim.logs.monitors.alarm_log import AlarmLog, is_alarm, read_alarms, standing_alarms
-from verbatim.logs.monitors.base import Monitor, Monitors
 from verbatim.logs.monitors.console import Console
 from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, refuse_other_log
 from verbatim.logs.monitors.learning_curve import LearningCurve
 from verbatim.logs.monitors.metrics_log import MetricsLog, is_metrics
+from verbatim.logs.monitors.monitor import Monitor, Monitors
 from verbatim.logs.monitors.restore import restore
+from verbatim.logs.outcomes.retention import EVERYTHING, Retention
 from verbatim.run.ending import RunState, ending
 from verbatim.run.evaluation_log import EvaluationLog
-from verbatim.run.fate_log import FateLog
 from verbatim.run.orchestrator.assemble import rollout_distributions
 from verbatim.run.orchestrator.evaluate import Evaluation
+from verbatim.run.outcome_log import OutcomeLog
 from verbatim.run.summary import best_constants, summary_of
 from verbatim.trainer.transport import TrainerLink
 
@@ -54,7 +54,7 @@ class RunLog:
         max_steps: Steps in all.
         first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
             missing or damaged in its logs is told, and the run goes on without it.
-        trajectories: How many trajectories are kept; None = none. Of evaluations all are kept, unless none are.
+        trajectories: How many trajectories are kept; None: none. Of evaluations all are kept, unless none are.
         monitors: Those that listen beside the console, the logs and the learning curve.
         detector: What raises alarms; what a checkpoint holds of it is loaded already.
         environments: Those that are evaluated, by label; with none no evaluated episodes are kept.
@@ -92,8 +92,8 @@ class RunLog:
         metrics = MetricsLog(folder.metrics, mark=self._go_back(folder.metrics, first_step, is_metrics))
         alarms = AlarmLog(folder.alarms, self._go_back(folder.alarms, first_step, is_alarm))
         self._writers: dict[str, JsonlWriter] = {log.writer.path.name: log.writer for log in (metrics, alarms)}
-        self._fates = FateLog(folder.trajectories, store=store, first_step=first_step, retention=trajectories)
-        self._evaluated = FateLog(
+        self._outcomes = OutcomeLog(folder.trajectories, store=store, first_step=first_step, retention=trajectories)
+        self._evaluated = OutcomeLog(
             folder.evaluations,
             store=store,
             first_step=first_step,
@@ -143,13 +143,13 @@ class RunLog:
         """Tell the monitors that the run begins; `config` has no secrets."""
         self._monitors.on_start(config)
 
-    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> None:
         """The batch of this step was trained."""
-        trajectories = [fate.trajectory for fate in fates]
+        trajectories = [outcome.trajectory for outcome in outcomes]
         self._monitors.on_step(step, metrics, rollout_distributions(trajectories, step - 1))
-        self._monitors.on_trajectories(step, fates)
-        self._detect(lambda detector: detector.on_step(step, metrics, fates))
-        self._fates.write(step, fates)
+        self._monitors.on_trajectories(step, outcomes)
+        self._detect(lambda detector: detector.on_step(step, metrics, outcomes))
+        self._outcomes.write(step, outcomes)
 
     def _detect(self, look: Callable[[Detector], Iterable[Alarm]]) -> None:
         """Tell the monitors of the alarms that the detector raises now."""
@@ -191,9 +191,11 @@ class RunLog:
                     shutil.rmtree(trainer_state, ignore_errors=True)
                     raise self._store.refused(step, error) from error
             alarms = {} if self._detector is None else {ALARMS: self._detector.state_dict()}
-            await asyncio.to_thread(self._seal, step, {**state, "seconds": self.seconds, **alarms}, trainer_state)
+            await asyncio.to_thread(
+                self._write_checkpoint, step, {**state, "seconds": self.seconds, **alarms}, trainer_state
+            )
 
-    def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
+    def _write_checkpoint(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
         try:
             best = state["evaluations"]["best"]
             with self._store.writing(step, self._sync_logs(), best) as temporary:
@@ -212,7 +214,7 @@ class RunLog:
         self.link_best(best)
 
     def link_best(self, best: Mapping[str, Any] | None) -> None:
-        """Have the run's folder point to the best checkpoint; None = there is none."""
+        """Have the run's folder point to the best checkpoint; None: there is none."""
         self._folder.link_best(best["step"] if best is not None else None)
 
     def without_missing_best(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -228,8 +230,8 @@ class RunLog:
 
     def _sync_logs(self) -> dict[str, Any]:
         """Wait until the logs are on disk; how long each is. One that cannot be synced costs no checkpoint."""
-        fates = {self._folder.trajectories: self._fates, self._folder.evaluations: self._evaluated}
-        marks: dict[str, Any] = {folder.name: log.marks() for folder, log in fates.items()}
+        outcomes = {self._folder.trajectories: self._outcomes, self._folder.evaluations: self._evaluated}
+        marks: dict[str, Any] = {folder.name: log.marks() for folder, log in outcomes.items()}
         for name, writer in self._writers.items():
             try:
                 marks[name] = dataclasses.asdict(writer.sync())
@@ -250,10 +252,10 @@ class RunLog:
         self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
         with contextlib.ExitStack() as stack:  # a bug in the writing of one leaves the other one whole
-            for log in (self._fates, self._evaluated):
+            for log in (self._outcomes, self._evaluated):
                 stack.callback(log.close)
             self._evaluations.flush()
-        if incomplete := self._evaluated.num_incomplete + self._fates.num_incomplete:
+        if incomplete := self._evaluated.num_incomplete + self._outcomes.num_incomplete:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON", incomplete)
 
     def summarize(self) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
-from verbatim.environments.base import Environment
+from verbatim.environments.environment import Environment
 from verbatim.logs.monitors.learning_curve import reward_is_success, reward_parts
 from verbatim.logs.monitors.metrics_log import read_history
-from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode
 from verbatim.run.evaluation.pairs import difference
-from verbatim.run.evaluation.stored import read_outcomes
+from verbatim.run.evaluation.stored import read_evaluated_episodes
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def summary_of(
         run: The folder with the evaluated episodes, for the interval of what success gained.
         max_failed: Largest share of failed episodes with which an evaluation is compared with another one.
         forked_at: The step after which a fork went on; the evaluations up to it are those of another run, and are not
-            what this one came to. -1 = the run is no fork.
+            what this one came to. -1: the run is no fork.
 
     Raises:
         UsageError: the metrics log cannot be read.
@@ -130,12 +130,12 @@ def _number(value: Any) -> float | None:
 def _gain_intervals(run: Path | None, last_step: int, max_failed: float) -> dict[str, list[float]]:
     """The 95% interval of that, by environment: over the pairs of episodes of the same example and seed that the first
     evaluation and the last one have in common. Episodes that cannot be read cost the intervals."""
-    before: dict[str, list[Outcome]] = {}
-    after: dict[str, list[Outcome]] = {}
+    before: dict[str, list[EvaluatedEpisode]] = {}
+    after: dict[str, list[EvaluatedEpisode]] = {}
     if run is None or not last_step:
         return {}
     try:
-        for step, outcome in read_outcomes(run, {0, last_step}):
+        for step, outcome in read_evaluated_episodes(run, {0, last_step}):
             (after if step else before).setdefault(outcome.env, []).append(outcome)
     except (UsageError, OSError) as error:
         logger.error("the summary leaves out the interval of what was gained: %s", error)

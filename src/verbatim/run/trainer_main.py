@@ -16,10 +16,10 @@ from verbatim.core.errors import CheckpointError, RunStopped
 from verbatim.logs.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.logs.monitors.live import LiveView
 from verbatim.models.native.cores import CoreShare, own_cores
+from verbatim.run.build import needs_first_model
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
 from verbatim.run.make_trainer import make_trainer, shares_cores, threads_of, while_both_start
-from verbatim.run.parts import needs_first_model
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import open_ranks
 from verbatim.run.weight_transfer import own_address
@@ -48,8 +48,8 @@ def open_trainer(
     Args:
         environments: Asked only where a model has to be built or warm-started.
         states: Where the trainer leaves its parts of checkpoints.
-        ranks: The processes that train together; None = this one alone.
-        sends_from: The address on which it meets the sampler's servers to send them weights; None = it sends none.
+        ranks: The processes that train together; None: this one alone.
+        sends_from: The address on which it meets the sampler's servers to send them weights; None: it sends none.
     """
     from verbatim.models.loading import load_tokenizer
     from verbatim.trainer.device_memory import DeviceMemory

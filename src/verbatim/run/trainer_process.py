@@ -23,7 +23,7 @@ from rich.console import Console
 
 from verbatim.config.schema import RunConfig
 from verbatim.core import spare
-from verbatim.core.children import Started, end, how_it_ended, open_log, start
+from verbatim.core.children import StartedChild, end, how_it_ended, open_log, start
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment, imports_that_stay
@@ -66,7 +66,7 @@ class TrainerSide:
     wants_to_stop: Callable[[], bool]
     """Whether the trainer was asked to end."""
     cores: CoreShare | None = None
-    """What the sampler shares with the trainer; None = each side has its number of threads."""
+    """What the sampler shares with the trainer; None: each side has its number of threads."""
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def trainer_child(
         exchange.remove_temporary()
 
 
-def _start_trainer(folder: RunFolder, session: str, errors: IO[bytes], *, quiet: bool) -> Started:
+def _start_trainer(folder: RunFolder, session: str, errors: IO[bytes], *, quiet: bool) -> StartedChild:
     """The copy that was kept for it, or else a new program."""
     where = [str(folder.path / CONFIG), "--resume", str(folder.path)]
     arguments = ["trainer", *where, "--session", session, "--parent", str(os.getpid())]

@@ -91,7 +91,7 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
 
 @contextlib.contextmanager
 def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) -> Iterator[Ranks | None]:
-    """The processes that train together, seen from rank 0, while the block runs; None = this one alone.
+    """The processes that train together, seen from rank 0, while the block runs; None: this one alone.
 
     Args:
         config: The run's configuration; the others get it from here.

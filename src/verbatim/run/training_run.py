@@ -21,23 +21,18 @@ from verbatim.core.ctrl_c import Ask
 from verbatim.core.disk import making
 from verbatim.core.redaction import redacted
 from verbatim.core.trajectories import Ledger
-from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import Sampler
 from verbatim.logs.checkpoints import CheckpointStore, RunFolder, read_loop_state
-from verbatim.logs.fates.retention import Retention
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarms import AlarmWatch
-from verbatim.logs.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
+from verbatim.logs.monitors.monitor import Monitor, OpenMonitor, RunInfo, open_monitors
+from verbatim.logs.outcomes.retention import Retention
 from verbatim.models.native.cores import CoreShare
-from verbatim.rollouts import EpisodeTally, RolloutSetup
+from verbatim.rollouts import EpisodeStats, RolloutSetup
 from verbatim.rollouts.main_loop import run_in_program
-from verbatim.run.check import find_routing
-from verbatim.run.ending import RunState
-from verbatim.run.environments import Environments
-from verbatim.run.orchestrator.collector import seldom_collected
-from verbatim.run.orchestrator.sending_trainer import SendingTrainer
-from verbatim.run.parts import (
+from verbatim.run.build import (
     make_dispatcher,
     make_logprob_models,
     make_progress,
@@ -46,6 +41,11 @@ from verbatim.run.parts import (
     max_failed,
     named_weights,
 )
+from verbatim.run.check import find_routing
+from verbatim.run.ending import RunState
+from verbatim.run.environments import Environments
+from verbatim.run.orchestrator.gc_policy import seldom_collected
+from verbatim.run.orchestrator.sending_trainer import SendingTrainer
 from verbatim.run.rollouts import inference_settings, make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import ALARMS, RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
@@ -71,7 +71,7 @@ class TrainingRun:
     monitors: Sequence[Monitor]
     """Further listeners."""
     watch: AlarmWatch | None
-    """Raises alarms; None = nothing is looked for."""
+    """Raises alarms; None: nothing is looked for."""
     folder: RunFolder
     console: Console
     """Is told how the run goes on."""
@@ -86,7 +86,7 @@ class TrainingRun:
     summary: dict[str, Any] = field(default_factory=dict)
     """After a run that took all its steps: its results, as in `summary.json`."""
     alarm: Alarm | None = None
-    """The alarm that asked for the end of the run; None = none has."""
+    """The alarm that asked for the end of the run; None: none has."""
     nothing_trained: str | None = None
     """After a run that came to its end and learned nothing: why."""
     _stop: Callable[[], None] | None = None
@@ -258,9 +258,9 @@ class TrainingRun:
             )
         )
         slots = asyncio.Semaphore(settings.max_concurrent)
-        tallies = {purpose: EpisodeTally(purpose) for purpose in made}
-        for tally in reversed(tallies.values()):
-            stack.callback(tally.log_summary)
+        all_stats = {purpose: EpisodeStats(purpose) for purpose in made}
+        for episode_stats in reversed(all_stats.values()):
+            stack.callback(episode_stats.log_summary)
         routing = find_routing(config)
         setups, eval_setups = (
             make_setups(
@@ -271,7 +271,7 @@ class TrainingRun:
                 slots,
                 writer,
                 runner,
-                tallies[purpose],
+                all_stats[purpose],
                 run_id=self.folder.path.name,
                 routing=routing,
                 trains=purpose == "train",
@@ -279,7 +279,7 @@ class TrainingRun:
             for purpose, writer in (("train", chat_teacher), ("eval", None))
         )
         stack.enter_context(seldom_collected())
-        return await self._take_steps(side, state, stack, sampler, setups, eval_setups, tallies["train"])
+        return await self._take_steps(side, state, stack, sampler, setups, eval_setups, all_stats["train"])
 
     async def _take_steps(
         self,
@@ -289,7 +289,7 @@ class TrainingRun:
         sampler: Sampler,
         setups: Mapping[str, RolloutSetup],
         eval_setups: Mapping[str, RolloutSetup],
-        tally: EpisodeTally,
+        episode_stats: EpisodeStats,
     ) -> bool:
         from verbatim.run.orchestrator.loop import Orchestrator
         from verbatim.run.orchestrator.nothing_trained import why_nothing_was_trained
@@ -312,7 +312,7 @@ class TrainingRun:
             checkpointer=self._log,
             probes=ready.probes,
             logprob_models=logprob_models,
-            tally=tally,
+            episode_stats=episode_stats,
             progress=make_progress(config),
         )
         if state:
@@ -325,7 +325,7 @@ class TrainingRun:
             if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
             elif finished:
-                self.nothing_trained = why_nothing_was_trained(ledger, tally, num_steps=orchestrator.step)
+                self.nothing_trained = why_nothing_was_trained(ledger, episode_stats, num_steps=orchestrator.step)
             return finished
 
         self.has_begun = True

@@ -75,7 +75,7 @@ class DeviceBatch(DeviceTargets):
     Args:
         micro_batch: Whole, on each rank of the group.
         device: Where it is computed.
-        sequence: The ranks that have slices of it; None = this one has all of it.
+        sequence: The ranks that have slices of it; None: this one has all of it.
     """
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device, sequence: SequenceGroup | None = None) -> None:
@@ -113,7 +113,7 @@ class DeviceBatch(DeviceTargets):
         if sequence is None and device.type == "cpu":
             self._wanted = Wanted.among(len(position_ids), micro_batch.targets.source_positions, device)
         self.router_pass = _replay(micro_batch, num_padding, mine, device)
-        """What happens at the routers of a mixture of experts; None = nothing."""
+        """What happens at the routers of a mixture of experts; None: nothing."""
 
     @property
     def speaks(self) -> bool:

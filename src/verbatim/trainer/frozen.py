@@ -34,7 +34,7 @@ class FrozenModels:
         beside: The model in training.
         base: The folder or hub id that it was loaded from.
         adapters: Its low-rank adapters. Under these it is its own first model, at no memory.
-        ranks: The processes that train together: each holds its share of these models too; None = this one alone.
+        ranks: The processes that train together: each holds its share of these models too; None: this one alone.
         seq_len: Most tokens of a sample, if that is known.
         config: The `[trainer]` table.
         dtype: Number format of the weights.
@@ -107,7 +107,7 @@ def load_frozen(
         dtype: Number format of the weights.
         seq_len: Most tokens of a sample, if that is known.
         only_attention: Refuse a model that cannot compute trees.
-        ranks: The processes that train together; None = this one alone.
+        ranks: The processes that train together; None: this one alone.
         compute: What is computed with: "float32" or "bfloat16".
         compiled: Whether its layers are.
 

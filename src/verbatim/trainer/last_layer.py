@@ -58,7 +58,7 @@ class Wanted:
 
 
 def family_of(module: nn.Module, kind: str) -> str | None:
-    """The known family whose `kind` of module this is, sharded or not; None = of no known family."""
+    """The known family whose `kind` of module this is, sharded or not; None: of no known family."""
     own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     return next((f for f in KNOWN if (own.__module__, own.__name__) == (_home(f), f"{f}{kind}")), None)
 

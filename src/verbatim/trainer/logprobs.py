@@ -40,7 +40,7 @@ class AskedTargets(Protocol):
     temperatures_M: Tensor
     """They divide the logits, and are above 0."""
     kept_sets: DeviceKeptSets | None
-    """The ids that each target is normalised over; None = the vocabulary."""
+    """The ids that each target is normalised over; None: the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TargetLogprobs:
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     """Makes the context of forward passes."""
     sequence: SequenceGroup | None = None
-    """The ranks that share each micro-batch; None = this process computes them alone."""
+    """The ranks that share each micro-batch; None: this process computes them alone."""
 
     def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
         """A micro-batch, or this rank's slice of it, on the model's device."""

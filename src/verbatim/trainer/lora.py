@@ -57,7 +57,7 @@ class Adapters:
         config: The `[trainer.lora]` table.
         base: The folder or hub id that the model is loaded from: the adapter's folders name it.
         seed: Of A.
-        ranks: The processes that train together, each of which has rows of A and B; None = this one alone.
+        ranks: The processes that train together, each of which has rows of A and B; None: this one alone.
 
     Raises:
         UsageError: `peft` is not installed.

@@ -21,11 +21,11 @@ HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
-class _Kept:
+class _OffloadedTensor:
     """A tensor that waits in host memory."""
 
     host: Tensor
-    before: weakref.ref[_Kept] | None
+    before: weakref.ref[_OffloadedTensor] | None
     """The one that was saved before it, which the backward pass asks for next."""
     back: Tensor | None = None
     """Its copy on the device, where that is on its way or there."""
@@ -43,13 +43,13 @@ class ActivationOffload:
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._last: weakref.ref[_Kept] | None = None
+        self._last: weakref.ref[_OffloadedTensor] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
         """A context: what autograd saves in it goes to host memory."""
         return saved_tensors_hooks(self._keep, self._bring_back)
 
-    def _keep(self, tensor: Tensor) -> _Kept:
+    def _keep(self, tensor: Tensor) -> _OffloadedTensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=self._stream is not None)
         if self._stream is None:
             host.copy_(tensor)
@@ -58,11 +58,11 @@ class ActivationOffload:
             with torch.cuda.stream(self._stream):
                 host.copy_(tensor, non_blocking=True)
             tensor.record_stream(self._stream)  # its memory is not used again before the copy is done
-        kept = _Kept(host, self._last)
+        kept = _OffloadedTensor(host, self._last)
         self._last = weakref.ref(kept)
         return kept
 
-    def _bring_back(self, kept: _Kept) -> Tensor:
+    def _bring_back(self, kept: _OffloadedTensor) -> Tensor:
         self._start_back(kept)
         back, kept.back = kept.back, None
         assert back is not None
@@ -75,7 +75,7 @@ class ActivationOffload:
                 self._start_back(before)
         return back
 
-    def _start_back(self, kept: _Kept) -> None:
+    def _start_back(self, kept: _OffloadedTensor) -> None:
         if kept.back is not None:
             return
         if self._stream is None:

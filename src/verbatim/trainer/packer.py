@@ -46,7 +46,7 @@ class StepPacker:
         config: The `[trainer]` table.
         loss: Whether it needs trajectories whole, and what it is divided by.
         seq_len: Most tokens of a sample, if that is known.
-        ranks: The processes that train together; None = this one alone. Rank 0 packs for all of them.
+        ranks: The processes that train together; None: this one alone. Rank 0 packs for all of them.
         sharding: Of their model.
 
     Raises:
@@ -69,7 +69,7 @@ class StepPacker:
         self.packing = config.packing
         """The packer: "rows" where a model can take no other, or where this process found trees to be wrong."""
         self.trees_are_right: bool | None = None
-        """None = not tried yet."""
+        """None: not tried yet."""
         if self._packs:
             refuse_moving_positions(self._lm, seq_len)
             self.packing = packing_for(self._lm, config.packing)

@@ -19,7 +19,7 @@ STATE_FILE = "trainer.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainerProgress:
     """Where a trainer is in its schedule.
 
     Example: batches of 2 optimizer steps each, of which the third had one trajectory: after 3 of 10 batches 5 are done,
@@ -38,14 +38,14 @@ class Progress:
     """That of the next one, as things stand."""
 
 
-def write_progress(folder: Path, progress: Progress, fingerprints: Mapping[str, str]) -> None:
+def write_progress(folder: Path, progress: TrainerProgress, fingerprints: Mapping[str, str]) -> None:
     """Write where the trainer is, and the digests of frozen models' weights by stream."""
     state = stamped(STATE_FILE, {**asdict(progress), "frozen": dict(fingerprints)})
     with naming(folder / STATE_FILE):
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
 
-def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Progress, dict[str, str]]:
+def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[TrainerProgress, dict[str, str]]:
     """Where the trainer was, and the digests of all frozen models that have scored this run so far, by stream: a model
     that was left out for a while is still the one that may come back.
 
@@ -81,7 +81,7 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Progre
     return progress, {**scored, **fingerprints}
 
 
-def _progress(state: Mapping[str, Any]) -> Progress:
+def _progress(state: Mapping[str, Any]) -> TrainerProgress:
     """
     Raises:
         ValueError, KeyError: the figures are impossible or missing.
@@ -90,7 +90,7 @@ def _progress(state: Mapping[str, Any]) -> Progress:
     if any(type(number) is not int for number in (done, planned, total)) or not 0 <= done <= min(planned, total):
         raise ValueError(f"{done!r} optimizer steps are done, of {planned!r} and {total!r}")
     last = state["last_lr"]
-    return Progress(
+    return TrainerProgress(
         num_optimizer_steps=done,
         planned_optimizer_steps=planned,
         total_optimizer_steps=total,

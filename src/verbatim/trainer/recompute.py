@@ -21,7 +21,7 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
 
     Args:
         model: A model of `transformers`.
-        offload: Keeps the inputs of the layers, all that is left to keep, off the device; None = they stay there.
+        offload: Keeps the inputs of the layers, all that is left to keep, off the device; None: they stay there.
         routers: Those of a mixture of experts, which are recomputed as they were.
 
     Raises:

@@ -19,7 +19,7 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
 
     Args:
         samples: Of a batch.
-        routers: Of the model in training; None = it has none that can be told what to choose.
+        routers: Of the model in training; None: it has none that can be told what to choose.
         name: The model's class.
 
     Raises:

@@ -8,7 +8,7 @@ import math
 from verbatim.config.schema import OptimConfig
 from verbatim.core.errors import CheckpointError
 from verbatim.trainer.optim import learning_rate
-from verbatim.trainer.progress import Progress
+from verbatim.trainer.progress import TrainerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class Schedule:
         self._num_planned += planned
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainerProgress:
         """Where it is."""
-        return Progress(
+        return TrainerProgress(
             num_optimizer_steps=self.num_done,
             planned_optimizer_steps=self._num_planned,
             total_optimizer_steps=self.total,
@@ -52,14 +52,14 @@ class Schedule:
             next_lr=learning_rate(self._config, self.num_done, self.total),
         )
 
-    def go_on(self, before: Progress, left: int | None) -> None:
+    def go_on(self, before: TrainerProgress, left: int | None) -> None:
         """Go on where a trainer was: stretched over what it had for the batches so far and what is left.
 
         A learning rate that is not the one that would have come next is logged as a warning.
 
         Args:
             before: Where that trainer was, under the schedule of then.
-            left: Optimizer steps that there are for the batches that are left; None = the total stays.
+            left: Optimizer steps that there are for the batches that are left; None: the total stays.
 
         Raises:
             CheckpointError: more are done than there are.
@@ -75,7 +75,7 @@ class Schedule:
         if self.num_done < self.total:
             self._warn_of_a_jump(before)
 
-    def _warn_of_a_jump(self, before: Progress) -> None:
+    def _warn_of_a_jump(self, before: TrainerProgress) -> None:
         now, then = learning_rate(self._config, self.num_done, self.total), before.next_lr
         if not math.isclose(now, then, rel_tol=1e-9):
             last = f"; the last one was taken at {before.last_lr:.3g}" if before.last_lr is not None else ""

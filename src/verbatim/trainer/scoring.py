@@ -65,7 +65,7 @@ def by_sample(
 @contextmanager
 def _rounded_layers(model: Any) -> Iterator[None]:
     """A context in which the decoder layers of a model round what they return to bfloat16, to see how far logprobs move
-    by rounding alone; None = as ever.
+    by rounding alone; None: as ever.
 
     An engine in bfloat16 keeps that sum of all layers so far in 8 bits. A trainer in bfloat16 rounds the factors of its
     products, and keeps the sum in float32. How far they are from each other depends on the model: on its depth, and on

@@ -55,7 +55,7 @@ class GradientPass:
     router_loss: RouterLoss | None = None
     """Added to the loss; its value is a metric, and not part of the returned sum."""
     tokens: TokenValues | None = None
-    """Is told of each target's logprob and gradient; None = they are not kept."""
+    """Is told of each target's logprob and gradient; None: they are not kept."""
     before_pass: Callable[[], None] = lambda: None
     """Called before each micro-batch."""
     num_trained: int = 0

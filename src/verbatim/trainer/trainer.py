@@ -85,7 +85,7 @@ class Trainer:
             seed: Of the first values of low-rank adapters.
             frozen: Folders or hub ids of models that are not trained, by the name of the logprob stream that they give
                 to the loss. With low-rank adapters, their base takes no memory.
-            ranks: The processes that train this model together; None = this one alone.
+            ranks: The processes that train this model together; None: this one alone.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained as asked.
@@ -99,7 +99,7 @@ class Trainer:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
-        """What is trained instead of the model's own weights; None = these are."""
+        """What is trained instead of the model's own weights; None: these are."""
         self._load_model(model_path, dtype)
         self.packer = StepPacker(self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding)
         if self.adapters is not None:
@@ -162,7 +162,7 @@ class Trainer:
 
         Args:
             samples: The batch.
-            on_tokens: Given what was computed for each trained token of the batch; None = that is not kept.
+            on_tokens: Given what was computed for each trained token of the batch; None: that is not kept.
 
         Returns:
             `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last one), `entropy`,
@@ -394,7 +394,7 @@ class Trainer:
 
         Args:
             folder: Where `save_state` wrote.
-            left: Optimizer steps for the batches that are left; None = the total stays that of the constructor.
+            left: Optimizer steps for the batches that are left; None: the total stays that of the constructor.
 
         Raises:
             CheckpointError: the state is missing, damaged, of another model, or of a longer run.

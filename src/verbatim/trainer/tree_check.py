@@ -58,7 +58,7 @@ def trees_are_right(
         rows: As `pack_both_ways` has made them.
         trees: The same samples.
         tolerance: The largest relative difference that rounding explains in any case.
-        exact: The same model without rounding to bfloat16; None = `lm` does not round, or the model is sharded.
+        exact: The same model without rounding to bfloat16; None: `lm` does not round, or the model is sharded.
         sharding: Of a sharded model, all of whose ranks call this; all but one with no micro-batch.
     """
     expected, found = (

@@ -62,7 +62,7 @@ class WeightBroadcaster:
         except GroupOver as over:
             return SendReport(fault=str(over), seconds=time.monotonic() - began)
         met = time.monotonic()
-        receivers = _Receivers(group)
+        receivers = _GroupReceivers(group)
         try:
             self._trainer.send_weights(receivers)
         except SamplerFault as fault:
@@ -102,7 +102,7 @@ class WeightBroadcaster:
             group.close(why)
 
 
-class _Receivers:
+class _GroupReceivers:
     """The other ranks of a group, as `Trainer.send_weights` sees them."""
 
     def __init__(self, group: WeightGroup) -> None:

@@ -47,7 +47,7 @@ class TrainerWorker:
     measures_rounding: bool = False
     """Whether its probes say what rounding to bfloat16 changes: where one side computes in it."""
     broadcaster: WeightBroadcaster | None = None
-    """Sends its weights to the sampler's servers; None = they read what it publishes."""
+    """Sends its weights to the sampler's servers; None: they read what it publishes."""
     _failure: str | None = None
     _cores: CoreShare | None = None
 

@@ -26,6 +26,6 @@ def group_of(*rollouts):
     return Group(group_id="g7", example_id="x", env="e", trajectories=rollouts)
 
 
-def advantages(function, *rollouts, **knobs):
+def advantages(function, *rollouts, **parameters):
     """What the function says of these rollouts."""
-    return list(function(AdvantageInputs(rollouts=rollouts), **knobs).advantages)
+    return list(function(AdvantageInputs(rollouts=rollouts), **parameters).advantages)

@@ -70,8 +70,8 @@ def test_a_turns_reward_that_is_no_number_fails_its_rollout_alone():
 def test_equal_rewards_have_no_advantage_to_the_last_bit(name):
     """31 times 0.0507 is not 31 times 0.0507 once it is rounded; an advantage of 1e-17 would be trained."""
     equal = group(*[0.050643736416427054] * 31)
-    knobs = {"baseline": "group"} if name == "chunk_returns" else {}
-    credited = assign_advantages(equal, lambda inputs: ADVANTAGES[name](inputs, **knobs))
+    parameters = {"baseline": "group"} if name == "chunk_returns" else {}
+    credited = assign_advantages(equal, lambda inputs: ADVANTAGES[name](inputs, **parameters))
     assert values(credited) == [0.0] * 31
 
 

@@ -8,8 +8,8 @@ from verbatim.algorithms.credit.baselines import default_advantage, normalized_a
 from verbatim.core.errors import ComponentError
 
 
-def of(function, *rewards, **knobs):
-    return advantages(function, *group(*rewards).trajectories, **knobs)
+def of(function, *rewards, **parameters):
+    return advantages(function, *group(*rewards).trajectories, **parameters)
 
 
 def test_default_is_the_reward_minus_the_mean():

@@ -7,8 +7,8 @@ from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM, chunk_ret
 from verbatim.core.errors import ComponentError
 
 
-def of(*rollouts, **knobs):
-    return advantages(chunk_returns_advantage, *rollouts, **knobs)
+def of(*rollouts, **parameters):
+    return advantages(chunk_returns_advantage, *rollouts, **parameters)
 
 
 def test_a_terminal_reward_is_discounted_by_turns():
@@ -81,13 +81,13 @@ def test_an_episode_that_said_nothing_is_in_no_baseline():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "explained"),
+    ("parameters", "explained"),
     [
         ({"gamma": 1.5}, "gamma = 1.5; expected a discount from 0 to 1"),
         ({"gamma": -0.1}, "gamma = -0.1"),
         ({"baseline": "mean"}, 'baseline = \'mean\'; expected "none" or "group"'),
     ],
 )
-def test_knobs_that_cannot_be_are_refused(knobs, explained):
+def test_parameters_that_cannot_be_are_refused(parameters, explained):
     with pytest.raises(ComponentError, match=explained):
-        of(rollout(1.0), **knobs)
+        of(rollout(1.0), **parameters)

@@ -7,8 +7,8 @@ from verbatim.algorithms.credit.gigpo import gigpo_advantage
 from verbatim.core.errors import ComponentError
 
 
-def of(*rollouts, **knobs):
-    return advantages(gigpo_advantage, *rollouts, **{"gamma": 0.5, "scale": "none", **knobs})
+def of(*rollouts, **parameters):
+    return advantages(gigpo_advantage, *rollouts, **{"gamma": 0.5, "scale": "none", **parameters})
 
 
 def two():
@@ -62,13 +62,13 @@ def test_a_turn_that_sampled_nothing_gets_zero_and_is_in_no_state():
 
 
 @pytest.mark.parametrize(
-    ("knobs", "explained"),
+    ("parameters", "explained"),
     [
         ({"gamma": 2.0}, "gamma = 2.0"),
         ({"w_step": -1.0}, "w_step = -1.0; expected a number >= 0"),
         ({"scale": "max"}, 'scale = \'max\'; expected "std" or "none"'),
     ],
 )
-def test_knobs_that_cannot_be_are_refused(knobs, explained):
+def test_parameters_that_cannot_be_are_refused(parameters, explained):
     with pytest.raises(ComponentError, match=explained):
-        of(*two(), **knobs)
+        of(*two(), **parameters)

@@ -11,9 +11,9 @@ from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config import load_config
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.errors import ConfigError
+from verbatim.run.build import make_rules
 from verbatim.run.environments import make_environments
 from verbatim.run.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
-from verbatim.run.parts import make_rules
 from verbatim.run.tables import component_tables
 
 TWO = """\
@@ -50,7 +50,7 @@ def rules(tmp_path):
 def test_environments_inherit_the_advantage_and_may_have_their_own(rules):
     top = 'advantage = { type = "chunk_returns", gamma = 0.5 }'
     inherits, own = rules(top=top, other='advantage = { type = "rloo" }')
-    assert inherits.advantage == dataclasses.replace(ADVANTAGES["chunk_returns"], knobs={"gamma": 0.5})
+    assert inherits.advantage == dataclasses.replace(ADVANTAGES["chunk_returns"], parameters={"gamma": 0.5})
     assert own.advantage == ADVANTAGES["rloo"]
 
 
@@ -136,7 +136,7 @@ def test_a_reward_that_is_no_number_is_dropped_and_counted():
     good = [rollout(float(i), turn(3), trajectory_id=f"{i}", index=i) for i in range(2)]
     group = assembled(*good, rollout(math.nan, turn(5), trajectory_id="bad", index=2))
     assert group.dropped == {"error": 5} and group.num_trained_tokens == 6
-    assert [fate.reason for fate in group.fates] == [None, None, "error"]
+    assert [outcome.reason for outcome in group.outcomes] == [None, None, "error"]
     assert rollout_metrics([group], 0, {"0": False, "1": True, "bad": False})["errors/reward"] == 1
 
 
@@ -157,4 +157,4 @@ def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_i
     group = assemble_group(group_of(*rollouts), rules, step=0)
     found = {s.trajectory_id: set(s.advantages[s.loss_mask].tolist()) for s in group.samples}
     assert found == {"a": {0.5}, "b": {0.0}, "c": {-0.5}}
-    assert (group.dropped, [fate.reason for fate in group.fates]) == ({}, [None, None, None])
+    assert (group.dropped, [outcome.reason for outcome in group.outcomes]) == ({}, [None, None, None])

@@ -52,15 +52,15 @@ def test_it_counts_as_plain_lists_do(completions, ngram, threshold):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "explained"),
+    ("parameters", "explained"),
     [
         ({"threshold": 1.5}, "threshold = 1.5; expected a share from 0 to 1"),
         ({"ngram": 0}, "ngram = 0; expected at least 1"),
     ],
 )
-def test_knobs_that_cannot_be_are_refused(knobs, explained):
+def test_parameters_that_cannot_be_are_refused(parameters, explained):
     with pytest.raises(ComponentError, match=f"repetition: {explained}"):
-        Repetition(**knobs)
+        Repetition(**parameters)
 
 
 LONG = st.lists(st.sampled_from([0, 1, 2**21, 2**31 - 1]), min_size=100, max_size=120)

@@ -34,13 +34,13 @@ def log_inputs(trainer, inference, advantages, **fields):
     )
 
 
-def loss_and_gradient(function, data, **knobs):
+def loss_and_gradient(function, data, **parameters):
     """The loss, and its gradient for each token's logprob."""
-    loss = function(data, **knobs).loss
+    loss = function(data, **parameters).loss
     (gradient,) = torch.autograd.grad(loss, data.trainer_logprobs)
     return loss.item(), gradient.tolist()
 
 
-def metrics_of(function, data, **knobs):
+def metrics_of(function, data, **parameters):
     """As numbers."""
-    return {name: value.item() for name, value in function(data, **knobs).metrics.items()}
+    return {name: value.item() for name, value in function(data, **parameters).metrics.items()}

@@ -73,16 +73,16 @@ def test_metrics_count_what_is_cut_and_mask_nothing():
 
 
 @pytest.mark.parametrize(
-    ("loss", "knob", "value"),
+    ("loss", "parameter", "value"),
     [
         (cispo_loss, "eps_low", 1.1),
         (cispo_loss, "eps_high", -1.0),
         (tis_loss, "cap", 0.0),
     ],
 )
-def test_bounds_that_cannot_be_are_refused(loss, knob, value):
-    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found {value}"):
-        loss(inputs([0.5], [0.5], [1.0]), **{knob: value})
+def test_bounds_that_cannot_be_are_refused(loss, parameter, value):
+    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{parameter}: found {value}"):
+        loss(inputs([0.5], [0.5], [1.0]), **{parameter: value})
 
 
 @pytest.mark.parametrize("name", ["cispo", "tis"])

@@ -10,8 +10,8 @@ from verbatim.algorithms.losses import LOSSES, LossInputs, default_loss
 from verbatim.core.errors import ComponentError
 
 
-def value_and_gradient(data, **knobs):
-    return loss_and_gradient(default_loss, data, **knobs)
+def value_and_gradient(data, **parameters):
+    return loss_and_gradient(default_loss, data, **parameters)
 
 
 def test_a_kept_token_is_minus_ratio_times_advantage():

@@ -36,10 +36,12 @@ CREDIT = {
 UNMASKED = {"dppo_mask_low": 1.0, "dppo_mask_high": 1.0, "delta": float("inf"), "kl_tau": 0.0}
 STALE = {
     "`default`": LOSSES["default"],
-    "`default` without mask, clamp and KL term": replace(LOSSES["default"], knobs=UNMASKED),
+    "`default` without mask, clamp and KL term": replace(LOSSES["default"], parameters=UNMASKED),
     "`ppo`": LOSSES["ppo"],
     "`gspo`": LOSSES["gspo"],
-    "`gspo`, `eps_low = 0.2`, `eps_high = 0.28`": replace(LOSSES["gspo"], knobs={"eps_low": 0.2, "eps_high": 0.28}),
+    "`gspo`, `eps_low = 0.2`, `eps_high = 0.28`": replace(
+        LOSSES["gspo"], parameters={"eps_low": 0.2, "eps_high": 0.28}
+    ),
     "`cispo`": LOSSES["cispo"],
     "`tis`": LOSSES["tis"],
     "`ipa`": LOSSES["ipa"],

@@ -174,7 +174,7 @@ def test_every_loss_says_how_many_tokens_it_masks(name):
     """Those have no policy gradient: without a KL term, none at all."""
     (now, m, t), a, chunks = some_tokens(3)
     data = with_teacher(log_inputs(now, m, a, chunks=chunks), t)
-    knobs = {"kl_tau": 0.0, "delta": math.inf} if name in ("default", "opd") else {}
-    outputs = LOSSES[name].function(data, **knobs)
+    parameters = {"kl_tau": 0.0, "delta": math.inf} if name in ("default", "opd") else {}
+    outputs = LOSSES[name].function(data, **parameters)
     (gradient,) = torch.autograd.grad(outputs.loss, data.trainer_logprobs)
     assert outputs.metrics["masked_by_loss"].item() == (gradient == 0).sum().item()

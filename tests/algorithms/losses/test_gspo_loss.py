@@ -79,7 +79,7 @@ def test_it_is_divided_by_trajectories():
     assert (LOSSES["gspo"].level, LOSSES["gspo"].normalizer) == ("sequence", "trajectories")
 
 
-@pytest.mark.parametrize("knob", ["eps_low", "eps_high"])
-def test_a_negative_bound_is_refused(knob):
-    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found -1"):
-        gspo_loss(inputs([0.5], [0.5], [1.0]), **{knob: -1.0})
+@pytest.mark.parametrize("parameter", ["eps_low", "eps_high"])
+def test_a_negative_bound_is_refused(parameter):
+    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{parameter}: found -1"):
+        gspo_loss(inputs([0.5], [0.5], [1.0]), **{parameter: -1.0})

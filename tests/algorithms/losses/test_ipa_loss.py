@@ -11,8 +11,8 @@ from verbatim.algorithms.losses.ratios import segment_means
 from verbatim.core.errors import ComponentError
 
 
-def slopes(data, **knobs):
-    return loss_and_gradient(ipa_loss, data, **knobs)[1]
+def slopes(data, **parameters):
+    return loss_and_gradient(ipa_loss, data, **parameters)[1]
 
 
 def test_a_good_chunk_is_imitated_at_full_weight():

@@ -50,10 +50,10 @@ def test_without_a_teacher_it_is_refused():
         opd_loss(inputs([0.5], [0.5], [1.0]))
 
 
-@pytest.mark.parametrize(("knob", "value"), [("delta", 0.0), ("kl_tau", -1.0)])
-def test_knobs_that_cannot_be_are_refused(knob, value):
-    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found {value}"):
-        opd_loss(inputs([0.5], [0.5], [1.0], teacher=[0.5]), **{knob: value})
+@pytest.mark.parametrize(("parameter", "value"), [("delta", 0.0), ("kl_tau", -1.0)])
+def test_parameters_that_cannot_be_are_refused(parameter, value):
+    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{parameter}: found {value}"):
+        opd_loss(inputs([0.5], [0.5], [1.0], teacher=[0.5]), **{parameter: value})
 
 
 def test_it_is_a_sum_over_tokens():

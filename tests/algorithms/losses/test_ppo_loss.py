@@ -74,7 +74,7 @@ def test_metrics_count_the_clipped_tokens():
 
 
 @pytest.mark.parametrize(
-    ("knob", "value", "expected"),
+    ("parameter", "value", "expected"),
     [
         ("eps_low", -0.1, "greater than or equal to 0"),
         ("eps_low", 1.5, "less than or equal to 1"),
@@ -83,9 +83,9 @@ def test_metrics_count_the_clipped_tokens():
         ("eps_high", math.nan, "a finite number"),
     ],
 )
-def test_bounds_that_cannot_be_are_refused(knob, value, expected):
-    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found .*, expected {expected}"):
-        ppo_loss(inputs([0.5], [0.5], [1.0]), **{knob: value})
+def test_bounds_that_cannot_be_are_refused(parameter, value, expected):
+    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{parameter}: found .*, expected {expected}"):
+        ppo_loss(inputs([0.5], [0.5], [1.0]), **{parameter: value})
 
 
 def test_it_is_a_sum_over_tokens():

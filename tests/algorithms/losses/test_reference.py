@@ -24,10 +24,10 @@ def with_reference(data, logprobs):
     return replace(data, logprob_streams={**data.logprob_streams, "reference": stream})
 
 
-def found(kind, trainer, inference, reference, tau=1.0, **knobs):
+def found(kind, trainer, inference, reference, tau=1.0, **parameters):
     """The term and its gradient for one token of these probabilities."""
     data = with_reference(inputs([trainer], [inference], [0.0]), [math.log(reference)])
-    (term,) = reference_term(data, kl_ref_tau=tau, kl_ref=kind, **knobs).terms
+    (term,) = reference_term(data, kl_ref_tau=tau, kl_ref=kind, **parameters).terms
     return term.item(), torch.autograd.grad(term, data.trainer_logprobs)[0].item()
 
 
@@ -146,22 +146,22 @@ def test_k1_shifts_the_advantage_of_every_loss(name):
     assert found[1] == pytest.approx(expected[1], rel=1e-10, abs=1e-12)
 
 
-def test_every_loss_but_sft_has_the_knobs_and_sft_has_no_policy_to_weigh_with():
+def test_every_loss_but_sft_has_the_parameters_and_sft_has_no_policy_to_weigh_with():
     for name, loss in LOSSES.items():
-        knobs = inspect.signature(loss.function).parameters
-        assert ("kl_ref_tau" in knobs, "kl_ref" in knobs) == (name != "sft", name != "sft")
+        parameters = inspect.signature(loss.function).parameters
+        assert ("kl_ref_tau" in parameters, "kl_ref" in parameters) == (name != "sft", name != "sft")
         assert not loss.reads_a_reference
-        assert replace(loss, knobs={"kl_ref_tau": 0.1}).reads_a_reference
+        assert replace(loss, parameters={"kl_ref_tau": 0.1}).reads_a_reference
 
 
-def test_a_loss_of_ones_own_asks_for_it_by_a_knob_of_that_name():
+def test_a_loss_of_ones_own_asks_for_it_by_a_parameter_of_that_name():
     def mine(data: LossInputs, kl_ref_tau: float = 0.1) -> LossOutputs:
         terms = reference_term(data, kl_ref_tau=kl_ref_tau).terms
         return LossOutputs(loss=(terms - data.trainer_logprobs[data.loss_mask]).sum())
 
     loss = Loss(mine, level="token")
     assert loss.reads_a_reference
-    assert not replace(loss, knobs={"kl_ref_tau": 0.0}).reads_a_reference
+    assert not replace(loss, parameters={"kl_ref_tau": 0.0}).reads_a_reference
     data = with_reference(inputs([0.5], [0.5], [0.0]), [math.log(0.25)])
     assert loss(data).loss.item() == pytest.approx(LOG2 + 0.1 * LOG2**2 / 2, abs=1e-12)
 
@@ -173,7 +173,7 @@ def test_without_the_stream_it_is_refused(name):
         LOSSES[name].function(data, kl_ref_tau=0.1)
 
 
-@pytest.mark.parametrize(("knob", "value"), [("kl_ref_tau", -1.0), ("kl_ref", "k4")])
-def test_knobs_that_cannot_be_are_refused(knob, value):
-    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found"):
-        LOSSES["default"].function(inputs([0.5], [0.5], [1.0]), **{knob: value})
+@pytest.mark.parametrize(("parameter", "value"), [("kl_ref_tau", -1.0), ("kl_ref", "k4")])
+def test_parameters_that_cannot_be_are_refused(parameter, value):
+    with pytest.raises(ComponentError, match=rf"trainer\.loss\.{parameter}: found"):
+        LOSSES["default"].function(inputs([0.5], [0.5], [1.0]), **{parameter: value})

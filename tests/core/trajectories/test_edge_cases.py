@@ -17,7 +17,7 @@ from verbatim.core.errors import RecordError, RunStopped
 from verbatim.core.trajectories import build, build_samples
 from verbatim.core.trajectories.extension import OpenSamples
 from verbatim.core.types import Group
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode

@@ -8,9 +8,9 @@ import pytest
 from verbatim.core.errors import ComponentError
 from verbatim.core.types import ToolCall
 from verbatim.environments.tools import json_arguments
-from verbatim.environments.tools.base import ToolArgumentsError
 from verbatim.environments.tools.json_arguments import JsonArguments
 from verbatim.environments.tools.manager import ToolManager
+from verbatim.environments.tools.tool import ToolArgumentsError
 from waiting import HANGS
 
 SLOW = "^(a|aa)+$"

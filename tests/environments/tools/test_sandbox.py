@@ -76,7 +76,7 @@ def alive(word: str) -> bool:
     return any(word.encode() in line for line in lines)
 
 
-async def cut_off(said: bytearray, sandbox: Sandbox, command: str) -> CommandResult:
+async def interrupted(said: bytearray, sandbox: Sandbox, command: str) -> CommandResult:
     """The result of a command that says that it runs, and goes on for ever: then its deadline passes."""
     said.clear()
     running = asyncio.create_task(sandbox.run(command))
@@ -254,7 +254,7 @@ async def test_other_processes_of_the_machine_are_neither_seen_nor_killed(start:
 
 async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(start: Start, said):
     sandbox, seconds = await start({"a": "kept\n"}), long_sleep()
-    stopped = await cut_off(said, sandbox, f"echo runs; sleep {seconds}")
+    stopped = await interrupted(said, sandbox, f"echo runs; sleep {seconds}")
     assert stopped == CommandResult(
         output="runs\n",
         status=None,
@@ -274,7 +274,7 @@ async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(s
 )
 async def test_a_command_that_resists_is_stopped_all_the_same(start: Start, said, command: str):
     sandbox = await start()
-    assert (await cut_off(said, sandbox, command)).status is None
+    assert (await interrupted(said, sandbox, command)).status is None
     assert await output(sandbox, "echo again") == "again\n"
 
 
@@ -378,14 +378,14 @@ async def test_a_fork_bomb_stays_within_the_limit_and_is_survived(start: Start, 
     counts = [len(re.findall(r"/proc/\d+", result.output)) for result in results if result.status == 0]
     assert counts
     assert max(counts) <= 20
-    result = await cut_off(said, sandbox, "echo runs; while :; do :; done")
+    result = await interrupted(said, sandbox, "echo runs; while :; do :; done")
     assert result.status is None  # and the bomb is ended with it
     async with asyncio.timeout(HANGS):
         # The dead are buried one by one.
         while len(left := (await output(sandbox, "echo /proc/[0-9]*")).split()) > 2:  # noqa: ASYNC110  (no event of ours)
             await asyncio.sleep(0.01)
     assert left[0] == "/proc/1"
-    assert len(left) == 2  # the keeper and the shell
+    assert len(left) == 2  # the init and the shell
 
 
 # ---- what it cannot leave behind
@@ -507,7 +507,7 @@ async def test_without_isolation_the_directory_is_removed_and_limits_of_time_and
     assert folder
     assert os.listdir(folder) == ["a"]
     seconds = long_sleep()
-    assert (await cut_off(said, sandbox, f"echo runs; sleep {seconds}")).status is None
+    assert (await interrupted(said, sandbox, f"echo runs; sleep {seconds}")).status is None
     assert not alive(seconds)
     assert (await sandbox.run("yes")).status is None
     assert await output(sandbox, "cat a") == "kept\n"

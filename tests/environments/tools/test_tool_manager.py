@@ -16,7 +16,7 @@ import pytest
 
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.types import ToolCall
-from verbatim.core.user_code import let_go
+from verbatim.core.user_code import drop_tracebacks
 from verbatim.environments.tools import FunctionTool, McpTools, Tool, ToolFailed, ToolManager, ToolResult
 from waiting import HANGS, until
 
@@ -120,7 +120,7 @@ async def test_what_a_tool_held_that_raised_is_freed_with_the_outcome(how, error
         assert outcome.error_kind == "exception" and "fails failed: " in outcome.message["content"]
         if outcome.fault is not None and error is not asyncio.CancelledError:
             assert "in fails\n" in "".join(traceback.format_exception(outcome.fault))
-        let_go(outcome.fault)
+        drop_tracebacks(outcome.fault)
         await until(lambda: held[0]() is None)  # a thread may still be on its way out of the call
     finally:
         gc.enable()
@@ -152,7 +152,7 @@ async def test_what_a_task_of_a_group_held_is_freed_with_the_outcome():
     try:
         outcome = await ToolManager([fails]).dispatch(call("fails", {}))
         assert isinstance(outcome.fault, ExceptionGroup)
-        let_go(outcome.fault)
+        drop_tracebacks(outcome.fault)
         del outcome
         await asyncio.sleep(0)
         assert held[0]() is None
@@ -180,7 +180,7 @@ async def test_an_exception_that_is_a_frozen_dataclass_is_an_answer_and_let_go(e
 
     outcome = await ToolManager([FunctionTool(fails, inline=inline)]).dispatch(call("fails", {}))
     assert outcome.error_kind == "exception" and outcome.message["content"].endswith("Bonn")
-    let_go(outcome.fault)
+    drop_tracebacks(outcome.fault)
     assert (outcome.fault is None) == (error is FrozenFailure)
     assert outcome.fault is None or outcome.fault.__traceback__ is None
 

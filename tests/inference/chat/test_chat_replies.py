@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from byte_renderer import END, ByteRenderer, call, text
 from verbatim.core.types import StopReason
-from verbatim.inference.base import Completion
 from verbatim.inference.chat import stops
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import StopWatch, find_stop, held_back
+from verbatim.inference.sampler import Completion
 
 WORDS = ["a", "b", ";", "\n", "ö", "€", "🙂", "ab;", "\n\nOb", "s:"]
 PROMPT = ids_of(257, 104, END, 258)

@@ -19,12 +19,12 @@ from chat_records import events_of
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import SampleRequest, generate_watched
 from verbatim.inference.chat import live
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http import connections
 from verbatim.inference.http.server import SamplerServer, serve_sampler
+from verbatim.inference.sampler import SampleRequest, generate_watched
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from waiting import HANGS, until
 

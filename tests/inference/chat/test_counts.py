@@ -5,11 +5,11 @@ import pytest
 
 from byte_renderer import ByteRenderer, say
 from verbatim.core.types import StopReason
-from verbatim.inference.base import Completion
 from verbatim.inference.chat import anthropic_form, openai_form, responses_form
 from verbatim.inference.chat.protocol import ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.http.completions import completion_body, read_completion
+from verbatim.inference.sampler import Completion
 
 
 def completion(cached):

@@ -13,15 +13,15 @@ from campaigns import Campaign, sized
 from faults.hostile_requests import CHATS, Case, body_cases, field_cases
 from verbatim.core.errors import VerbatimError
 from verbatim.core.types import StopReason
-from verbatim.inference.base import Completion
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import Stamp
 from verbatim.inference.http.chat_work import read_chat, read_completion
 from verbatim.inference.http.exchange import json_answer
 from verbatim.inference.http.refused import Refused
+from verbatim.inference.sampler import Completion
 
 ALL: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses())
 PROTOCOLS = dict(zip(CHATS, ALL, strict=True))

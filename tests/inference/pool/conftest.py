@@ -9,4 +9,4 @@ from waiting import HANGS
 def endings_take_as_long_as_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is given up, and a replica that is closed, end in some turns of the event loop."""
     monkeypatch.setattr("verbatim.inference.pool.member.GIVING_UP", HANGS)
-    monkeypatch.setattr("verbatim.inference.pool.roster.CLOSING", HANGS)
+    monkeypatch.setattr("verbatim.inference.pool.replica_supervisor.CLOSING", HANGS)

@@ -8,10 +8,10 @@ import numpy as np
 from verbatim.core.errors import ModelError, SamplerFault
 from verbatim.core.types import StopReason
 from verbatim.inference import Completion, SampleRequest, SamplingParams
-from verbatim.inference.cut_off import cut_off
-from verbatim.inference.pool.base import ReplicaLoad, TooSlow
+from verbatim.inference.cancelled import cancelled
 from verbatim.inference.pool.loading import Limits
 from verbatim.inference.pool.pool import ReplicaPool
+from verbatim.inference.pool.replica import ReplicaLoad, TooSlow
 from verbatim.inference.scripted import ScriptedSampler
 from waiting import HANGS
 
@@ -147,7 +147,7 @@ class ScriptedReplica(ScriptedSampler):
                 drawn = len(drawing.result().ids)
             except asyncio.CancelledError as end:
                 drawn = end.num_tokens
-            raise cut_off(drawn) from None
+            raise cancelled(drawn) from None
         finally:
             self._hung.remove(hung)
         return drawing.result()

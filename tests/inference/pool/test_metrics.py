@@ -6,11 +6,11 @@ import pytest
 
 from inference.pool.scripted_replicas import ScriptedReplica, request
 from inference.pool.test_pool import opened
-from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.admission_queue import AdmissionQueue
 from verbatim.inference.pool.member import Member
 from verbatim.inference.pool.metrics import MOST_NAMED, PoolMetrics
-from verbatim.inference.pool.places import Places
-from verbatim.inference.pool.roster import Counts
+from verbatim.inference.pool.replica import ReplicaLoad
+from verbatim.inference.pool.replica_supervisor import ReplicaFaultCounts
 from verbatim.inference.pool.routing import Router
 from verbatim.run.orchestrator.step_metrics import ReportsMetrics
 from waiting import until
@@ -20,10 +20,10 @@ async def test_rates_are_since_the_reading_before_and_begin_anew_with_a_new_serv
     """2 s, 100 tokens, 30 of 40 found; 4 s later 60 more, 10 of 10 found; then a new server: its own 8 in 1 s."""
     times = iter([0.0, 2.0, 6.0, 7.0, 8.0])
     metrics, member = PoolMetrics(lambda: next(times)), Member(3, ScriptedReplica(3, version=5))
-    places = Places(Router(most_running=4))
+    places = AdmissionQueue(Router(most_running=4))
 
     def read():
-        found = metrics.read([member], places, Counts())
+        found = metrics.read([member], places, ReplicaFaultCounts())
         return [found.get(f"replica/3/{name}") for name in ("tokens_per_second", "prefix_cache_hit_rate")]
 
     member.load = ReplicaLoad(generated_tokens=100, cache_queries=40, cache_hits=30)
@@ -39,7 +39,7 @@ async def test_rates_are_since_the_reading_before_and_begin_anew_with_a_new_serv
 
 async def test_a_replica_that_never_said_anything_has_only_what_the_pool_knows():
     member = Member(0, ScriptedReplica(version=5))
-    found = PoolMetrics(lambda: 0.0).read([member], Places(Router(most_running=4)), Counts())
+    found = PoolMetrics(lambda: 0.0).read([member], AdmissionQueue(Router(most_running=4)), ReplicaFaultCounts())
     assert {name: value for name, value in found.items() if name.startswith("replica/")} == {
         "replica/0/serving": 1.0,
         "replica/0/in_flight": 0,
@@ -53,7 +53,9 @@ async def test_tensors_that_no_digest_tells_of_are_counted_for_each_replica():
     replicas = [ScriptedReplica(i) for i in range(2)]
     replicas[1].num_unverified = 6
     found = PoolMetrics(lambda: 0.0).read(
-        [Member(i, replica) for i, replica in enumerate(replicas)], Places(Router(most_running=4)), Counts()
+        [Member(i, replica) for i, replica in enumerate(replicas)],
+        AdmissionQueue(Router(most_running=4)),
+        ReplicaFaultCounts(),
     )
     assert [found[f"replica/{i}/unverified_tensors"] for i in range(2)] == [0, 6]
 
@@ -67,7 +69,7 @@ async def test_more_than_a_few_replicas_have_a_distribution_instead_of_metrics_e
     members[3].state = "out"
     for i, member in enumerate(members[1:], 1):
         member.load = ReplicaLoad(generated_tokens=10 * i, cache_queries=10 * (i < 32), cache_hits=i % 2)
-    found = metrics.read(members, Places(Router(most_running=4)), Counts())
+    found = metrics.read(members, AdmissionQueue(Router(most_running=4)), ReplicaFaultCounts())
     assert not any(name.startswith("replica/") for name in found)
     assert found["replicas/serving"] == 32
     assert [found[f"replicas/tokens_per_second/{of}"] for of in ("min", "mean", "max")] == [5.0, 82.5, 160.0]

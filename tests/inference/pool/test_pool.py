@@ -19,10 +19,10 @@ from inference.pool.scripted_replicas import (
     settled,
 )
 from verbatim.core.errors import EngineDead, RecordError, SamplerFault
-from verbatim.inference.base import Sampler, as_replicated, failure_of, watch_engine
-from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
-from verbatim.inference.pool.base import TooSlow
+from verbatim.inference.cancelled import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool.loading import illness
+from verbatim.inference.pool.replica import TooSlow
+from verbatim.inference.sampler import Sampler, as_replicated, failure_of, watch_engine
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -220,7 +220,7 @@ async def test_a_replica_that_comes_back_during_an_update_joins_with_the_new_ver
 
 
 async def test_a_server_that_cannot_be_started_is_tried_again(monkeypatch):
-    monkeypatch.setattr("verbatim.inference.pool.roster.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("verbatim.inference.pool.replica_supervisor.LONGEST_PAUSE", 0.01)
     replicas, restarts = [ScriptedReplica(i) for i in range(2)], Restarts(failing=2)
     async with opened(*replicas, restart=restarts) as pool:
         await pool.generate(request())
@@ -231,8 +231,8 @@ async def test_a_server_that_cannot_be_started_is_tried_again(monkeypatch):
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_the_last_replica_that_cannot_be_started_again_ends_the_run_with_what_is_known(monkeypatch, hangs):
-    monkeypatch.setattr("verbatim.inference.pool.roster.LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr("verbatim.inference.pool.roster.MOST_LOST_IN_A_ROW", 2)
+    monkeypatch.setattr("verbatim.inference.pool.replica_supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("verbatim.inference.pool.replica_supervisor.MOST_LOST_IN_A_ROW", 2)
     replica, restarts = ScriptedReplica(), Restarts(failing=99, hangs=hangs)
     limits = dataclasses.replace(LIMITS, start=0.05) if hangs else LIMITS
     async with opened(replica, restart=restarts, limits=limits) as pool:

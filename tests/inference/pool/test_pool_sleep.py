@@ -80,7 +80,7 @@ async def test_one_that_does_not_fall_asleep_is_started_again_and_put_to_sleep(f
 
 
 async def test_the_last_one_that_never_falls_asleep_ends_the_run(monkeypatch):
-    monkeypatch.setattr("verbatim.inference.pool.roster.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("verbatim.inference.pool.replica_supervisor.LONGEST_PAUSE", 0.01)
 
     class Restless(ScriptedReplica):
         async def sleep(self):

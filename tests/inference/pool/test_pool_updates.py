@@ -18,7 +18,7 @@ from inference.pool.scripted_replicas import (
 )
 from inference.pool.test_pool import opened
 from verbatim.core.errors import EngineDead, RunStopped
-from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
+from verbatim.inference.cancelled import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool import loading
 from waiting import HANGS, until
 

@@ -21,11 +21,11 @@ from inference.vllm.vllm_double import VllmDouble, serving
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
-from verbatim.inference.pool.base import TooSlow
+from verbatim.inference.pool.replica import TooSlow
 from verbatim.inference.pool.servers import ServerPool
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
 from verbatim.inference.vllm.backend import vllm_backend
-from verbatim.inference.vllm.broadcast import Broadcast
+from verbatim.inference.vllm.broadcast import WeightBroadcast
 from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup, address_towards
 from verbatim.inference.vllm.settings import VllmSettings
 from waiting import HANGS, until
@@ -201,9 +201,9 @@ async def test_a_server_that_hangs_in_the_middle_is_given_up_and_comes_back(
     run = Run(trained)
     async with run.opened() as pool:
         with Hang(run.doubles[1]) as hang:
-            receive = Broadcast.load
+            receive = WeightBroadcast.load
 
-            async def receive_slowly(broadcast: Broadcast, name: str, control: Any) -> bool:
+            async def receive_slowly(broadcast: WeightBroadcast, name: str, control: Any) -> bool:
                 load = control.load
 
                 async def takes_too_long(info: object) -> None:
@@ -216,7 +216,7 @@ async def test_a_server_that_hangs_in_the_middle_is_given_up_and_comes_back(
                     control.load = takes_too_long
                 return await receive(broadcast, name, control)
 
-            monkeypatch.setattr(Broadcast, "load", receive_slowly)
+            monkeypatch.setattr(WeightBroadcast, "load", receive_slowly)
             await run.update(pool)
             assert "replica 1: load weights: no answer within 1 s" in str(run.sender.reports[-1].fault)
             assert run.arrived()[0] is None
@@ -272,7 +272,7 @@ class Sending:
 async def test_a_replica_that_is_given_up_while_it_waits_keeps_nothing_from_the_others(leaves_first: bool):
     """As the pool does it: the call is cancelled, and the replica leaves."""
     sender: Any = Sending()
-    broadcast = Broadcast(sender, kind="gloo", update_timeout=600.0)
+    broadcast = WeightBroadcast(sender, kind="gloo", update_timeout=600.0)
     lost, lives = (cast(Any, Receiving()) for _ in range(2))
     broadcast.expect(["replica 0", "replica 1"], 1)
     waiting = asyncio.create_task(broadcast.load("replica 0", lost))

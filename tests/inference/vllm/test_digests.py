@@ -19,7 +19,14 @@ from safetensors.torch import save_file
 
 from verbatim.core.errors import ModelError, SamplerFault
 from verbatim.inference.vllm.command import PLUGIN
-from verbatim.inference.vllm.digests import Piece, PublishedFolder, WorkerReport, digest, open_folder, read_reports
+from verbatim.inference.vllm.digests import (
+    PublishedFolder,
+    TensorPiece,
+    WorkerReport,
+    digest,
+    open_folder,
+    read_reports,
+)
 
 
 def plugin_digest() -> Callable[[torch.Tensor], str]:
@@ -36,9 +43,9 @@ def plugin_digest() -> Callable[[torch.Tensor], str]:
 theirs = plugin_digest()
 
 
-def piece(name: str, tensor: torch.Tensor, **fields: Any) -> Piece:
+def piece(name: str, tensor: torch.Tensor, **fields: Any) -> TensorPiece:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Piece(**{"name": name, "dim": 0, "start": 0, "shape": tuple(tensor.shape), "dtype": dtype, **fields})
+    return TensorPiece(**{"name": name, "dim": 0, "start": 0, "shape": tuple(tensor.shape), "dtype": dtype, **fields})
 
 
 def report(tensors: dict[str, torch.Tensor], **fields: Any) -> WorkerReport:

@@ -14,7 +14,7 @@ from inference.vllm.real_servers import SIZES, TOLERANCE, Served, served
 from inference.vllm.tiny_model import MoeModel
 from verbatim.core.errors import SamplerFault
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import SampleRequest
+from verbatim.inference.sampler import SampleRequest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("experts")]
 EXPERTS = r"model\.layers\.0\.mlp\.experts"

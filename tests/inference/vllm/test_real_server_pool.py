@@ -134,7 +134,7 @@ async def test_a_planted_fault_on_one_of_two_is_named_and_the_other_goes_on(
     two.servers[1].plant(fault)
     with caplog.at_level(logging.WARNING):
         await pool.update_replicas(*trained.step(size))
-    said = [record.getMessage() for record in caplog.records if record.name.endswith(".roster")]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith(".replica_supervisor")]
     assert len(said) == 2 and all(re.search(said_of(fault, trained.version), line) for line in said), said
     await pool.update_replicas(*trained.step(size))
     metrics = pool.metrics()

@@ -22,7 +22,7 @@ from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageErr
 from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.http.client import HttpClient
-from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.replica import ReplicaLoad
 from verbatim.inference.vllm.control import VllmControl, read_metrics
 from verbatim.inference.vllm.facts import ServerFacts
 from verbatim.inference.vllm.replica import VllmReplica

@@ -156,7 +156,7 @@ async def test_a_replica_with_a_planted_fault_is_named_reloaded_once_and_taken_o
         await pool.update_replicas(*trained.step(size))
         with caplog.at_level(logging.WARNING):
             await update_with_a_fault(trained, pool, doubles[1], fault, size, mended=False)
-        found = [record.getMessage() for record in caplog.records if record.name.endswith(".roster")]
+        found = [record.getMessage() for record in caplog.records if record.name.endswith(".replica_supervisor")]
         assert len(found) == 2, found
         again, out = found
         assert again.startswith("replica 1") and "does not hold policy version 2: " in again

@@ -118,7 +118,7 @@ async def test_a_server_that_starts_again_has_its_weights_though_the_trainer_rem
 
 @pytest.mark.slow
 async def test_a_run_that_ends_while_a_server_is_started_again_waits_until_the_old_one_has_ended(model, tmp_path, fake):
-    """A loop that ends kills what it has started, the keeper too: then the server's workers would stay."""
+    """A loop that ends kills what it has started, the subreaper too: then the server's workers would stay."""
     (tmp_path / "go").touch()
     inputs = BackendInputs(model=model, context_length=128, logs=tmp_path / "logs")
     servers = vllm_servers(inputs, VllmSettings(python=fake))

@@ -22,7 +22,7 @@ from inference.vllm.vllm_double import serving
 from verbatim.core.errors import ModelError, SamplerFault, UsageError
 from verbatim.inference import BackendInputs, SampleRequest, SamplingParams
 from verbatim.inference.vllm.command import server_command, server_environment
-from verbatim.inference.vllm.digests import Piece, PublishedFolder, WorkerReport, digest
+from verbatim.inference.vllm.digests import PublishedFolder, TensorPiece, WorkerReport, digest
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.servers import vllm_servers
 from verbatim.inference.vllm.settings import VllmSettings
@@ -284,7 +284,7 @@ def test_the_digest_is_that_of_what_vllm_holds(trainer: AdaptedModel, dtype: str
     held = load_file(path / "adapter_model.safetensors")[FIRST_B].to(getattr(torch, dtype))
     held *= 2.4 / RANK
     folder = PublishedFolder(path)
-    piece = Piece(name=FIRST_B, dim=0, start=0, shape=tuple(held.shape), dtype=dtype)
+    piece = TensorPiece(name=FIRST_B, dim=0, start=0, shape=tuple(held.shape), dtype=dtype)
     others = tuple(name for name in folder.shapes if name != FIRST_B)
 
     def fault_of(tensor: torch.Tensor) -> str | None:

@@ -15,7 +15,7 @@ from verbatim.cli.main import main
 from verbatim.config import dump_config, load_config
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.inspection.comparison.compared import compare_runs, comparison_to_json, state_line
 from verbatim.inspection.comparison.configs import config_differences, told
 from verbatim.inspection.comparison.evals import compare_evals
@@ -25,10 +25,10 @@ from verbatim.inspection.comparison.show import show_comparison
 from verbatim.inspection.comparison.text_plot import text_plot
 from verbatim.logs.checkpoints.lock import FolderLock
 from verbatim.logs.checkpoints.origin import Origin, write_origin
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors import MetricsLog
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarm_log import AlarmLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 from verbatim.run.evaluation.intervals import paired_share
 
 TOML = '[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
@@ -74,10 +74,10 @@ def make_run(
             },
         )
         if keeps:
-            FateFolder(folder / "evaluations").write(
+            OutcomeFolder(folder / "evaluations").write(
                 step,
                 [
-                    Fate.of_evaluated(
+                    TrajectoryOutcome.of_evaluated(
                         Trajectory(
                             example_id=str(index // 2),
                             sample_index=index % 2,

@@ -10,7 +10,7 @@ import pytest
 from verbatim import Trajectory, Turn
 from verbatim.core.errors import UsageError
 from verbatim.core.types import StopReason
-from verbatim.inspection.doctor import LogFile, LoggedTrajectory, known_formats, recognise
+from verbatim.inspection.doctor import LogFile, LoggedTrajectory, detect_format, known_formats
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 
 
@@ -18,7 +18,7 @@ def read(path: Path, *lines) -> tuple[list[LoggedTrajectory], LogFile, str]:
     """The trajectories, the file, and the note on how it was read."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     file = LogFile(path)
-    known = recognise(file, known_formats())
+    known = detect_format(file, known_formats())
     found = list(known.read(file))
     return found, file, f"{known.name}: {known.about}"
 
@@ -69,7 +69,7 @@ def test_our_own_log_is_read_as_it_was_written(path: Path):
         log.write(1, Trajectory(example_id="x", trajectory_id=name, turns=turns))
     log.close()
     file = LogFile(path)
-    found = list(recognise(file, known_formats()).read(file))
+    found = list(detect_format(file, known_formats()).read(file))
     assert [(f.trajectory.trajectory_id, f.line) for f in found] == [("a", 1), ("b", 2)]
     assert pairs(found[0]) == TWO
     assert found[0].trajectory.turns[0].agent == "sub"
@@ -276,7 +276,7 @@ def test_a_damaged_trajectory_of_ours_is_named(path: Path, record):
 def test_a_torn_last_line_is_said_to_be_torn(path: Path):
     path.write_text(json.dumps(chat([1], [2])) + "\n" + '{"choices": [')
     file = LogFile(path)
-    found = list(recognise(file, known_formats()).read(file))
+    found = list(detect_format(file, known_formats()).read(file))
     assert len(found) == 1
     assert file.problems.kept[0].line == 2
     assert "torn" in file.problems.kept[0].why
@@ -299,7 +299,7 @@ def test_unreadable_lines_are_counted_beyond_those_that_are_kept(path: Path):
 def test_a_file_of_another_kind_is_refused_with_what_is_expected(path: Path, content: str, found: str):
     path.write_text(content)
     with pytest.raises(UsageError) as error:
-        recognise(LogFile(path), known_formats())
+        detect_format(LogFile(path), known_formats())
     message = str(error.value)
     assert found in message
     for name in ("verbatim: {", "verifiers: {", "vllm: {", "prompt_token_ids", "completion_ids"):

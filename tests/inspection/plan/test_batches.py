@@ -5,10 +5,10 @@ import pytest
 
 from verbatim.config import make_config
 from verbatim.core.errors import UsageError
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Trajectory, Turn
 from verbatim.inspection.plan.batches import assumed_batch, batch_of_run, kept_set_bytes
-from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.outcomes.files import OutcomeFolder
 
 
 def config(**orchestrator):
@@ -48,7 +48,7 @@ def test_kept_sets_have_top_k_ids_or_a_hundred_of_four_bytes(sampling, each):
 
 def test_kept_sets_of_a_run_are_counted(tmp_path):
     kept = trajectory(9, 3, "a", kept_sets=[[0, 5], [1, 7, 8], [2]])
-    FateFolder(tmp_path / "trajectories").write(0, [Fate(trajectory=kept, turns=("trained",))])
+    OutcomeFolder(tmp_path / "trajectories").write(0, [TrajectoryOutcome(trajectory=kept, turns=("trained",))])
     cut = config(sampling={"top_k": 50})
     assert kept_set_bytes(cut, batch_of_run(cut, tmp_path)) == 4 * 6
 
@@ -61,9 +61,11 @@ def trajectory(prompt, sampled, name, error=None, **fields):
 
 
 def test_the_last_trajectories_of_a_run_are_taken_without_those_that_failed(tmp_path):
-    files = FateFolder(tmp_path / "trajectories")
+    files = OutcomeFolder(tmp_path / "trajectories")
     for step, (prompt, sampled, error) in enumerate([(9, 9, None), (10, 5, None), (20, 6, "x: y"), (30, 7, None)]):
-        files.write(step, [Fate(trajectory=trajectory(prompt, sampled, str(step), error), turns=("trained",))])
+        files.write(
+            step, [TrajectoryOutcome(trajectory=trajectory(prompt, sampled, str(step), error), turns=("trained",))]
+        )
     batch = batch_of_run(config(batch_size=2), tmp_path)
     assert sorted(map(len, batch.samples)) == [15, 37]
     assert (batch.num_rollouts, batch.sampled_tokens, batch.prompt_tokens) == (2, 12, 40)
@@ -75,6 +77,6 @@ def test_the_last_trajectories_of_a_run_are_taken_without_those_that_failed(tmp_
 def test_a_run_without_trajectories_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"there is no folder trajectories"):
         batch_of_run(config(), tmp_path)
-    FateFolder(tmp_path / "trajectories").write(1, [])
+    OutcomeFolder(tmp_path / "trajectories").write(1, [])
     with pytest.raises(UsageError, match="no trajectory that could be trained"):
         batch_of_run(config(), tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from viewer_runs import make_run, trained, trajectory
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import ToolCall, Trajectory, Turn
 from verbatim.logs.monitors.jsonl import JsonlWriter
 
@@ -123,12 +123,15 @@ def hostile_trajectory(index: int, text: str) -> Trajectory:
 def make_hostile_run(folder: Path) -> Path:
     """All of them in one step, once as training and once as an evaluation; metrics, alarms and texts of the run too."""
     all_of_them = [hostile_trajectory(index, text) for index, text in enumerate(TEXTS)]
-    fates = [Fate(trajectory=each, turns=("trained", f"filter:{each.env}"), flags=(each.env,)) for each in all_of_them]
-    fates[3] = trained(all_of_them[3])
+    outcomes = [
+        TrajectoryOutcome(trajectory=each, turns=("trained", f"filter:{each.env}"), flags=(each.env,))
+        for each in all_of_them
+    ]
+    outcomes[3] = trained(all_of_them[3])
     script = TEXTS[1]
     make_run(
         folder,
-        {1: fates},
+        {1: outcomes},
         evaluated={1: all_of_them},
         metrics=[(1, {script: 1.0, "reward/mean": 0.5, "loss": float("nan"), TEXTS[33]: float("inf")})],
         config=f"name = {json.dumps(script)}\nmax_steps = 3\n[model]\nname = {json.dumps(TEXTS[5])}\n",

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from viewer_runs import make_run
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Trajectory, Turn
 
 HOSTILE = {
@@ -108,13 +108,13 @@ def episode(encode: Any, name: str, *, said: str = "42", asked: str = "What is i
     )
 
 
-def fate(each: Trajectory, reason: str | None = None, flags: Sequence[str] = ()) -> Fate:
+def outcome(each: Trajectory, reason: str | None = None, flags: Sequence[str] = ()) -> TrajectoryOutcome:
     """Trained with trainer logprobs that are 0.1 above the sampler's, or dropped."""
     if reason is not None:
-        return Fate.of_dropped(each, reason, flags)
+        return TrajectoryOutcome.of_dropped(each, reason, flags)
     trainer = tuple(np.asarray(turn.logprobs, dtype=np.float32) + np.float32(0.1) for turn in each.turns)
     gradients = tuple(np.full(len(turn.completion_ids), -0.5, dtype=np.float32) for turn in each.turns)
-    return Fate(
+    return TrajectoryOutcome(
         trajectory=each,
         turns=("trained",) * len(each.turns),
         flags=tuple(flags),
@@ -153,11 +153,11 @@ def make_page_run(folder: Path, *, name: str = "tries", steps: int = 6, hostile:
     """
     write_tokenizer(folder / "model")
     encode = encoder(folder / "model")
-    by_step: dict[int, list[Fate]] = {}
+    by_step: dict[int, list[TrajectoryOutcome]] = {}
     for step in range(1, steps + 1):
         group = f"g{step}"
-        fates = [
-            fate(
+        outcomes = [
+            outcome(
                 episode(
                     encode,
                     f"t{step}-{i}",
@@ -180,10 +180,10 @@ def make_page_run(folder: Path, *, name: str = "tries", steps: int = 6, hostile:
             stop_reason="length",
             truncated=True,
         )
-        by_step[step] = [*fates, fate(dropped, "filter:zero_advantage", ["zero_advantage"])]
+        by_step[step] = [*outcomes, outcome(dropped, "filter:zero_advantage", ["zero_advantage"])]
     if hostile:
         by_step[steps + 1] = [
-            fate(
+            outcome(
                 episode(
                     encode,
                     f"hostile-{i}",

@@ -18,7 +18,7 @@ from verbatim.inspection.viewer.export import export
 from verbatim.inspection.viewer.run_state import config_text, read_config, read_state, summary_text
 from verbatim.logs.checkpoints.json_files import read_json
 from verbatim.logs.monitors.trajectory_log import EVALUATIONS, read_evaluated
-from verbatim.run.evaluation.stored import read_outcomes
+from verbatim.run.evaluation.stored import read_evaluated_episodes
 
 STEPS = {1: [trained(trajectory("a")), trained(trajectory("b"))]}
 SECRET = "zqsecret"
@@ -150,7 +150,7 @@ def test_a_folder_of_trajectories_that_was_typed_is_read_wherever_it_leads(tmp_p
 def test_evaluations_that_lie_elsewhere_are_refused(tmp_path: Path):
     make_run(tmp_path / "run", STEPS)
     (tmp_path / "run" / EVALUATIONS).symlink_to(tmp_path)
-    for reads in (read_outcomes, read_evaluated):
+    for reads in (read_evaluated_episodes, read_evaluated):
         with pytest.raises(UsageError, match=rf"run/{EVALUATIONS} is a link, which is not followed"):
             list(reads(tmp_path / "run"))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from chromium import Page
-from page_runs import HOSTILE, encoder, episode, fate, make_page_run, step_metrics
+from page_runs import HOSTILE, encoder, episode, make_page_run, outcome, step_metrics
 from serving_page import serving_page, serving_to
 from viewer_runs import make_run
 
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 
 pytestmark = pytest.mark.realtime
 
@@ -228,7 +228,7 @@ def test_hostile_texts_are_shown_as_they_are_and_do_nothing(page: Page, url: str
 
 
 def stored(text: str) -> str:
-    """A name as a fate file has it."""
+    """A name as a outcome file has it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -259,8 +259,8 @@ def test_a_turn_of_300_000_tokens_and_a_text_of_10_mb_are_read_in_parts(page: Pa
     encode = encoder(folder / "model")
     long = "0123456789" * 30_000
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * 10_000_000 + "the end"}]
-    each = fate(episode(encode, "long", said=long, group_id="long", messages=messages))
-    FateFolder(folder / "trajectories").write(2, [each])
+    each = outcome(episode(encode, "long", said=long, group_id="long", messages=messages))
+    OutcomeFolder(folder / "trajectories").write(2, [each])
     with serving_to(page, folder) as address:
         page.open(f"{address}/#/trajectory/0/long")
         page.wait("document.querySelector('.tokens.window [data-testid=token]')")
@@ -290,7 +290,7 @@ def test_new_steps_appear_and_the_place_in_the_table_is_kept(page: Page, tmp_pat
         log.on_step(13, step_metrics(13))
         log.close()
         encode = encoder(folder / "model")
-        FateFolder(folder / "trajectories").write(13, [fate(episode(encode, "new", group_id="new"))])
+        OutcomeFolder(folder / "trajectories").write(13, [outcome(episode(encode, "new", group_id="new"))])
         page.wait("document.querySelector('.found').textContent.includes('There are new')")
         assert page.evaluate("document.querySelector('[role=grid]').scrollTop") == 600
         assert "new" not in rows(page)
@@ -425,8 +425,8 @@ def test_an_export_says_how_many_of_the_trajectories_it_holds(page: Page, run: P
 def test_parts_of_the_reward_stand_behind_it_and_a_colour_without_values_is_marked(page: Page, tmp_path: Path):
     folder = make_page_run(tmp_path / "parts", steps=1)
     parts = {"style": 0.5, "length": -0.25}
-    scored = fate(episode(encoder(folder / "model"), "scored", group_id="scored", reward_parts=parts))
-    FateFolder(folder / "trajectories").write(2, [scored])
+    scored = outcome(episode(encoder(folder / "model"), "scored", group_id="scored", reward_parts=parts))
+    OutcomeFolder(folder / "trajectories").write(2, [scored])
     with serving_to(page, folder) as address:
         page.open(f"{address}/#/trajectory/0/scored")
         page.wait("document.querySelector('.facts')")

@@ -16,8 +16,8 @@ from viewer_runs import make_run, trained, trajectory
 
 from verbatim.cli.main import main
 from verbatim.core.imports import child_environment
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 from waiting import HANGS, wait_until
 
 COMMAND = [sys.executable, "-m", "verbatim.cli", "view", "--no-open"]
@@ -49,7 +49,7 @@ def test_a_run_is_followed_until_ctrl_c(tmp_path: Path):
             return (found["num_trajectories"], found["step"]) == (step, step)
 
         wait_until(lambda: is_known(1))
-        FateFolder(run / "trajectories").write(2, [trained(trajectory("second"))])
+        OutcomeFolder(run / "trajectories").write(2, [trained(trajectory("second"))])
         metrics = MetricsLog(run / "metrics.jsonl", now=lambda: 0.0)
         metrics.on_step(2, {"loss": 0.5})
         metrics.close()

@@ -14,7 +14,7 @@ import pytest
 from serving_page import serving_page
 from viewer_runs import make_run, serving, trained, trajectory
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Trajectory, Turn, TurnTiming
 from verbatim.logs.checkpoints.origin import Origin, write_origin
 from waiting import HANGS
@@ -44,7 +44,7 @@ THREE = trajectory(
     info={"level": 3},
     env="game",
 )
-THREE_FATE = Fate(
+THREE_OUTCOME = TrajectoryOutcome(
     trajectory=THREE,
     turns=("trained", "over_length", "trained"),
     flags=("gibberish",),
@@ -53,16 +53,20 @@ THREE_FATE = Fate(
 )
 WON = trained(trajectory("won", reward=1.0, sample_index=0))
 LOST = trained(trajectory("lost", reward=-1.0, env="maze", group_id="h", stop_reason="length", truncated=True))
-UNSCORED = Fate.of_dropped(trajectory("bad", env="maze", group_id="h", error="environment: KeyError 'x'"), "error")
-NOT_A_NUMBER = Fate.of_dropped(trajectory("nan", reward=float("nan"), group_id="k"), "error")
-EMPTY = Fate.of_dropped(Trajectory(example_id="none", trajectory_id="empty", group_id="k"), "stale", ["repetition"])
+UNSCORED = TrajectoryOutcome.of_dropped(
+    trajectory("bad", env="maze", group_id="h", error="environment: KeyError 'x'"), "error"
+)
+NOT_A_NUMBER = TrajectoryOutcome.of_dropped(trajectory("nan", reward=float("nan"), group_id="k"), "error")
+EMPTY = TrajectoryOutcome.of_dropped(
+    Trajectory(example_id="none", trajectory_id="empty", group_id="k"), "stale", ["repetition"]
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(
         tmp_path_factory.mktemp("api") / "run",
-        {1: [THREE_FATE, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
+        {1: [THREE_OUTCOME, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
         evaluated={0: [trajectory("eval-0-0", reward=0.25)], 5: [trajectory("eval-0-0", reward=0.75)]},
     )
 
@@ -88,13 +92,13 @@ async def test_a_fork_names_what_it_was_forked_from(tmp_path: Path):
 
 async def test_a_teachers_logprobs_stand_beside_the_others(tmp_path: Path):
     taught = trajectory("taught")
-    fate = trained(
+    outcome = trained(
         taught,
         trainer_logprobs=(np.float32([-0.5, -0.25]),),
         gradients=(np.float32([1, 1]),),
         teacher_logprobs=(np.float32([-0.125, -2.0]),),
     )
-    async with serving(make_run(tmp_path / "run", {1: [fate]})) as client:
+    async with serving(make_run(tmp_path / "run", {1: [outcome]})) as client:
         (turn,) = (await client.get("trajectories/taught"))["turns"]
     assert turn["teacher_logprobs"] == [-0.125, -2.0]
 
@@ -260,9 +264,9 @@ async def test_a_trajectory_with_every_token(folder: Path):
     assert (first["completion_ids"], first["logprobs"], first["policy_versions"]) == ([4, 5], [-0.5, -0.25], [3, 4])
     assert (first["trainer_logprobs"], first["gradients"]) == ([-0.5, -0.75], [0.125, 0.0])
     assert first["timing"] == {"queued": 0.5, "generated": 1.0, "tools": 2.0} and first["temperature"] == 0.5
-    assert (first["fate"], first["num_trained"], first["extends"], first["break"]) == ("trained", 2, None, None)
+    assert (first["outcome"], first["num_trained"], first["extends"], first["break"]) == ("trained", 2, None, None)
     assert (second["prompt_of_turn"], second["prompt_shared"], second["prompt_new_ids"]) == (0, 5, [6])
-    assert (second["extends"], second["fate"], second["num_trained"]) == (0, "over_length", 0)
+    assert (second["extends"], second["outcome"], second["num_trained"]) == (0, "over_length", 0)
     assert second["advantage"] == 0.75 and second["trainer_logprobs"] is None and second["num_prompt_tokens"] == 6
     assert (third["prompt_of_turn"], third["prompt_shared"], third["prompt_new_ids"]) == (1, 2, [9])
     assert third["extends"] is None and third["policy_versions"] is None and third["teacher_logprobs"] is None
@@ -300,7 +304,13 @@ async def test_a_group_is_drawn_as_a_tree(tmp_path: Path):
     b = of("b", Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 6, 7]), Turn(prompt_ids=[1, 9], completion_ids=[8]))
     folder = make_run(
         tmp_path / "run",
-        {1: [trained(a), Fate(trajectory=b, turns=("trained", "untrained")), trained(trajectory("c", group_id="two"))]},
+        {
+            1: [
+                trained(a),
+                TrajectoryOutcome(trajectory=b, turns=("trained", "untrained")),
+                trained(trajectory("c", group_id="two")),
+            ]
+        },
     )
     async with serving(folder) as client:
         found = await client.get("groups/one")

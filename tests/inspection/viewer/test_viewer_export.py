@@ -74,9 +74,9 @@ class Blocks(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fates = [trained(trajectory(f"t{i}", reward=i / 4, group_id=f"g{i // 2}")) for i in range(6)]
+    outcomes = [trained(trajectory(f"t{i}", reward=i / 4, group_id=f"g{i // 2}")) for i in range(6)]
     hostile = trajectory("h</script><script>alert(1)</script>", messages=({"content": "</script><!--<script>"},))
-    steps = {1: fates, 2: [trained(hostile)]}
+    steps = {1: outcomes, 2: [trained(hostile)]}
     return make_run(tmp_path_factory.mktemp("export") / "run", steps, metrics=[(1, {"loss": 0.5})])
 
 

@@ -11,8 +11,8 @@ from verbatim.core.errors import UsageError
 from verbatim.inspection.viewer.index import RunIndex
 from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import RunView
-from verbatim.logs.fates.files import FateFolder
-from verbatim.logs.fates.retention import Retention
+from verbatim.logs.outcomes.files import OutcomeFolder
+from verbatim.logs.outcomes.retention import Retention
 
 
 def names(run: RunView, **filters: list[str]) -> list[str]:
@@ -40,10 +40,10 @@ def test_a_resume_that_does_steps_again_is_a_new_generation(tmp_path: Path):
     steps = {step: [trained(trajectory(f"t{step}", reward=0.0))] for step in (1, 2, 3)}
     run = read(make_run(tmp_path, steps, evaluated={1: [trajectory("e1")], 3: [trajectory("e3")]}))
     before = run.about()["generation"]
-    files = FateFolder(tmp_path / "trajectories")
+    files = OutcomeFolder(tmp_path / "trajectories")
     files.restore(1, {})
     files.write(2, [trained(trajectory("t2", reward=1.0))])
-    FateFolder(tmp_path / "evaluations").restore(1, {})
+    OutcomeFolder(tmp_path / "evaluations").restore(1, {})
     assert names(run) == ["e1", "t1", "t2"] and rewards(run)["t2"] == 1.0
     assert run.about()["generation"] > before
 
@@ -62,12 +62,12 @@ def test_evaluated_episodes_are_read_from_their_files_and_followed(tmp_path: Pat
     ]
     assert [rows[name]["key"] for name in ("t1", "e0", "e2")] == ["~1.0", "~v0.0", "~v1.1"]
     before = run.about()["generation"]
-    FateFolder(folder / "evaluations").restore(0, {})  # the run begins again
+    OutcomeFolder(folder / "evaluations").restore(0, {})  # the run begins again
     assert names(run) == ["t1"] and run.about()["generation"] > before
 
 
 def test_files_that_are_no_longer_kept_leave_the_table(tmp_path: Path):
-    files = FateFolder(tmp_path / "trajectories", Retention(steps=2))
+    files = OutcomeFolder(tmp_path / "trajectories", Retention(steps=2))
     (tmp_path / "config.toml").write_text("[model]\n")
     for step in (1, 2):
         files.write(step, [trained(trajectory(f"t{step}"))])
@@ -110,7 +110,7 @@ async def test_a_row_whose_file_breaks_later_is_an_error_message(tmp_path: Path)
 
 
 def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
-    fates = {
+    outcomes = {
         step: [
             trained(
                 trajectory(
@@ -121,7 +121,7 @@ def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
         ]
         for step in range(1, 11)
     }
-    index = RunIndex(make_run(tmp_path, fates))
+    index = RunIndex(make_run(tmp_path, outcomes))
     index.refresh()
     table = index.snapshot.table
     assert table.num_rows == 1_000 and table.nbytes < 300 * table.num_rows
@@ -129,11 +129,11 @@ def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
 
 def test_rows_in_several_row_groups_are_found_one_by_one(tmp_path: Path):
     flags = {i: ("long",) if i < 70 else ("loops", "long") for i in range(0, 200, 3)}
-    fates = [
+    outcomes = [
         trained(trajectory(f"t{i:03}", reward=i / 8, env="first" if i < 100 else "second"), flags=flags.get(i, ()))
         for i in range(200)
     ]
-    run = read(make_run(tmp_path, {1: fates, 2: []}))
+    run = read(make_run(tmp_path, {1: outcomes, 2: []}))
     assert run.about()["problems"] == []
     assert names(run, flag=["loops"]) == [f"t{i:03}" for i in range(72, 200, 3)]
     assert names(run, flag=["long"], env=["first"]) == [f"t{i:03}" for i in range(0, 100, 3)]

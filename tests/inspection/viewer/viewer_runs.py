@@ -10,13 +10,13 @@ from typing import Any
 
 import aiohttp
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Trajectory, Turn
 from verbatim.inspection.viewer.assets import Asset
 from verbatim.inspection.viewer.run_view import RunView
 from verbatim.inspection.viewer.serve import serve_runs
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 
 PAGE = {"index.html": Asset(b"<!doctype html><title>a page</title>", "text/html")}
 CONFIG = 'name = "tries"\nmax_steps = 7\nseed = 0\n[model]\nname = "somewhere/else"\n'
@@ -39,13 +39,13 @@ def trajectory(name: str, **fields: Any) -> Trajectory:
     )
 
 
-def trained(each: Trajectory, **fields: Any) -> Fate:
-    return Fate(trajectory=each, turns=("trained",) * len(each.turns), **fields)
+def trained(each: Trajectory, **fields: Any) -> TrajectoryOutcome:
+    return TrajectoryOutcome(trajectory=each, turns=("trained",) * len(each.turns), **fields)
 
 
 def make_run(
     folder: Path,
-    steps: Mapping[int, Sequence[Fate]] | None = None,
+    steps: Mapping[int, Sequence[TrajectoryOutcome]] | None = None,
     *,
     evaluated: Mapping[int, Sequence[Trajectory]] | None = None,
     metrics: Sequence[tuple[int, Mapping[str, Any]]] = (),
@@ -53,11 +53,11 @@ def make_run(
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(config)
-    files = FateFolder(folder / "trajectories")
-    for step, fates in (steps or {}).items():
-        files.write(step, fates)
+    files = OutcomeFolder(folder / "trajectories")
+    for step, outcomes in (steps or {}).items():
+        files.write(step, outcomes)
     for step, found in (evaluated or {}).items():
-        FateFolder(folder / "evaluations").write(step, [Fate.of_evaluated(each) for each in found])
+        OutcomeFolder(folder / "evaluations").write(step, [TrajectoryOutcome.of_evaluated(each) for each in found])
     if metrics:
         lines = MetricsLog(folder / "metrics.jsonl", now=lambda: 0.0)
         for step, values in metrics:

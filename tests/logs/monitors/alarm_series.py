@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, StepFigures, Window
-from verbatim.logs.monitors.alarms.base import Finding
 from verbatim.logs.monitors.alarms.engine import KEPT_FIRST, KEPT_STEPS
+from verbatim.logs.monitors.alarms.rule import Finding
 
 Column = float | Sequence[float | None]
 
@@ -51,16 +51,18 @@ def window_of(steps: Sequence[StepFigures], **fields: Any) -> Window:
 
 
 def findings(
-    name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **knobs: Any
+    name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **parameters: Any
 ) -> list[Finding]:
     """What an alarm's rule finds after the last step."""
     row = ALARMS[name]
-    return list(replace(row, knobs={**row.knobs, **knobs})(window_of(steps, config=nested(config or {}))))
+    return list(
+        replace(row, parameters={**row.parameters, **parameters})(window_of(steps, config=nested(config or {})))
+    )
 
 
-def level(name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **knobs: Any) -> float:
+def level(name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **parameters: Any) -> float:
     """The largest level that it finds; 0 where it finds nothing."""
-    return max((finding.level for finding in findings(name, steps, config, **knobs)), default=0.0)
+    return max((finding.level for finding in findings(name, steps, config, **parameters)), default=0.0)
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:

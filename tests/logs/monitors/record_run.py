@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from verbatim.logs.fates.files import read_fates
 from verbatim.logs.monitors.alarms.figures import error_counts, rollout_figures
 from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.outcomes.files import read_outcomes
 
 OUT = Path(__file__).parent / "recorded_runs"
 
@@ -33,11 +33,11 @@ def record(run: Path) -> dict[str, Any]:
     lines = list(read_jsonl(run / "metrics.jsonl"))
     metrics = {line["step"]: line["metrics"] for line in lines if line["kind"] == "train"}
     steps, envs, errors = [], [], []
-    for step, pairs in groupby(read_fates(run / "trajectories"), key=lambda pair: pair[0]):
-        fates = [fate for _, fate in pairs]
+    for step, pairs in groupby(read_outcomes(run / "trajectories"), key=lambda pair: pair[0]):
+        outcomes = [outcome for _, outcome in pairs]
         steps.append(step)
-        envs.append({env: finite(dict(own)) for env, own in rollout_figures(metrics[step], fates).items()})
-        errors.append({env: dict(counts) for env, counts in error_counts(fates).items()})
+        envs.append({env: finite(dict(own)) for env, own in rollout_figures(metrics[step], outcomes).items()})
+        errors.append({env: dict(counts) for env, counts in error_counts(outcomes).items()})
     config = tomllib.loads((run / "config.toml").read_text())
     return {
         "config": {name: config[name] for name in ("orchestrator", "trainer")},

@@ -9,10 +9,10 @@ import pytest
 
 from logs.monitors.alarm_series import findings, level, steps_of, told, window_of
 from verbatim import Trajectory, Turn
-from verbatim.core.trajectories import Fate
-from verbatim.logs.monitors.alarms import ALARMS, Finding, StepFigures, Window, base
-from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR
+from verbatim.core.trajectories import TrajectoryOutcome
+from verbatim.logs.monitors.alarms import ALARMS, Finding, StepFigures, Window, rule
 from verbatim.logs.monitors.alarms.change import chance_of_rise, falls, rises
+from verbatim.logs.monitors.alarms.rule import TRAINING, TRAINING_ERROR
 from verbatim.run.evaluation.intervals import wilson
 
 UP = [0.30, 0.31, 0.29, 0.30, 0.32, 0.28, 0.30, 0.31]
@@ -22,7 +22,7 @@ HIGHER = [0.40, 0.42, 0.39, 0.41, 0.40, 0.43, 0.38, 0.41]
 
 
 def test_the_examples_of_the_docstrings_hold():
-    assert doctest.testmod(base) == (0, 10)
+    assert doctest.testmod(rule) == (0, 10)
 
 
 # -- changes
@@ -277,9 +277,9 @@ def test_prompt_breaks_read_the_notes_that_are_notes_and_leave_what_else_the_env
     ]
     turns = [Turn(prompt_ids=[1, 2, 3], completion_ids=[4]), Turn(prompt_ids=[1, 2, 3, 9, 9], completion_ids=[4])]
     trajectory = Trajectory(example_id="x", env="game", turns=turns, info={"rendered_anew": notes})
-    fates = [Fate(trajectory=trajectory, turns=("trained", "trained"))]
+    outcomes = [TrajectoryOutcome(trajectory=trajectory, turns=("trained", "trained"))]
     steps = steps_of(env={"later_turns": 50, "broken": 0.5, "rewritten": 0.0}, count=3)
-    (found,) = ALARMS["prompt_breaks"](window_of(steps, fates=fates))
+    (found,) = ALARMS["prompt_breaks"](window_of(steps, outcomes=outcomes))
     assert found.cause == "the environment shows other tools than before (tools_changed: 1 turns)"
     assert "up to 5 prompt tokens less" in found.advice
 

@@ -14,11 +14,11 @@ import pytest
 
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
-from verbatim.config.knobs import check_knobs
+from verbatim.config.parameters import check_parameters
 from verbatim.logs.monitors.alarms import ALARMS, AlarmRow, StepFigures, Window, break_reasons, conditions, engine
 from verbatim.logs.monitors.alarms import reward_conditions as of_rewards
-from verbatim.logs.monitors.alarms.base import Sight
 from verbatim.logs.monitors.alarms.engine import Why
+from verbatim.logs.monitors.alarms.rule import Sight
 from verbatim.run.tables import component_tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "alarms.md"
@@ -52,12 +52,12 @@ def test_the_page_has_each_alarm_once():
 
 
 @pytest.mark.parametrize("name", ALARMS)
-def test_a_row_gives_each_knob_a_value_of_its_type(name: str):
+def test_a_row_gives_each_parameter_a_value_of_its_type(name: str):
     row = ALARMS[name]
-    values, wrong = check_knobs(row.function, row.knobs, num_inputs=1, label="alarm")
-    assert (values, wrong) == (row.knobs, {})
-    assert set(row.limits) <= set(row.knobs)
-    assert all(low <= row.knobs[knob] <= high for knob, (low, high) in row.limits.items())
+    values, wrong = check_parameters(row.function, row.parameters, num_inputs=1, label="alarm")
+    assert (values, wrong) == (row.parameters, {})
+    assert set(row.limits) <= set(row.parameters)
+    assert all(low <= row.parameters[parameter] <= high for parameter, (low, high) in row.limits.items())
 
 
 def test_every_text_names_keys_that_exist():
@@ -75,7 +75,7 @@ def test_an_alarm_without_a_cause_for_what_is_seen_takes_the_last_one():
     row = AlarmRow(
         name="x",
         function=lambda window, bound: [Sight(level=2.0, why=window.setting("seen"), values={"share": 0.25})],
-        knobs={"bound": 3},
+        parameters={"bound": 3},
         message="{share:.0%} is above {bound}{seen}",
         why={"known": Why(cause="a", advice="b {a.b}", seen=", and known"), "": Why(cause="c", advice="d")},
         evidence=("loss", "absent"),

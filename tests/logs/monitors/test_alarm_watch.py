@@ -9,10 +9,9 @@ import pytest
 
 from logs.monitors.alarm_series import steps_of
 from verbatim import Trajectory, Turn
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import StopReason, ToolCall
 from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, Finding, Window
-from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR
 from verbatim.logs.monitors.alarms.figures import (
     Groups,
     error_counts,
@@ -21,6 +20,7 @@ from verbatim.logs.monitors.alarms.figures import (
     repetition,
     rollout_figures,
 )
+from verbatim.logs.monitors.alarms.rule import TRAINING, TRAINING_ERROR
 from verbatim.rollouts.loop import TOOLS_OFFERED
 
 
@@ -28,11 +28,11 @@ def turn(completion: list[int], prompt: list[int] | None = None, **fields: objec
     return Turn(prompt_ids=prompt or [1], completion_ids=completion, **fields)  # type: ignore[arg-type]
 
 
-def fate(name: str, turns: list[Turn], of: str = "trained", **fields: object) -> Fate:
+def outcome(name: str, turns: list[Turn], of: str = "trained", **fields: object) -> TrajectoryOutcome:
     trajectory = Trajectory(example_id="x", trajectory_id=name, turns=turns, env="game", **fields)  # type: ignore[arg-type]
     if of == "trained":
-        return Fate(trajectory=trajectory, turns=("trained",) * len(turns))
-    return Fate.of_dropped(trajectory, of)
+        return TrajectoryOutcome(trajectory=trajectory, turns=("trained",) * len(turns))
+    return TrajectoryOutcome.of_dropped(trajectory, of)
 
 
 CALL = ToolCall(name="look", arguments={})
@@ -44,15 +44,15 @@ UNREADABLE = ToolCall(name=None, arguments=None, status="invalid_json", raw="{")
 
 def test_the_figures_of_a_step_by_hand():
     offered = {TOOLS_OFFERED: True}
-    fates = [
-        fate(
+    outcomes = [
+        outcome(
             "a",
             [turn([1, 2, 3], tool_calls=[CALL, CALL]), turn([4], [1, 1, 2, 3, 9])],
             reward=1.0,
             group_id="g",
             info=offered,
         ),
-        fate(
+        outcome(
             "b",
             [turn([1, 2, 3, 4], tool_calls=[UNREADABLE])],
             "filter:zero_advantage",
@@ -62,10 +62,10 @@ def test_the_figures_of_a_step_by_hand():
             stop_reason=StopReason.LENGTH,
             messages=[{"role": "assistant", "content": "<tool_call>{"}],
         ),
-        fate("c", [turn([5] * 4)], "difficulty", reward=0.5, group_id="h", info=offered),
-        fate("d", [], "error", error="environment: score raised KeyError: 'question 17'"),
+        outcome("c", [turn([5] * 4)], "difficulty", reward=0.5, group_id="h", info=offered),
+        outcome("d", [], "error", error="environment: score raised KeyError: 'question 17'"),
     ]
-    figures = rollout_figures({"success/game": 0.25}, fates)["game"]
+    figures = rollout_figures({"success/game": 0.25}, outcomes)["game"]
     assert figures.pop("credit/tokens_per_turn") == pytest.approx(-1)  # 2 tokens a turn earn 1, 4 earn 0
     assert figures.pop("credit/tool/look") == pytest.approx(1)
     assert figures == pytest.approx(
@@ -84,7 +84,7 @@ def test_the_figures_of_a_step_by_hand():
             "turns": 4 / 3,
             "completion_tokens": 4,
             "tokens_per_turn": 10 / 3,
-            "cut_off": 1 / 3,
+            "truncated": 1 / 3,
             "repetition": 0.0,
             "tool/look": 2 / 3,
             "offered": 3,
@@ -96,7 +96,7 @@ def test_the_figures_of_a_step_by_hand():
             "rewritten": 0,
         }
     )
-    assert error_counts(fates) == {"game": {"environment: score raised KeyError": 1}}
+    assert error_counts(outcomes) == {"game": {"environment: score raised KeyError": 1}}
 
 
 def test_repetition_is_the_share_of_4_grams_that_occurred_before_in_their_turn():
@@ -206,8 +206,8 @@ def test_a_resumed_watch_says_what_one_that_never_stopped_says():
         return AlarmWatch({"mismatch_kl": ALARMS["mismatch_kl"], "x": rising})
 
     def one_step(watch: AlarmWatch, metrics: dict[str, float], step: int) -> list[str]:
-        fates = [fate(f"{step}", [turn([1, 2, 3])], reward=1.0)]
-        return [repr(alarm) for alarm in watch.on_step(step, metrics, fates)] + [
+        outcomes = [outcome(f"{step}", [turn([1, 2, 3])], reward=1.0)]
+        return [repr(alarm) for alarm in watch.on_step(step, metrics, outcomes)] + [
             repr(alarm) for alarm in watch.on_eval(step, "game", {"success": 0.5}) if step % 10 == 0
         ]
 
@@ -277,9 +277,9 @@ def test_an_alarm_is_not_cleared_by_a_rule_that_fails():
 
 def test_an_alarm_tells_no_secret_of_an_error_that_it_quotes():
     error = "environment: http://me:hunter2secret@host/reset refused it"
-    fates = [fate(f"t{number}", [], "error", error=error) for number in range(10)]
+    outcomes = [outcome(f"t{number}", [], "error", error=error) for number in range(10)]
     watch = AlarmWatch({"repeated_error": ALARMS["repeated_error"]})
-    (alarm,) = watch.on_step(1, {}, fates)
+    (alarm,) = watch.on_step(1, {}, outcomes)
     assert "http://[redacted]@host/reset refused it" in alarm.message
     assert "hunter2secret" not in f"{alarm}{watch.state_dict()['raised']}"
 

@@ -8,7 +8,7 @@ import pyte
 import pytest
 import rich.console
 
-from verbatim.logs.monitors.live import LiveView, Stage
+from verbatim.logs.monitors.live import LiveView, ProgressStage
 
 
 def terminal(**options: object) -> tuple[rich.console.Console, io.StringIO]:
@@ -30,7 +30,7 @@ def lines(out: io.StringIO) -> list[str]:
 def test_the_time_left_is_that_of_the_last_updates():
     """Of 10 things 4 are done, at 2, 4, 6 and 8 seconds: 6 more take 12 seconds, and 11 a second later."""
     at = [0.0]
-    stage = Stage("work", 10, now=lambda: at[0])
+    stage = ProgressStage("work", 10, now=lambda: at[0])
     assert stage.seconds_left is None
     for done, at[0] in enumerate((2.0, 4.0, 6.0, 8.0), start=1):
         stage.update(done)
@@ -73,7 +73,7 @@ def test_what_was_done_before_and_what_went_before_the_work_do_not_count():
 
 def test_without_a_total_or_without_progress_there_is_no_time_left():
     at = [0.0]
-    for stage in (Stage("work", None, now=lambda: at[0]), Stage("work", 5, now=lambda: at[0])):
+    for stage in (ProgressStage("work", None, now=lambda: at[0]), ProgressStage("work", 5, now=lambda: at[0])):
         at[0] += 1.0
         stage.update(0)
         assert stage.seconds_left is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from logs.monitors.fates import fate
+from logs.monitors.outcomes_made import outcome
 from verbatim.core.errors import UsageError
 from verbatim.logs.monitors import Alarm, AlarmLog, RunInfo
 from verbatim.logs.monitors.mlflow import RUN_ID, Mlflow, MlflowMonitor
@@ -64,7 +64,7 @@ def test_a_run_is_recorded_with_everything(uri: str, tmp_path: Path):
     monitor.on_eval(0, "my/game (2)", {"success": 0.25, "reward/mean": math.nan})
     for step in (1, 2):
         monitor.on_step(step, {"rollouts": 8, "loss": step / 2}, {"distribution/turns": [0.0, 10.0, math.nan]})
-        monitor.on_trajectories(step, [fate("a", 1.0), fate("b", 0.5), fate("c", 0.0, reason="stale")])
+        monitor.on_trajectories(step, [outcome("a", 1.0), outcome("b", 0.5), outcome("c", 0.0, reason="stale")])
     alarm = Alarm(name="stale", step=2, state="raised", message="Too old", cause="slow", advice="wait")
     log.on_alarm(alarm)
     monitor.on_alarm(alarm)
@@ -96,7 +96,7 @@ def test_the_library_reads_a_table_back(uri: str, tmp_path: Path):
     import mlflow
 
     monitor = opened(uri, tmp_path)
-    monitor.on_trajectories(1, [fate("a", 1.0)])
+    monitor.on_trajectories(1, [outcome("a", 1.0)])
     monitor.close()
     mlflow.set_tracking_uri(uri)
     run = Read(uri, tmp_path).run.info
@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_in_its_own_record_with_no_step_twice(uri: str, tm
         killed.on_step(step, {"rollouts": 8, "loss": step})
         if step % 2 == 0:
             killed.on_eval(step, "game", {"success": step / 8})
-    killed.on_trajectories(1, [fate("a", 1.0)])
+    killed.on_trajectories(1, [outcome("a", 1.0)])
     killed.close()
     first = Read(uri, tmp_path)
     resumed = opened(uri, tmp_path, first_step=2)
@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_in_its_own_record_with_no_step_twice(uri: str, tm
         if step % 2 == 0:
             resumed.on_eval(step, "game", {"success": 1.0})
             resumed.on_eval(step, "other", {"success": 0.5})
-    resumed.on_trajectories(10, [fate("a", 1.0)])
+    resumed.on_trajectories(10, [outcome("a", 1.0)])
     resumed.on_end({"state": "finished", "steps": 6, "results": {}})
     resumed.close()
     read = Read(uri, tmp_path)

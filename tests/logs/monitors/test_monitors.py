@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from verbatim import Trajectory
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors import Alarm, MetricsLog, Monitor, Monitors, RunInfo
-from verbatim.logs.monitors.base import METHODS, NO_DISTRIBUTIONS, Distributions, Metrics, fault_of, open_monitors
+from verbatim.logs.monitors.monitor import METHODS, NO_DISTRIBUTIONS, Distributions, Metrics, fault_of, open_monitors
 
 ALARM = Alarm(
     name="entropy_collapse",
@@ -127,10 +127,10 @@ def test_every_method_is_called_with_what_it_is_told():
         return lambda self, *arguments: told.append((name, *arguments))
 
     monitors = Monitors([type("All", (), {name: method(name) for name in METHODS})()])
-    fates = [Fate(trajectory=Trajectory(example_id="x"), turns=())]
+    outcomes = [TrajectoryOutcome(trajectory=Trajectory(example_id="x"), turns=())]
     monitors.on_start({"seed": 1})
     monitors.on_step(1, {"x": 1.0}, {"d": [2.0]})
-    monitors.on_trajectories(1, fates)
+    monitors.on_trajectories(1, outcomes)
     monitors.on_eval(1, "game", {"y": 2.0})
     monitors.on_alarm(ALARM)
     monitors.on_end({"state": "failed"})
@@ -138,7 +138,7 @@ def test_every_method_is_called_with_what_it_is_told():
     assert told == [
         ("on_start", {"seed": 1}),
         ("on_step", 1, {"x": 1.0}, {"d": [2.0]}),
-        ("on_trajectories", 1, fates),
+        ("on_trajectories", 1, outcomes),
         ("on_eval", 1, "game", {"y": 2.0}),
         ("on_alarm", ALARM),
         ("on_end", {"state": "failed"}),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from logs.monitors.fates import HOSTILE, fate
+from logs.monitors.outcomes_made import HOSTILE, outcome
 from verbatim.core.errors import UsageError
 from verbatim.logs.monitors import Alarm, RunInfo
 from verbatim.logs.monitors.tensorboard import Tensorboard, TensorboardMonitor
@@ -107,17 +107,19 @@ def test_the_configuration_and_the_results_are_texts_and_hyperparameters(tmp_pat
 def test_sample_trajectories_are_a_table_in_which_nothing_is_markdown(tmp_path: Path):
     monitor = Tensorboard(samples=2)(about(tmp_path))
     for number in (1, 2):
-        monitor.on_trajectories(number, [fate("a", 1.0, text=HOSTILE), fate("b", 0.0, reason="stale"), fate("c", 0.5)])
+        monitor.on_trajectories(
+            number, [outcome("a", 1.0, text=HOSTILE), outcome("b", 0.0, reason="stale"), outcome("c", 0.5)]
+        )
     monitor.close()
     ((number, table),) = Read(tmp_path / "tensorboard")["trajectories"]
     heading, first, second = table.tolist()
     assert number == 1
-    assert [first[heading.index(name)].strip() for name in (b"trajectory_id", b"reward", b"fate")] == [
+    assert [first[heading.index(name)].strip() for name in (b"trajectory_id", b"reward", b"outcome")] == [
         b"a",
         b"1.0",
         b"trained",
     ]
-    assert second[heading.index(b"fate")].strip() == b"stale"
+    assert second[heading.index(b"outcome")].strip() == b"stale"
     conversation = first[heading.index(b"conversation")].decode()
     assert all(line.startswith("    ") for line in conversation.splitlines())
     assert "<script>" in conversation and "\\x1b[31mred" in conversation

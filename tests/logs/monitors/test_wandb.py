@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from logs.monitors.fates import fate
+from logs.monitors.outcomes_made import outcome
 from verbatim.core.errors import UsageError
 from verbatim.logs.monitors import Alarm, RunInfo, wandb
 from verbatim.logs.monitors.wandb import Wandb
@@ -205,7 +205,7 @@ def test_a_package_that_fails_altogether_is_one_warning(
 def test_sample_trajectories_are_a_table_of_some_steps(tmp_path: Path, fake_wandb: FakeWandb):
     monitor = Wandb(project="mine", samples=2, sample_interval=3)(about(tmp_path))
     for step in range(1, 5):
-        monitor.on_trajectories(step, [fate(f"{step}-{n}", reward=n / 4) for n in range(4)])
+        monitor.on_trajectories(step, [outcome(f"{step}-{n}", reward=n / 4) for n in range(4)])
     monitor.close()
     assert [(step, [row["trajectory_id"] for row in values["trajectories"]]) for step, values in fake_wandb.logged] == [
         (1, ["1-3", "1-0"]),
@@ -215,7 +215,7 @@ def test_sample_trajectories_are_a_table_of_some_steps(tmp_path: Path, fake_wand
 
 def test_no_conversation_is_sent_where_samples_is_0(tmp_path: Path, fake_wandb: FakeWandb):
     monitor = Wandb(project="mine", samples=0)(about(tmp_path))
-    monitor.on_trajectories(1, [fate("a", reward=1.0)])
+    monitor.on_trajectories(1, [outcome("a", reward=1.0)])
     monitor.close()
     assert fake_wandb.logged == []
 

@@ -130,7 +130,7 @@ class Dialogues:
 
 
 @dataclass
-class Tally:
+class CampaignCounts:
     """What dialogues showed of one template."""
 
     name: str
@@ -147,12 +147,12 @@ class Tally:
     """Turns whose continuation the template itself refuses."""
 
 
-def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, hostile: bool = True) -> None:
+def check(renderer: TemplateRenderer, tokenizer: Any, counts: CampaignCounts, seed: int, hostile: bool = True) -> None:
     """One dialogue, turn by turn, each prompt bridged from the one before where that is right."""
     renderer.tool_support = COMPLETE  # bridges are right also where a run with tools would be refused
     dialogues = Dialogues(seed, hostile)
     tools, messages = dialogues.tools(), dialogues.opening()
-    tally.num_dialogues += 1
+    counts.num_dialogues += 1
     conversation: Conversation | None = None
     for meant, answers in dialogues.turns():
         try:
@@ -165,28 +165,28 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
                     add_generation_prompt=True,
                     return_dict=False,
                 )
-                tally.differs += not _hostile(messages, tools) and conversation.prompt_ids.tolist() != theirs
+                counts.differs += not _hostile(messages, tools) and conversation.prompt_ids.tolist() != theirs
             completion = _sampled(renderer, messages, meant, answers, tools)
             reply, calls, new = _read(renderer, conversation.prompt_ids, completion, meant, answers)
             renderer.write_ids([*messages, reply, *new], tools, True)
         except EnvironmentFault:
-            tally.refused["+".join(sorted({message["role"] for message in answers}))] += 1
+            counts.refused["+".join(sorted({message["role"] for message in answers}))] += 1
             return
         kind = "+".join(sorted({message["role"] for message in new}))
-        tally.tried[kind] += 1
+        counts.tried[kind] += 1
         messages += [reply, *new]
         if completion is None:
-            tally.broken["not sampled so"] += 1
+            counts.broken["not sampled so"] += 1
             conversation = None
             continue
         conversation = conversation.answered(completion, None, reply, calls)
         following = conversation.bridged(new, tools)
         if isinstance(following, BreakReason):
-            tally.broken[str(following)] += 1
+            counts.broken[str(following)] += 1
         else:
-            tally.bridged[kind] += 1
+            counts.bridged[kind] += 1
             if not _right(renderer, conversation, following, tools, new):
-                tally.wrong.append((seed, kind, len(conversation.messages)))
+                counts.wrong.append((seed, kind, len(conversation.messages)))
         conversation = None if isinstance(following, BreakReason) else following
 
 
@@ -250,9 +250,9 @@ def _turn(renderer: TemplateRenderer, before: str, whole: str) -> tuple[str, str
 
 
 def _text(renderer: TemplateRenderer, messages: Sequence[Any], tools: Any, prompt: bool) -> str:
-    guard = renderer.tokenizer.guard
-    shown = guard.tools(tools)
-    return renderer._render(renderer._wrapped(guard.messages(messages), shown), renderer._given(shown), prompt)
+    escaper = renderer.tokenizer.escaper
+    shown = escaper.tools(tools)
+    return renderer._render(renderer._wrapped(escaper.messages(messages), shown), renderer._given(shown), prompt)
 
 
 def _hostile(messages: Sequence[Any], tools: Any) -> bool:

@@ -7,15 +7,15 @@ import pytest
 from families import family_tokenizer
 
 from verbatim import Example, RolloutIdentity
-from verbatim.core.trajectories import Fate
-from verbatim.environments.base import Episode
+from verbatim.core.trajectories import TrajectoryOutcome
+from verbatim.environments.environment import Episode
 from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inspection.doctor import Doctor, LoggedTrajectory
-from verbatim.logs.monitors.alarms.base import Window
 from verbatim.logs.monitors.alarms.break_reasons import ADVICE, CAUSE, cause_and_advice
 from verbatim.logs.monitors.alarms.figures import rollout_figures
+from verbatim.logs.monitors.alarms.rule import Window
 from verbatim.models.renderers import BreakReason, create_renderer
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
 
@@ -99,10 +99,10 @@ async def played(said, habit=None, family="qwen3", **renderer):
 
 def shown(trajectory):
     """(share of later turns that break, the alarm's cause and advice, the doctor's findings)"""
-    fates = [Fate(trajectory=trajectory, turns=("trained",) * TURNS)]
-    broken = rollout_figures({}, fates)["talks"]["broken"]
+    outcomes = [TrajectoryOutcome(trajectory=trajectory, turns=("trained",) * TURNS)]
+    broken = rollout_figures({}, outcomes)["talks"]["broken"]
     found = list(Doctor(None).examine(LoggedTrajectory(trajectory=trajectory, line=1)))
-    return broken, *cause_and_advice(Window(steps=[], fates=fates), "talks"), found
+    return broken, *cause_and_advice(Window(steps=[], outcomes=outcomes), "talks"), found
 
 
 @pytest.mark.parametrize(

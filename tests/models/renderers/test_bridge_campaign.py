@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_dialogues import Dialogues, Tally, byte_tokenizer, check
+from random_dialogues import CampaignCounts, Dialogues, byte_tokenizer, check
 from random_templates import random_template
 
 from campaigns import sized
@@ -45,13 +45,13 @@ def test_a_bridge_is_what_the_template_gives(part, campaign):
     row, faults = campaign("bridges of published templates"), {}
     for name in TRIED[part::PARTS]:
         tokenizer, renderer = made(name)
-        tally = Tally(name)
+        counts = CampaignCounts(name)
         for seed in range(sized(3, 300)):
-            check(renderer, tokenizer, tally, seed)
-        row.cases += tally.num_dialogues
-        row.wrong += len(tally.wrong) + tally.differs
-        if tally.wrong or tally.differs:
-            faults[name] = (tally.wrong, tally.differs)
+            check(renderer, tokenizer, counts, seed)
+        row.cases += counts.num_dialogues
+        row.wrong += len(counts.wrong) + counts.differs
+        if counts.wrong or counts.differs:
+            faults[name] = (counts.wrong, counts.differs)
     assert faults == {}
 
 
@@ -65,21 +65,21 @@ def test_a_bridge_that_loses_a_token_is_found(monkeypatch):
         return ids if isinstance(ids, BreakReason) else np.delete(ids, -2)
 
     monkeypatch.setattr(renderer, "continue_conversation", shorter)
-    tally = Tally("qwen2_5")
+    counts = CampaignCounts("qwen2_5")
     for seed in range(3):
-        check(renderer, tokenizer, tally, seed)
-    assert tally.wrong
+        check(renderer, tokenizer, counts, seed)
+    assert counts.wrong
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "lfm2_v2", "gemma3"])
 def test_a_template_that_keeps_its_history_is_always_bridged(name):
     tokenizer, renderer = made(name)
-    tally = Tally(name)
+    counts = CampaignCounts(name)
     for seed in range(6):
-        check(renderer, tokenizer, tally, seed, hostile=False)
-    assert tally.tried
-    assert set(tally.broken) <= {"thought_dropped"}
-    assert tally.bridged.total() == tally.tried.total() - sum(tally.broken.values())
+        check(renderer, tokenizer, counts, seed, hostile=False)
+    assert counts.tried
+    assert set(counts.broken) <= {"thought_dropped"}
+    assert counts.bridged.total() == counts.tried.total() - sum(counts.broken.values())
 
 
 def test_thinking_survives_a_tool_and_not_a_user():
@@ -161,24 +161,24 @@ def test_a_template_that_writes_no_text_is_refused(name):
 @pytest.mark.parametrize("name", ["qwen3_training", "qwen3", "qwen3_8", "glm4moe", "nemotron_3_nano", "llama3_1"])
 def test_a_turn_starts_anew_only_for_a_thought_or_a_prompt_that_is_rewritten(name):
     tokenizer, renderer = made(name)
-    tally = Tally(name)
+    counts = CampaignCounts(name)
     for seed in range(6):
-        check(renderer, tokenizer, tally, seed, hostile=False)
-    assert tally.wrong == []
-    assert tally.tried
+        check(renderer, tokenizer, counts, seed, hostile=False)
+    assert counts.wrong == []
+    assert counts.tried
     # Nemotron's prompts open a thought, which its history closes where the user has spoken.
     opened = {"format_unknown"} if name.startswith("nemotron") else set()
-    assert set(tally.broken) <= {"thought_dropped", "not sampled so"} | opened
+    assert set(counts.broken) <= {"thought_dropped", "not sampled so"} | opened
 
 
 def bridges_of_a_random_template(seed, num_dialogues):
     """(bridges, wrong ones)"""
     tokenizer = byte_tokenizer(random_template(seed))
     renderer = create_renderer("template", tokenizer)
-    tally = Tally(str(seed))
+    counts = CampaignCounts(str(seed))
     for number in range(num_dialogues):
-        check(renderer, tokenizer, tally, 1000 * seed + number)
-    return tally.bridged.total(), tally.wrong
+        check(renderer, tokenizer, counts, 1000 * seed + number)
+    return counts.bridged.total(), counts.wrong
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from verbatim.core.types import ToolCall
 from verbatim.environments.calculator import Calculator
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.models.renderers import create_renderer
-from verbatim.models.renderers.base import ParsedResponse
 from verbatim.models.renderers.call_ids import CallIds
 from verbatim.models.renderers.conversation import Conversation
+from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 
 KIMI = ["kimi-k2", "kimi-k2.5"]

@@ -10,7 +10,7 @@ from families import FAMILIES, MORE, family_tokenizer
 
 from verbatim.core.errors import ModelError, UsageError
 from verbatim.models.renderers import ALIASES, AUTO_FAMILIES, RENDERERS, create_renderer
-from verbatim.models.renderers.recognise import PROBES
+from verbatim.models.renderers.detect_family import PROBES
 
 
 def with_template(tokenizer, old, new):

@@ -50,7 +50,7 @@ def read(name, text, tools=EDIT):
     renderer = renderer_of(name)
     control = renderer.tokenizer.control_tokens
     assert any(token in text for token in control)
-    ids = renderer.tokenizer.unguarded.encode(text, add_special_tokens=False)
+    ids = renderer.tokenizer.unescaped.encode(text, add_special_tokens=False)
     return renderer.parse_response(np.asarray(ids, dtype=np.int32), None, tools).tool_calls
 
 

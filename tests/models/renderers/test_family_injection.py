@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from campaigns import Campaign, sized
 from drawn import drawn, is_found
 from verbatim.core.errors import EnvironmentFault, ModelError
-from verbatim.models.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
-from verbatim.models.renderers.recognise import check_guarded
+from verbatim.models.renderers.detect_family import check_escaping
+from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, EscapingTokenizer
 from verbatim.models.renderers.template import TemplateRenderer
 
 FIELDS = ("system", "user", "said", "thought", "function", "parameter", "key", "value", "deep", "call id", "answer",
@@ -134,12 +134,12 @@ def test_no_text_changes_the_special_tokens_of_a_bridge(name, data):
 
 
 class Careless:
-    """Encodes what tools answer past the guard."""
+    """Encodes what tools answer past the escaping."""
 
     name = "careless"
 
     def __init__(self):
-        self.tokenizer = GuardedTokenizer(family_tokenizer("glm-5"))
+        self.tokenizer = EscapingTokenizer(family_tokenizer("glm-5"))
 
     def write_ids(self, messages, tools, add_generation_prompt):
         answers = "".join(message["content"] for message in messages if message["role"] == "tool")
@@ -151,7 +151,7 @@ class Careless:
 def test_a_renderer_that_encodes_past_the_guard_is_refused():
     renderer = Careless()
     with pytest.raises(ModelError, match='"careless" lets the text of users and tools become control tokens'):
-        check_guarded(renderer, renderer.tokenizer)
+        check_escaping(renderer, renderer.tokenizer)
 
 
 def test_a_renderer_that_encodes_past_the_guard_is_found():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_dialogues import Tally, check
+from random_dialogues import CampaignCounts, check
 from random_dialogues import byte_tokenizer as tokenizer_of
 from test_template_renderer import byte_tokenizer
 
@@ -210,23 +210,23 @@ def test_a_users_text_that_would_pass_for_a_tools_is_refused_where_both_speak_in
 def test_bridges_are_what_the_published_templates_write_of_the_wrapped_messages(name):
     tokenizer = tokenizer_of((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
     renderer = create_renderer("template", tokenizer, tools="hermes")
-    tally = Tally(name)
+    counts = CampaignCounts(name)
     for seed in range(10):
-        check(renderer, tokenizer, tally, seed)
-    assert tally.wrong == []
-    assert tally.differs == 0
-    assert tally.tried.total() > 5
+        check(renderer, tokenizer, counts, seed)
+    assert counts.wrong == []
+    assert counts.differs == 0
+    assert counts.tried.total() > 5
 
 
 def test_a_template_that_keeps_its_history_is_always_bridged_over_tools_answers():
     tokenizer = chatml_tokenizer()
     renderer = create_renderer("template", tokenizer, tools="hermes")
-    tally = Tally("chatml")
+    counts = CampaignCounts("chatml")
     for seed in range(20):
-        check(renderer, tokenizer, tally, seed, hostile=False)
-    assert (tally.wrong, tally.differs) == ([], 0)
-    assert tally.bridged["tool"] >= 20
-    assert tally.bridged["tool"] == tally.tried["tool"]
+        check(renderer, tokenizer, counts, seed, hostile=False)
+    assert (counts.wrong, counts.differs) == ([], 0)
+    assert counts.bridged["tool"] >= 20
+    assert counts.bridged["tool"] == counts.tried["tool"]
 
 
 def test_a_demonstrated_call_is_learned_as_the_call():

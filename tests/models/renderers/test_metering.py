@@ -11,8 +11,8 @@ from random_dialogues import byte_tokenizer
 from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.models.renderers import create_renderer
 from verbatim.models.renderers.chat_template import ChatTemplate
+from verbatim.models.renderers.detect_family import PROBES
 from verbatim.models.renderers.metering.meter import MAX_DEPTH, Meter
-from verbatim.models.renderers.recognise import PROBES
 
 FOLDER = Path(__file__).parent / "data"
 SOURCES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*_templates/*.jinja"))}

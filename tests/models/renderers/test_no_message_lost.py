@@ -15,7 +15,7 @@ from lost_messages import Talk, end_of_answer, lost
 from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.core.types import ToolCall
 from verbatim.models.renderers import Conversation, create_renderer
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.models.renderers.tool_support import COMPLETE
 
 FORMATS = [*FAMILIES, *MORE, *(f"{name}.jinja" for name in TEMPLATES if name not in TEXTLESS)]

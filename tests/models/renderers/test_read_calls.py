@@ -138,7 +138,7 @@ def as_function(call):
 
 
 @dataclass
-class Tally:
+class CampaignCounts:
     """What became of texts of one format."""
 
     valid: int = 0
@@ -148,7 +148,7 @@ class Tally:
     misread: list = field(default_factory=list)
 
 
-def check(name, seed, tally):
+def check(name, seed, counts):
     """One message with calls, read back; and with three damages, one at a time."""
     renderer, random_calls = renderer_of(name), RandomCalls(seed)
     calls = random_calls.calls(most_calls(name))
@@ -156,36 +156,36 @@ def check(name, seed, tally):
     said, text = read(renderer, prompt, ids), renderer.decode(ids)
     wanted = functions([call["function"] for call in calls])
     ok = functions([as_function(call) for call in said if call.status == "ok"])
-    tally.valid += 1
+    counts.valid += 1
     if ok != wanted or len(said) != len(wanted):
-        (tally.altered if set(ok) - set(wanted) else tally.refused).append((name, seed, text, said))
+        (counts.altered if set(ok) - set(wanted) else counts.refused).append((name, seed, text, said))
     for _ in range(3):
         changed = random_calls.damaged(text, marks_of(name))
-        sampled = renderer.tokenizer.unguarded.encode(changed, add_special_tokens=False)
+        sampled = renderer.tokenizer.unescaped.encode(changed, add_special_tokens=False)
         found = not_in_the_text(name, changed, wanted, read(renderer, prompt, sampled))
-        tally.damaged += 1
-        tally.misread += [(name, seed, changed, *one) for one in found]
+        counts.damaged += 1
+        counts.misread += [(name, seed, changed, *one) for one in found]
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("part", range(PARTS))
 def test_calls_come_back_exactly_and_damaged_ones_as_no_others(part, campaign):
-    tally, row = Tally(), campaign("calls that are read back")
+    counts, row = CampaignCounts(), campaign("calls that are read back")
     damaged = campaign("damaged calls that are read")
     for name in FORMATS[part::PARTS]:
-        of_format = Tally()
+        of_format = CampaignCounts()
         for seed in range(sized(3, 340)):
             check(name, seed, of_format)
         for attribute, value in vars(of_format).items():
-            setattr(tally, attribute, getattr(tally, attribute) + value)
+            setattr(counts, attribute, getattr(counts, attribute) + value)
         assert name in REFUSES or not of_format.refused, of_format.refused[:1]
         assert len(of_format.refused) < 0.6 * of_format.valid or of_format.valid < 10
-    row.cases += tally.valid
-    row.wrong += len(tally.altered)
-    damaged.cases += tally.damaged
-    damaged.wrong += len(tally.misread)
-    assert (tally.altered, tally.misread) == ([], [])
+    row.cases += counts.valid
+    row.wrong += len(counts.altered)
+    damaged.cases += counts.damaged
+    damaged.wrong += len(counts.misread)
+    assert (counts.altered, counts.misread) == ([], [])
 
 
 def test_every_family_is_here():
@@ -201,10 +201,10 @@ def test_a_reader_that_strips_values_is_found(monkeypatch):
         return {key: value.strip() if isinstance(value, str) else value for key, value in arguments.items()}, status
 
     monkeypatch.setattr(ArgumentTags, "read", read_stripped)
-    tally = Tally()
+    counts = CampaignCounts()
     for seed in range(12):
-        check("family qwen3.5", seed, tally)
-    assert tally.altered
+        check("family qwen3.5", seed, counts)
+    assert counts.altered
 
 
 def test_a_reader_that_takes_what_it_finds_is_found(monkeypatch):
@@ -215,7 +215,7 @@ def test_a_reader_that_takes_what_it_finds_is_found(monkeypatch):
         return {key: typed(value, types_of(tools, name, key)) for key, value in found}, "ok"
 
     monkeypatch.setattr(ArgumentTags, "read", read_loosely)
-    tally = Tally()
+    counts = CampaignCounts()
     for seed in range(12):
-        check("family qwen3.5", seed, tally)
-    assert tally.altered and tally.misread
+        check("family qwen3.5", seed, counts)
+    assert counts.altered and counts.misread

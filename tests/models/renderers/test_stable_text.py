@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawn import drawn, is_found
 from verbatim.models.renderers import create_renderer, stable_text
-from verbatim.models.renderers.base import ReadsGrowingText
+from verbatim.models.renderers.renderer import ReadsGrowingText
 
 TEXTS = ["so ", "I", " look", "\n", "\n\n", "ö", "🙂", "<", "< 3", "<think", ">", "{", '{"name": "look", ', "[",
          "look(", '"arguments": {"at": "Bonn"}}', "<think>", "</think>", "<tool_call>", "</tool_call>",

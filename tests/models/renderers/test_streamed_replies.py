@@ -13,11 +13,11 @@ from test_stable_text import completions
 
 from drawn import drawn, is_found
 from verbatim.core.types import StopReason
-from verbatim.inference.base import Completion
 from verbatim.inference.chat.partial import Growing, partial_texts
 from verbatim.inference.chat.protocol import ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import StopWatch
+from verbatim.inference.sampler import Completion
 from verbatim.models.renderers import create_renderer
 
 STOPS = ["look", "\n\n", " I", "ö", "🙂", "<", "</think>", "{", "call>", "so so"]

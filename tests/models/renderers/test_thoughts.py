@@ -184,7 +184,7 @@ def test_families_with_marks_of_their_own_read_calls_in_thoughts_alike(name, ope
 
     def read(begun, sampled):
         texts = (
-            renderer.tokenizer.unguarded.encode(text, add_special_tokens=False) for text in (sampled, prompt + begun)
+            renderer.tokenizer.unescaped.encode(text, add_special_tokens=False) for text in (sampled, prompt + begun)
         )
         return renderer.parse_response(*(np.array(ids, dtype=np.int32) for ids in texts), [LOOK])
 

@@ -14,7 +14,7 @@ from verbatim import Example, Group, RolloutIdentity, Trajectory, Turn, build_sa
 from verbatim.algorithms.credit import ADVANTAGES, assign_advantages
 from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings

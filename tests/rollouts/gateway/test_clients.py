@@ -19,7 +19,7 @@ import pytest
 from lost_messages import renderer_of, sampler_for
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.sampling import SamplingParams
-from verbatim.inspection.envcheck.play import SilentTally
+from verbatim.inspection.envcheck.play import SilentStats
 from verbatim.inspection.envcheck.program_check import ProgramReport, check_program
 from verbatim.rollouts.gateway.program.environment import Program
 from verbatim.rollouts.group import GroupRun
@@ -210,7 +210,7 @@ async def test_all_instructions_of_a_coding_agent_are_in_the_prompt(program, exa
         renderer=renderer,
         slots=asyncio.Semaphore(1),
         params=SamplingParams(max_tokens=64),
-        tally=SilentTally(),
+        episode_stats=SilentStats(),
         limits=EpisodeLimits(max_turns=2, max_context=100_000, timeout=310.0),
     )
     run = asyncio.create_task(GroupRun(setup, played.examples("train")[0], index=0, size=1, run_seed=0).run())

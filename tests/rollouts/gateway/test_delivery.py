@@ -9,7 +9,7 @@ from scripted_gateway import Client, GrowingRenderer, Held, scripted
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.core.trajectories import build
 from verbatim.rollouts.gateway import Gateway
-from verbatim.rollouts.gateway.delivery import Delivery, Progress, Stamp
+from verbatim.rollouts.gateway.delivery import AnswerProgress, Delivery, Stamp
 from verbatim.rollouts.gateway.session import INFO
 from waiting import until
 
@@ -96,7 +96,7 @@ async def test_an_answer_has_arrived_where_exact_ids_go_on_from_it():
     ).turns
     delivery, recorder = Delivery(), SimpleNamespace(turns=turns)
     for turn in (0, 1):
-        delivery.sends(turn, Progress(Stamp()))
+        delivery.sends(turn, AnswerProgress(Stamp()))
     delivery.went_on(turns)
     assert delivery.settle(recorder, trained=True) == {"undelivered": 1, "undelivered_tokens": 1}
 

@@ -652,7 +652,7 @@ def test_the_package_imports_neither_torch_nor_transformers():
 
 async def test_the_doctor_says_which_branch_it_is_and_why(http):
     from verbatim.inspection.doctor.diagnosis import Doctor
-    from verbatim.inspection.doctor.logs.base import LoggedTrajectory
+    from verbatim.inspection.doctor.logs.log_file import LoggedTrajectory
 
     async with gateway_over() as gateway:
         episode = gateway.episode()

@@ -13,7 +13,7 @@ from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.proxy import SamplerProxy
-from verbatim.models.renderers.base import ReadsGrowingText
+from verbatim.models.renderers.renderer import ReadsGrowingText
 from verbatim.rollouts.gateway import Gateway
 from verbatim.rollouts.gateway.session import INFO
 from waiting import until

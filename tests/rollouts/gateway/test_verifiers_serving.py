@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verbatim.rollouts.gateway.verifiers.serving import Reception, Serving
+from verbatim.rollouts.gateway.verifiers.serving import Reception, VerifiersServing
 from waiting import until
 
 pytestmark = pytest.mark.realtime
@@ -42,7 +42,7 @@ async def use(serving, seconds=60.0):
 async def test_a_second_cancellation_leaves_nothing_open():
     servers = Servers()
     servers.may_end.clear()
-    serving = Serving(servers)
+    serving = VerifiersServing(servers)
     episode = asyncio.create_task(use(serving, 600))
     await until(lambda: servers.log)
     for _ in range(3):
@@ -61,7 +61,7 @@ async def test_a_second_cancellation_leaves_nothing_open():
 async def test_an_episode_that_comes_while_the_last_one_ends_waits_for_that():
     servers = Servers()
     servers.may_end.clear()
-    serving = Serving(servers)
+    serving = VerifiersServing(servers)
     first = asyncio.create_task(use(serving, 0))
     await until(lambda: servers.log == ["up", "ending"])
     second = asyncio.create_task(use(serving, 0))
@@ -77,7 +77,7 @@ async def test_an_episode_that_comes_while_the_last_one_ends_waits_for_that():
 
 
 async def test_servers_that_do_not_start_are_told_to_all_who_wait_and_tried_again_later():
-    serving = Serving(Servers(fails=True))
+    serving = VerifiersServing(Servers(fails=True))
     failed = await asyncio.gather(use(serving), use(serving), return_exceptions=True)
     assert [str(error) for error in failed] == ["no port is free"] * 2
     serving.env.fails = False

@@ -10,24 +10,28 @@ import pytest
 
 from verbatim import Trajectory, Turn
 from verbatim.core.errors import UsageError
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.types import StopReason, ToolCall
-from verbatim.environments.base import succeeded
+from verbatim.environments.environment import succeeded
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors import MetricsLog
+from verbatim.logs.outcomes.files import OutcomeFolder
 from verbatim.run.evaluation.as_json import difference_to_json
-from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json, outcome_of
+from verbatim.run.evaluation.evaluated_episode import (
+    EvaluatedEpisode,
+    evaluated_episode_from_json,
+    evaluated_episode_of,
+)
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.results import env_result
 from verbatim.run.evaluation.rows import Compared, difference_rows
-from verbatim.run.evaluation.stored import evaluation_files, read_outcomes
+from verbatim.run.evaluation.stored import evaluation_files, read_evaluated_episodes
 from verbatim.run.summary import summary_of
 
 
-def outcome(example: str, number: int, reward: float | None, error: str | None = None, **fields) -> Outcome:
-    return Outcome(
+def outcome(example: str, number: int, reward: float | None, error: str | None = None, **fields) -> EvaluatedEpisode:
+    return EvaluatedEpisode(
         env="game",
         example_id=example,
         sample_index=number,
@@ -102,7 +106,7 @@ def test_figures_are_those_that_are_worked_out_by_hand():
     calls, 3, 1 and 2 tokens. Two of the three turns with tools have readable calls. All four episodes are counted in
     the success, and in what judges spent."""
     trajectories, game = played(), GuessNumber()
-    found = env_result("game", [outcome_of(t, succeeded(game, t)) for t in trajectories]).metrics()
+    found = env_result("game", [evaluated_episode_of(t, succeeded(game, t)) for t in trajectories]).metrics()
     expected = {
         "reward/mean": 7 / 12,
         "reward/std": math.sqrt(7 / 72),
@@ -127,7 +131,7 @@ def test_figures_are_those_that_are_worked_out_by_hand():
 def test_an_outcome_is_the_same_of_a_trajectory_and_of_its_json():
     for trajectory in played():
         written = json.loads(json.dumps(plain(trajectory_to_json(trajectory))))
-        assert outcome_of(trajectory, success=True) == outcome_from_json(written, success=True)
+        assert evaluated_episode_of(trajectory, success=True) == evaluated_episode_from_json(written, success=True)
 
 
 def test_failed_episodes_count_as_no_success_and_have_no_reward():
@@ -203,7 +207,7 @@ def test_a_failed_episode_leaves_its_pair_out_of_rewards_only():
 def test_other_seeds_have_no_pairs():
     before = [outcome("a", 0, 0.0), outcome("b", 0, 0.0)]
     after = [
-        Outcome(
+        EvaluatedEpisode(
             env="game", example_id=e, sample_index=0, seed=99, success=True, reward=1.0, error=None, stop_reason="stop"
         )
         for e in "ab"
@@ -218,19 +222,19 @@ def test_other_seeds_have_no_pairs():
 
 def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path):
     game = GuessNumber()
-    files = FateFolder(tmp_path / "evaluations")
+    files = OutcomeFolder(tmp_path / "evaluations")
     for step in (0, 5, 10):
-        files.write(step, [Fate.of_evaluated(trajectory) for trajectory in played()])
+        files.write(step, [TrajectoryOutcome.of_evaluated(trajectory) for trajectory in played()])
     assert list(evaluation_files(tmp_path)) == [0, 5, 10]
-    found = list(read_outcomes(tmp_path, {5}))
+    found = list(read_evaluated_episodes(tmp_path, {5}))
     assert [step for step, _ in found] == [5] * 4
-    assert [one for _, one in found] == [outcome_of(t, succeeded(game, t)) for t in played()]
-    assert len(list(read_outcomes(tmp_path))) == 12
+    assert [one for _, one in found] == [evaluated_episode_of(t, succeeded(game, t)) for t in played()]
+    assert len(list(read_evaluated_episodes(tmp_path))) == 12
     (tmp_path / "evaluations" / "step-000010.parquet").write_bytes(b"PAR1")
-    assert len(list(read_outcomes(tmp_path, {0, 5}))) == 8
+    assert len(list(read_evaluated_episodes(tmp_path, {0, 5}))) == 8
     with pytest.raises(UsageError, match=r"step-000010\.parquet cannot be read as trajectories"):
-        list(read_outcomes(tmp_path))
-    assert not evaluation_files(tmp_path / "nothing") and list(read_outcomes(tmp_path / "nothing")) == []
+        list(read_evaluated_episodes(tmp_path))
+    assert not evaluation_files(tmp_path / "nothing") and list(read_evaluated_episodes(tmp_path / "nothing")) == []
 
 
 def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
@@ -240,8 +244,10 @@ def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
         Trajectory(example_id="c", reward=1.0),
         Trajectory(example_id="d", reward=np.nan),
     ]
-    FateFolder(tmp_path / "evaluations").write(0, [Fate.of_evaluated(trajectory) for trajectory in played])
-    found = [one for _, one in read_outcomes(tmp_path)]
+    OutcomeFolder(tmp_path / "evaluations").write(
+        0, [TrajectoryOutcome.of_evaluated(trajectory) for trajectory in played]
+    )
+    found = [one for _, one in read_evaluated_episodes(tmp_path)]
     assert [one.success for one in found] == [True, False, True, False]
     assert found[3].reward is None
 
@@ -252,7 +258,7 @@ def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
 def write_run(folder: Path, wins: dict[int, int], env: str = "a", log_env: str = "a") -> tuple[Path, Path]:
     """Evaluations of 10 examples with 2 episodes each; `wins` of the 20 succeed, by step."""
     metrics, episodes = folder / "metrics.jsonl", folder / "evaluations"
-    lines, files = MetricsLog(metrics), FateFolder(episodes)
+    lines, files = MetricsLog(metrics), OutcomeFolder(episodes)
     for step, count in wins.items():
         lines.on_eval(step, env, {"success": count / 20, "episodes": 20})
         played = [
@@ -265,7 +271,7 @@ def write_run(folder: Path, wins: dict[int, int], env: str = "a", log_env: str =
             )
             for index in range(20)
         ]
-        files.write(step, [Fate.of_evaluated(trajectory) for trajectory in played])
+        files.write(step, [TrajectoryOutcome.of_evaluated(trajectory) for trajectory in played])
     lines.close()
     return metrics, episodes
 

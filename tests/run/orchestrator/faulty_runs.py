@@ -21,7 +21,7 @@ from byte_renderer import END, VOCAB_SIZE, call, say
 from inference.step_gate import decoder_of
 from run.orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make, until
 from verbatim.core.errors import SamplerFault, VerbatimError
-from verbatim.environments.base import Episode, Reply
+from verbatim.environments.environment import Episode, Reply
 from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
@@ -34,7 +34,7 @@ CONTEXT = 160
 
 
 @dataclass
-class Tally:
+class CampaignCounts:
     """What runs came to."""
 
     runs: int = 0
@@ -44,17 +44,17 @@ class Tally:
     """Tokens that are in no column of the ledger, or in one too many."""
     rolled_back: int = 0
     """Tokens of a process after the checkpoint that was gone on from: its own ledger had them, the run's has not."""
-    fates: Counter = field(default_factory=Counter)
+    outcomes: Counter = field(default_factory=Counter)
     """Tokens by what the ledger says of them in the end."""
     ends: Counter = field(default_factory=Counter)
     """Runs by how they ended."""
     errors: Counter = field(default_factory=Counter)
     """Failed episodes by kind."""
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CampaignCounts) -> None:
         for name in ("runs", "drawn", "outside", "rolled_back"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("fates", "ends", "errors"):
+        for name in ("outcomes", "ends", "errors"):
             getattr(self, name).update(getattr(other, name))
 
 
@@ -330,7 +330,7 @@ class Troubles(Coins):
 # ---- runs
 
 
-async def faulty_run(seed: int, model: Path | None, folder: Path) -> Tally:
+async def faulty_run(seed: int, model: Path | None, folder: Path) -> CampaignCounts:
     """One run and, where it was stopped or its trainer failed, another that goes on from its checkpoint.
 
     Args:
@@ -338,7 +338,12 @@ async def faulty_run(seed: int, model: Path | None, folder: Path) -> Tally:
         model: For the embedded engine; None takes the scripted one.
         folder: Where the trainer would write.
     """
-    rng, tally, notes, steps = random.Random(seed), Tally(runs=1), Notes(), random.Random(seed).randint(2, 5)
+    rng, episode_stats, notes, steps = (
+        random.Random(seed),
+        CampaignCounts(runs=1),
+        Notes(),
+        random.Random(seed).randint(2, 5),
+    )
     settings = {
         "level": rng.choice([0, 1, 2]),
         "steps": steps,
@@ -373,35 +378,35 @@ async def faulty_run(seed: int, model: Path | None, folder: Path) -> Tally:
             orchestrator.load_state_dict(before)
             known = before["counted"]
             await sampler.update_weights(folder, orchestrator.step)
-        _count_beside(orchestrator, sampler, known, tally)
+        _count_beside(orchestrator, sampler, known, episode_stats)
         tokens = rng.randint(0, 800 if model is None else 40) if attempt == 0 and rng.random() < 0.4 else None
         end = await _run_until(orchestrator, sampler, tokens)
         await sampler.close()
         await _end_of(settings["environment"].background)
         counted = known + sampler.num_drawn
-        tally.drawn += sampler.num_drawn
-        tally.outside += abs(counted - ledger.sampled) + abs(sampler.num_drawn - sampler.num_ended)
+        episode_stats.drawn += sampler.num_drawn
+        episode_stats.outside += abs(counted - ledger.sampled) + abs(sampler.num_drawn - sampler.num_ended)
         pending = orchestrator.dispatcher.num_pending_tokens
         ledger.check(pending)
-        tally.ends[end] += 1
+        episode_stats.ends[end] += 1
         if end == "finished" or attempt == 2:
             break
         before = notes.saved[max(notes.saved)]
         notes.steps = [entry for entry in notes.steps if entry[0] <= before["step"]]
-        tally.rolled_back += ledger.sampled - before["ledger"]["sampled"]
-    tally.fates.update({"trained": ledger.trained, **ledger.dropped, "pending": pending})
+        episode_stats.rolled_back += ledger.sampled - before["ledger"]["sampled"]
+    episode_stats.outcomes.update({"trained": ledger.trained, **ledger.dropped, "pending": pending})
     for _, _, groups in notes.steps:
-        tally.errors.update(t.error.partition(":")[0] for g in groups for t in g.trajectories if t.error)
-    return tally
+        episode_stats.errors.update(t.error.partition(":")[0] for g in groups for t in g.trajectories if t.error)
+    return episode_stats
 
 
-def _count_beside(orchestrator, sampler, known, tally):
+def _count_beside(orchestrator, sampler, known, episode_stats):
     """Whenever the loop's state is taken, what has been counted until then is in it too."""
     state_dict, ledger = orchestrator.state_dict, orchestrator.ledger_for_tests
 
     def with_count():
         counted = known + sampler.num_ended
-        tally.outside += abs(counted - ledger.sampled)
+        episode_stats.outside += abs(counted - ledger.sampled)
         return {**state_dict(), "counted": counted}
 
     orchestrator.state_dict = with_count

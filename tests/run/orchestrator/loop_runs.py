@@ -16,15 +16,15 @@ from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.core.errors import RunStopped
 from verbatim.core.trajectories import Ledger
 from verbatim.core.types import Group, StopReason
-from verbatim.environments.base import Episode
+from verbatim.environments.environment import Episode
 from verbatim.inference import Completion, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.run.orchestrator.assemble import GroupRules
-from verbatim.run.orchestrator.base import RunSchedule
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.eval_progress import EvalProgress
 from verbatim.run.orchestrator.loop import Orchestrator
+from verbatim.run.orchestrator.schedule import RunSchedule
 from verbatim.trainer.transport import StepReport
 
 GROUP, GROUPS = 2, 3
@@ -161,24 +161,24 @@ class HeldInTheMiddle(ScriptedSampler):
 
 
 class Groups(list):
-    """The groups whose trajectories have these fates, in their order."""
+    """The groups whose trajectories have these outcomes, in their order."""
 
-    def __init__(self, fates):
-        self.fates, members = fates, {}
-        for fate in fates:
-            members.setdefault(fate.trajectory.group_id, []).append(fate.trajectory)
+    def __init__(self, outcomes):
+        self.outcomes, members = outcomes, {}
+        for outcome in outcomes:
+            members.setdefault(outcome.trajectory.group_id, []).append(outcome.trajectory)
         super().__init__(
             Group(group_id=name, example_id=found[0].example_id, env=found[0].env, trajectories=found)
             for name, found in members.items()
         )
 
 
-def tokens_by_fate(notes):
+def tokens_by_outcome(notes):
     """What the observer was told, summed over the steps: to be compared with the ledger."""
     found = Counter()
     for _, _, groups in notes.steps:
-        for fate in groups.fates:
-            found.update(fate.num_tokens)
+        for outcome in groups.outcomes:
+            found.update(outcome.num_tokens)
     return found
 
 
@@ -186,8 +186,8 @@ class Notes:
     def __init__(self):
         self.steps, self.evals, self.saved, self.marked = [], [], {}, []
 
-    def on_step(self, step, metrics, fates):
-        self.steps.append((step, dict(metrics), Groups(list(fates))))
+    def on_step(self, step, metrics, outcomes):
+        self.steps.append((step, dict(metrics), Groups(list(outcomes))))
 
     def on_eval(self, step, evaluation):
         self.evals.append((step, evaluation))
@@ -353,7 +353,7 @@ async def go_on_and_check(notes, tmp_path, *, step=None, level=0, steps=6):
     ledger.check(pending=0)
     in_steps = sum(t.num_sampled_tokens for _, _, groups in notes.steps for g in groups for t in g.trajectories)
     assert ledger.trained == in_steps
-    assert tokens_by_fate(notes) == {"trained": in_steps}
+    assert tokens_by_outcome(notes) == {"trained": in_steps}
     gone = {"cancelled", "lost_worker"}  # the latter of actors that were killed in the middle
     assert {reason for reason, count in ledger.dropped.items() if count} <= gone, ledger.dropped
     assert ledger.sampled == in_steps + sum(ledger.dropped.values())

@@ -17,7 +17,7 @@ from verbatim import Example, Trajectory
 from verbatim.algorithms.curriculum import ExampleSchedule, PoolRules
 from verbatim.core.errors import RunStopped
 from verbatim.core.trajectories import Ledger, age
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeStats
 from verbatim.rollouts.group import MOST_IN_LINE
 from verbatim.run.orchestrator import dispatcher
 from verbatim.run.orchestrator.dispatcher import Dispatcher
@@ -59,7 +59,7 @@ class RandomRun:
             sampler=SimpleNamespace(vocab_size=9),
             slots=asyncio.Semaphore(self.slots),
             runner=SimpleNamespace(run=self.run_episode, metrics=dict),
-            tally=EpisodeTally(),
+            episode_stats=EpisodeStats(),
             run_id="",
             routing=None,
         )

@@ -14,7 +14,7 @@ from run.orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer,
 from run.orchestrator.test_difficulty_pools import RULES, Uneven
 from verbatim import Example
 from verbatim.config.orchestrator import EVAL_METRICS, CriterionConfig, EarlyStoppingConfig
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeStats
 from verbatim.run.orchestrator import eval_progress, loop
 from verbatim.run.orchestrator.eval_progress import BestEvaluation, EarlyStopping, EvalProgress, measured
 from verbatim.run.orchestrator.evaluate import Evaluation, plan
@@ -317,7 +317,7 @@ async def test_no_batch_is_handed_over_while_a_synchronous_run_may_end(tmp_path,
 def test_an_evaluation_plays_at_most_its_episodes(episodes, most, played):
     """Of 120 examples. 24 episodes played all of them, and 300 played 360."""
     environment = SimpleNamespace(examples=lambda split: [Example(id=f"e{i}") for i in range(120)])
-    setup = SimpleNamespace(env="e", environment=environment, tally=EpisodeTally())
+    setup = SimpleNamespace(env="e", environment=environment, episode_stats=EpisodeStats())
     examples, each = plan(setup, episodes=episodes, most=most)
     assert (len(examples), each) == played and len(examples) * each <= episodes
     assert [example.id for example in examples] == [f"e{i}" for i in range(played[0])]

@@ -7,7 +7,7 @@ import pytest
 from virtual_runs import on_virtual_time
 
 from verbatim import Example, Trajectory
-from verbatim.rollouts import EpisodeTally, GroupRun
+from verbatim.rollouts import EpisodeStats, GroupRun
 from verbatim.rollouts.group import MOST_IN_LINE
 from verbatim.run.orchestrator.evaluate import evaluate, plan
 
@@ -25,7 +25,7 @@ class OneSecond:
             sampler=SimpleNamespace(vocab_size=9),
             slots=asyncio.Semaphore(places),
             runner=SimpleNamespace(run=self.run, metrics=dict),
-            tally=EpisodeTally(),
+            episode_stats=EpisodeStats(),
             run_id="",
             routing=None,
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from run.orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, tokens_by_fate, until
+from run.orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, tokens_by_outcome, until
 from verbatim.core.errors import RecordError, RunStopped
 from verbatim.core.records.experts import Routing
 from verbatim.core.trajectories.ledger import REASONS
@@ -69,7 +69,7 @@ def check(orchestrator, notes):
     assert ledger.sampled == tokens_of(notes) + ledger.dropped["cancelled"] + ledger.dropped["unused_at_end"]
     of_no_trajectory = {"cancelled", "unused_at_end"}
     booked = {"trained": ledger.trained, **ledger.dropped}
-    assert tokens_by_fate(notes) == {name: n for name, n in booked.items() if n and name not in of_no_trajectory}
+    assert tokens_by_outcome(notes) == {name: n for name, n in booked.items() if n and name not in of_no_trajectory}
     for _, metrics, _ in notes.steps:
         dropped = sum(v for k, v in metrics.items() if k.startswith("ledger/dropped/"))
         assert metrics["ledger/sampled"] == metrics["ledger/trained"] + dropped + metrics["ledger/pending"]
@@ -358,4 +358,4 @@ async def test_experts_of_another_model_fail_their_episode_and_are_counted(tmp_p
     trained = [sample for batch in orchestrator.trainer_for_tests.batches for sample in batch]
     assert trained and all(sample.routed_experts.experts.shape[2] == 2 for sample in trained)
     assert sum(trajectory.num_unrecorded_tokens for trajectory in wrong) == 4 * len(wrong)
-    assert tokens_by_fate(notes)["error"] >= 4 * len(wrong)
+    assert tokens_by_outcome(notes)["error"] >= 4 * len(wrong)

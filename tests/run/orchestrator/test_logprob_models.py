@@ -44,7 +44,7 @@ def sample(token_ids, mask, temperatures):
 async def test_each_trained_token_is_scored_at_its_own_temperature_and_no_other():
     one = sample([5, 6, 7, 8], [False, True, False, True], [1, 0.5, 1, 2])
     group = AssembledGroup(
-        group=Group(group_id="g", example_id="x", env="e", trajectories=()), samples=(one,), fates=()
+        group=Group(group_id="g", example_id="x", env="e", trajectories=()), samples=(one,), outcomes=()
     )
     teacher = Counting()
     (scored,) = await add_logprob_streams([group], {"teacher": teacher})

@@ -8,17 +8,17 @@ import pytest
 
 from verbatim.core.trajectories import Ledger
 from verbatim.core.types import Trajectory
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeStats
 from verbatim.run.orchestrator.nothing_trained import why_nothing_was_trained
 
 
 def why(dropped, *, failed=0, trained=0):
-    ledger, tally = Ledger(), EpisodeTally()
+    ledger, episode_stats = Ledger(), EpisodeStats()
     ledger.sampled_tokens(trained + sum(dropped.values()))
     ledger.settle_group(0, trained=trained, dropped=dropped)
     for _ in range(failed):
-        tally.ended(Trajectory(example_id="x", error="environment: score raised KeyError: 'x'"))
-    return why_nothing_was_trained(ledger, tally, num_steps=3)
+        episode_stats.ended(Trajectory(example_id="x", error="environment: score raised KeyError: 'x'"))
+    return why_nothing_was_trained(ledger, episode_stats, num_steps=3)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.core.types import Group, ToolCall, Trajectory, Turn
 from verbatim.rollouts.loop import TOOLS_OFFERED
-from verbatim.run.evaluation.outcomes import outcome_of
+from verbatim.run.evaluation.evaluated_episode import evaluated_episode_of
 from verbatim.run.evaluation.results import env_result
 from verbatim.run.orchestrator.assemble import AssembledGroup, rollout_metrics
 
@@ -23,11 +23,13 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
     groups = []
     for env in dict.fromkeys(t.env for t in numbered):
         group = Group(group_id=env, example_id="x", env=env, trajectories=tuple(t for t in numbered if t.env == env))
-        fates = tuple(
-            Fate.of_dropped(t, "error") if t.error else Fate(trajectory=t, turns=("trained",) * len(t.turns))
+        trajectory_outcomes = tuple(
+            TrajectoryOutcome.of_dropped(t, "error")
+            if t.error
+            else TrajectoryOutcome(trajectory=t, turns=("trained",) * len(t.turns))
             for t in group.trajectories
         )
-        groups.append(AssembledGroup(group=group, samples=(), fates=fates))
+        groups.append(AssembledGroup(group=group, samples=(), outcomes=trajectory_outcomes))
     return rollout_metrics(groups, 0, {t.trajectory_id: (t.reward or 0) >= 1 for t in numbered})
 
 
@@ -57,7 +59,7 @@ CALLING = [
 @pytest.mark.parametrize(("turns", "expected"), CALLING)
 def test_the_valid_format_is_a_share_of_the_turns_that_try_a_call(turns, expected):
     chat = episode(1.0, turns=turns, trajectory_id="0", info={TOOLS_OFFERED: True})
-    found = [metrics_of(chat), env_result("a", [outcome_of(chat, True)]).metrics()]
+    found = [metrics_of(chat), env_result("a", [evaluated_episode_of(chat, True)]).metrics()]
     assert [metrics.get("valid_format") for metrics in found] == [pytest.approx(expected), pytest.approx(expected)]
 
 

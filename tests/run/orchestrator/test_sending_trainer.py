@@ -91,7 +91,7 @@ async def test_nothing_waits_for_a_version_that_failed(link: Link, trainer: Send
 async def test_a_run_that_stops_lets_all_batches_go(link: Link, trainer: SendingTrainer):
     first, second, third = (asyncio.create_task(trainer.train([], version)) for version in (1, 2, 3))
     await first
-    trainer.let_go()
+    trainer.stop_sending()
     assert [await second, await third] == ["report 2", "report 3"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from run.orchestrator.loop_runs import Coin, Coins, make
 from verbatim.algorithms.credit import AdvantageInputs
 from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
-from verbatim.environments.base import Reply
+from verbatim.environments.environment import Reply
 
 
 class Rewarded(Coin):

@@ -8,7 +8,7 @@ import pytest
 
 from verbatim.core.errors import RunStopped
 from verbatim.core.types import KeptSets
-from verbatim.inference.base import Completion, as_replicated
+from verbatim.inference.sampler import Completion, as_replicated
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.run.orchestrator.weight_sync import Canary, WeightSync
 from verbatim.trainer.transport import StepReport

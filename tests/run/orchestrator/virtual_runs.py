@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from verbatim import Example, Trajectory, Turn
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.core.trajectories import Ledger, age
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeStats
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 
 
@@ -95,7 +95,7 @@ class Play:
             sampler=SimpleNamespace(vocab_size=9),
             slots=asyncio.Semaphore(places),
             runner=SimpleNamespace(run=self.run_episode, metrics=dict),
-            tally=EpisodeTally(),
+            episode_stats=EpisodeStats(),
             run_id="",
             routing=None,
         )

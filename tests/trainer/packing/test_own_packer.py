@@ -61,7 +61,7 @@ def test_a_packer_with_the_right_gradient_is_taken_and_one_with_another_is_refus
             "trainer.packing: there is no packer 'tre'; did you mean \"tree\"? There are auto, rows, tree; or "
             'import your own: "my_module.name"',
         ),
-        ("my_packers.short", 'trainer.packing.keep_whole: unknown knob "keep_whole"'),
+        ("my_packers.short", 'trainer.packing.keep_whole: unknown parameter "keep_whole"'),
         ("my_packers.pakc", "trainer.packing: my_packers ("),
     ],
 )

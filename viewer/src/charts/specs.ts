@@ -160,12 +160,12 @@ export function ledger(metrics: Metrics, each: boolean): Layer[] {
   const trained = combine([zero(column(metrics, "ledger/trained")), masked], (all, hidden) => all - hidden);
   const dropped = Object.keys(metrics.columns).filter((name) => name.startsWith("ledger/dropped/")).sort();
   const layers: Layer[] = [
-    { label: "trained", colour: "--fate-trained", values: trained },
-    { label: "masked by the loss", colour: "--fate-masked", values: masked },
+    { label: "trained", colour: "--outcome-trained", values: trained },
+    { label: "masked by the loss", colour: "--outcome-masked", values: masked },
     ...dropped.map((name, i) => ({
-      label: name.slice("ledger/dropped/".length), colour: `--fate-${(i % 6) + 1}`, values: zero(column(metrics, name)),
+      label: name.slice("ledger/dropped/".length), colour: `--outcome-${(i % 6) + 1}`, values: zero(column(metrics, name)),
     })),
-    { label: "pending", colour: "--fate-pending", values: zero(column(metrics, "ledger/pending")) },
+    { label: "pending", colour: "--outcome-pending", values: zero(column(metrics, "ledger/pending")) },
   ];
   const shown = each
     // What waits at a step's end can shrink: it is left out of what the step added.

@@ -22,7 +22,7 @@ export function Filters({ facets, query, change, search }: Props) {
       <Range label="step" value={query.step} limits={facets?.step ?? null} set={(step) => change({ step })} />
       <Range label="reward" value={query.reward} limits={facets?.reward ?? null} set={(reward) => change({ reward })} />
       <Choice label="ended by" value={query.stop_reason} counts={facets?.stop_reason} any="anything" names={{ [MISSING]: "nothing" }} set={(stop_reason) => change({ stop_reason })} />
-      <Choice label="fate" value={query.reason} counts={facets?.reason} any="any" names={{ [MISSING]: "not dropped as a whole" }} set={(reason) => change({ reason })} />
+      <Choice label="outcome" value={query.reason} counts={facets?.reason} any="any" names={{ [MISSING]: "not dropped as a whole" }} set={(reason) => change({ reason })} />
       <Choice label="flagged by" value={query.flag} counts={facets?.flag} any="any or none" names={{ [MISSING]: "no filter" }} set={(flag) => change({ flag })} />
       <div class="field check" role="group" aria-label="only with">
         <span>only with</span>

@@ -1,10 +1,10 @@
 /** What is known of the token under the pointer, or else of the chosen one. */
 import { useEffect, useState } from "preact/hooks";
 import { count, figure, signed } from "../format";
-import { FATE_MEANS, Fate } from "./fate";
+import { OUTCOME_MEANS, TrajectoryOutcome } from "./outcome";
 import { Text } from "./text";
 import { useCell, type Cell } from "../tokens/cell";
-import { advantageOf, fateOfToken } from "../tokens/modes";
+import { advantageOf, outcomeOfToken } from "../tokens/modes";
 import type { Place } from "../tokens/stream";
 import type { TurnTokens } from "../tokens/tokens";
 import type { Trajectory } from "../types";
@@ -29,7 +29,7 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
   if (!place || !tokens || !token) {
     return <section class="inspector"><h2>Token</h2><p class="hint">Point at a token, or press Tab to reach a stream and the arrow keys to walk along it.</p></section>;
   }
-  const fate = fateOfToken(token, tokens);
+  const outcome = outcomeOfToken(token, tokens);
   const { logprob, trainer, teacher, gradient, version, drawnAmong } = token;
   const difference = logprob !== null && trainer !== null ? trainer - logprob : null;
   const advantage = token.sampled ? advantageOf(trajectory, tokens) : null;
@@ -39,8 +39,8 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
       <p class="token-text">{token.kind === "unknown" ? missing("the tokenizer has no text for it") : <Text value={token.kind === "bytes" ? token.text : JSON.stringify(token.text)} />}{token.kind === "bytes" && <span class="of"> bytes, no whole character</span>}{token.kind === "special" && <span class="of"> control token</span>}</p>
       <dl>
         <dt>place</dt><dd>{token.position} <span class="of">in the context of turn {place.turn}, {token.sampled ? `sampled token ${token.index - tokens.numPrompt}` : "in its prompt"}</span></dd>
-        <dt>fate</dt><dd>{fate === "context" ? "context" : fate === "masked" ? <><span class="fate fm">trained, no gradient</span></> : <Fate fate={fate} />}
-          <span class="of means">{fate === "context" ? "given to the model, not sampled in this turn" : fate === "masked" ? "masked by the loss, or an advantage of 0" : FATE_MEANS[fate] ?? "dropped by this filter"}</span></dd>
+        <dt>outcome</dt><dd>{outcome === "context" ? "context" : outcome === "masked" ? <><span class="outcome fm">trained, no gradient</span></> : <TrajectoryOutcome outcome={outcome} />}
+          <span class="of means">{outcome === "context" ? "given to the model, not sampled in this turn" : outcome === "masked" ? "masked by the loss, or an advantage of 0" : OUTCOME_MEANS[outcome] ?? "dropped by this filter"}</span></dd>
         {token.sampled && (
           <>
             <dt>sampler</dt><dd>{logprob === null ? missing("the sampler gave none") : <>{figure(logprob)} <span class="of">probability {figure(Math.exp(logprob))}</span></>}</dd>

@@ -7,7 +7,7 @@ import type { Mode } from "../tokens/modes";
 import { Stream, type Place } from "../tokens/stream";
 import type { TurnTokens } from "../tokens/tokens";
 import type { Break, Trajectory, Turn } from "../types";
-import { Fate } from "./fate";
+import { TrajectoryOutcome } from "./outcome";
 import { FailedCalls, Message } from "./message";
 import { Text } from "./text";
 
@@ -54,7 +54,7 @@ function Head({ trajectory, turn, tokens }: Props & { turn: Turn }) {
     <header class="turn-head">
       <h3>Turn {turn.index}</h3>
       {turn.agent !== "main" && <span class="tag"><Text value={turn.agent} /></span>}
-      <Fate fate={turn.fate} />
+      <TrajectoryOutcome outcome={turn.outcome} />
       {advantage !== null && <span>advantage <b>{signed(advantage)}</b></span>}
       {turn.reward !== null && <span>reward <b>{figure(turn.reward)}</b></span>}
       <span title="tokens that are new in its prompt, and tokens it sampled"><b>{count(tokens?.numPrompt ?? 0)}</b> + <b>{count(tokens?.numSampled ?? 0)}</b> tokens</span>

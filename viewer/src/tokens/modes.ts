@@ -1,10 +1,10 @@
 /** What the colour of a token says: a class of the style sheet for each token, and the legend. */
 import { figure, signed } from "../format";
-import { FATE_MEANS, fateColour } from "../parts/fate";
+import { OUTCOME_MEANS, outcomeColour } from "../parts/outcome";
 import type { Trajectory } from "../types";
 import type { Token, TurnTokens } from "./tokens";
 
-export const MODES = ["fate", "logprob", "trainer", "advantage", "version", "teacher", "gradient"] as const;
+export const MODES = ["outcome", "logprob", "trainer", "advantage", "version", "teacher", "gradient"] as const;
 export type ModeName = (typeof MODES)[number];
 
 export interface LegendItem {
@@ -24,7 +24,7 @@ export interface Mode {
 }
 
 export const LABELS: Record<ModeName, string> = {
-  fate: "fate", logprob: "logprob", trainer: "trainer − sampler", advantage: "advantage", version: "policy version",
+  outcome: "outcome", logprob: "logprob", trainer: "trainer − sampler", advantage: "advantage", version: "policy version",
   teacher: "teacher − sampler", gradient: "gradient",
 };
 
@@ -54,7 +54,7 @@ function divergingLegend(limit: number): LegendItem[] {
 }
 
 export interface Scales {
-  fates: string[];
+  outcomes: string[];
   masked: boolean;
   versions: number[];
   trainer: number | null;
@@ -72,12 +72,12 @@ function limit(sizes: number[]): number | null {
 }
 
 export function scales(trajectory: Trajectory, turns: TurnTokens[]): Scales {
-  const fates = new Set<string>();
+  const outcomes = new Set<string>();
   const versions = new Set<number>();
   const [trainer, teacher, gradient, advantage]: number[][] = [[], [], [], []];
   let [logprobs, masked] = [false, false];
   for (const tokens of turns) {
-    fates.add(tokens.turn.fate);
+    outcomes.add(tokens.turn.outcome);
     const own = advantageOf(trajectory, tokens);
     if (own !== null) advantage?.push(Math.abs(own));
     for (const part of tokens.sampled()) {
@@ -88,13 +88,13 @@ export function scales(trajectory: Trajectory, turns: TurnTokens[]): Scales {
         if (typeof mu === "number" && typeof pi === "number") trainer?.push(Math.abs(pi - mu));
         if (typeof mu === "number" && typeof other === "number") teacher?.push(Math.abs(other - mu));
         if (typeof slope === "number") gradient?.push(Math.abs(slope));
-        if (slope === 0 && tokens.turn.fate === "trained") masked = true;
+        if (slope === 0 && tokens.turn.outcome === "trained") masked = true;
         if (typeof version === "number") versions.add(version);
       });
     }
   }
   return {
-    fates: [...fates].sort((a, b) => fateColour(a) - fateColour(b)), masked, versions: [...versions].sort((a, b) => a - b),
+    outcomes: [...outcomes].sort((a, b) => outcomeColour(a) - outcomeColour(b)), masked, versions: [...versions].sort((a, b) => a - b),
     trainer: limit(trainer ?? []), teacher: limit(teacher ?? []), advantage: limit(advantage ?? []),
     gradient: limit(gradient ?? []), logprobs,
   };
@@ -104,9 +104,9 @@ export function advantageOf(trajectory: Trajectory, tokens: TurnTokens): number 
   return tokens.turn.advantage ?? trajectory.advantage;
 }
 
-export function fateOfToken(token: Token, tokens: TurnTokens): string {
+export function outcomeOfToken(token: Token, tokens: TurnTokens): string {
   if (!token.sampled) return "context";
-  return tokens.turn.fate === "trained" && token.gradient === 0 ? "masked" : tokens.turn.fate;
+  return tokens.turn.outcome === "trained" && token.gradient === 0 ? "masked" : tokens.turn.outcome;
 }
 
 export function mode(name: ModeName, trajectory: Trajectory, found: Scales): Mode {
@@ -122,17 +122,17 @@ export function mode(name: ModeName, trajectory: Trajectory, found: Scales): Mod
   });
   const minus = (a: number | null, b: number | null) => (a === null || b === null ? null : a - b);
   switch (name) {
-    case "fate":
+    case "outcome":
       return {
         ...base,
         legend: [
-          ...found.fates.map((fate) => ({ colour: `f${fateColour(fate)}`, label: fate, about: FATE_MEANS[fate] ?? "dropped by this filter" })),
+          ...found.outcomes.map((outcome) => ({ colour: `f${outcomeColour(outcome)}`, label: outcome, about: OUTCOME_MEANS[outcome] ?? "dropped by this filter" })),
           ...(found.masked ? [{ colour: "fm", label: "trained, no gradient", about: "its gradient is 0: masked by the loss, or an advantage of 0" }] : []),
           CONTEXT,
         ],
         of: sampled((token, turn) => {
-          const fate = fateOfToken(token, turn);
-          return fate === "masked" ? "fm" : `f${fateColour(fate)}`;
+          const outcome = outcomeOfToken(token, turn);
+          return outcome === "masked" ? "fm" : `f${outcomeColour(outcome)}`;
         }),
       };
     case "logprob":

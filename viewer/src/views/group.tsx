@@ -5,7 +5,7 @@ import { count, figure, plural, signed } from "../format";
 import { useAnswer, useKeys, useSeen } from "../hooks";
 import { mark } from "../marks";
 import { Empty } from "../parts/empty";
-import { RowFate } from "../parts/fate";
+import { RowOutcome } from "../parts/outcome";
 import { Message } from "../parts/message";
 import { Missing, partOf } from "../parts/missing";
 import { Tree } from "../parts/tree";
@@ -94,7 +94,7 @@ function Column({ source, run, row, best, skip }: { source: Source; run: number;
       <header>
         <a href={link("trajectory", run, row.key)}><b>{row.sample_index}</b> <Text value={row.trajectory_id} /></a>
         <p>
-          <span>reward <b>{figure(row.reward)}</b></span> <span class={side(row.advantage)}>{signed(row.advantage)}</span> <RowFate row={row} />
+          <span>reward <b>{figure(row.reward)}</b></span> <span class={side(row.advantage)}>{signed(row.advantage)}</span> <RowOutcome row={row} />
         </p>
         <p class="of">{plural(row.num_turns, "turn")}, {plural(row.num_sampled_tokens, "token")}, <Text value={row.stop_reason ?? "no end"} />{row.num_breaks ? `, ${plural(row.num_breaks, "break")}` : ""}</p>
       </header>

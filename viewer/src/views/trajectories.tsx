@@ -4,7 +4,7 @@ import { count, figure, plural, signed } from "../format";
 import { useAnswer, useKeys, useVirtual } from "../hooks";
 import { mark } from "../marks";
 import { Empty } from "../parts/empty";
-import { RowFate } from "../parts/fate";
+import { RowOutcome } from "../parts/outcome";
 import { Filters } from "../parts/filters";
 import { RunChoice } from "../parts/run_choice";
 import { useRows } from "../rows";
@@ -35,7 +35,7 @@ const COLUMNS: Column[] = [
   { name: "example_id", text: true, title: "example", cell: (row) => <Text value={row.example_id} /> },
   { name: "reward", title: "reward", number: true, cell: (row) => <Reward value={row.reward} /> },
   { name: "advantage", title: "advantage", number: true, cell: (row) => <span class={side(row.advantage)}>{signed(row.advantage)}</span> },
-  { name: "reason", text: true, title: "fate", about: "trained, or why not", cell: (row) => <RowFate row={row} /> },
+  { name: "reason", text: true, title: "outcome", about: "trained, or why not", cell: (row) => <RowOutcome row={row} /> },
   { name: "stop_reason", text: true, title: "ended by", cell: (row) => <><Text value={row.stop_reason ?? "–"} />{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
   { name: "num_turns", title: "turns", number: true, cell: (row) => count(row.num_turns) },
   { name: "num_sampled_tokens", title: "tokens", number: true, about: "sampled tokens", cell: (row) => count(row.num_sampled_tokens) },

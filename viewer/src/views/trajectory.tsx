@@ -6,7 +6,7 @@ import { useAnswer, useKeys } from "../hooks";
 import { mark } from "../marks";
 import { Copy } from "../parts/copy";
 import { Empty } from "../parts/empty";
-import { fateColour, RowFate } from "../parts/fate";
+import { outcomeColour, RowOutcome } from "../parts/outcome";
 import { Inspector } from "../parts/inspector";
 import { json } from "../parts/message";
 import { Missing, partOf } from "../parts/missing";
@@ -57,7 +57,7 @@ function Shown({ source, route, trajectory, part }: { source: Source; route: Rou
     [trajectory],
   );
   const found = useMemo(() => scales(trajectory, [...turns.values()]), [trajectory]);
-  const name = (MODES as readonly string[]).includes(route.params.get("color") ?? "") ? (route.params.get("color") as ModeName) : "fate";
+  const name = (MODES as readonly string[]).includes(route.params.get("color") ?? "") ? (route.params.get("color") as ModeName) : "outcome";
   const shownMode = useMemo(() => mode(name, trajectory, found), [name, found]);
   const missing = useMemo(() => new Map(MODES.map((each) => [each, mode(each, trajectory, found).missing])), [found]);
   const linked = useMemo(() => readPlace(route.params.get("token")), []);
@@ -75,7 +75,7 @@ function Shown({ source, route, trajectory, part }: { source: Source; route: Rou
   }, []);
   const context = route.params.get("context") === "1" || (linked !== null && linked.index < (turns.get(linked.turn)?.numPrompt ?? 0));
   const showContext = () => setParams({ context: context ? null : "1" });
-  const colourBy = (next: ModeName) => setParams({ color: next === "fate" ? null : next });
+  const colourBy = (next: ModeName) => setParams({ color: next === "outcome" ? null : next });
   const back = new URLSearchParams(route.params);
   for (const own of ["color", "token", "context"]) back.delete(own);
   const step = (way: 1 | -1) => {
@@ -153,7 +153,7 @@ function Facts({ trajectory: t, load }: { trajectory: Trajectory; load: (path: s
         <div><dt>reward</dt><dd class="big">{t.reward === null ? <span class="none">not scored</span> : figure(t.reward)}</dd></div>
         {parts.map(([name, value]) => <div key={name} class="part"><dt><Text value={name} /></dt><dd>{figure(value)}</dd></div>)}
         <div><dt>advantage</dt><dd class="big">{t.advantage === null ? <span class="none">none</span> : signed(t.advantage)}</dd></div>
-        <div><dt>fate</dt><dd><RowFate row={t} /></dd></div>
+        <div><dt>outcome</dt><dd><RowOutcome row={t} /></dd></div>
         <div><dt>ended by</dt><dd><Text value={t.stop_reason ?? "–"} />{t.truncated && <span class="tag warn">cut</span>}</dd></div>
         <div><dt>turns</dt><dd>{count(t.num_turns)}</dd></div>
         <div><dt>tokens trained</dt><dd>{count(t.num_trained_tokens)} <span class="of">of {count(t.num_sampled_tokens)}</span></dd></div>
@@ -212,7 +212,7 @@ function TurnList({ trajectory, turns }: { trajectory: Trajectory; turns: Map<nu
           <li key={turn.index}>
             <a href={`#turn-${turn.index}`} onClick={show(turn.index)}>
               <b>{turn.index}</b>
-              <span class="bar"><i class={`f${fateColour(turn.fate)}`} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
+              <span class="bar"><i class={`f${outcomeColour(turn.outcome)}`} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
               <span class="amount">{count(turns.get(turn.index)?.numSampled ?? 0)}</span>
               {turn.agent !== "main" && <Text class="agent" value={turn.agent} />}
               {turn.break && <span class="tag warn">break</span>}

@@ -1,6 +1,6 @@
 """Computes advantages: pure functions of one group's rollouts."""
 
-from verbatim.algorithms.credit.base import (
+from verbatim.algorithms.credit.advantage import (
     Advantage,
     AdvantageFunction,
     AdvantageInputs,

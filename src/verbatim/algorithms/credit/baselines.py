@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.advantage import AdvantageInputs, AdvantageOutputs
 from verbatim.algorithms.credit.moments import centered, standardized
 from verbatim.config.schema import NonNegativeFloat
 from verbatim.core.errors import ComponentError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.advantage import AdvantageInputs, AdvantageOutputs
 from verbatim.algorithms.credit.moments import mean
 from verbatim.config.schema import Fraction
 from verbatim.core.errors import ComponentError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.advantage import AdvantageInputs, AdvantageOutputs
 from verbatim.algorithms.credit.chunk_returns import turn_returns
 from verbatim.algorithms.credit.moments import centered, standardized
 from verbatim.config.schema import Fraction, NonNegativeFloat
@@ -36,7 +36,7 @@ def gigpo_advantage(
         scale: "std" or "none".
 
     Raises:
-        ComponentError: a knob outside its range.
+        ComponentError: a parameter outside its range.
     """
     if not w_step >= 0:
         raise ComponentError(f"gigpo: w_step = {w_step}; expected a number >= 0, for example 1.0")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.records.equality import are_equal
-from verbatim.core.trajectories.fate import TRAINED
-from verbatim.core.trajectories.samples import fate_of
+from verbatim.core.trajectories.outcome import TRAINED
+from verbatim.core.trajectories.samples import turn_outcome
 from verbatim.core.types import Trajectory
 
 SLOPES = {"tokens": 0.001, "turns": 0.05}
@@ -32,7 +32,7 @@ def penalised(
     Args:
         rollouts: With their rewards.
         penalty: What a token or a turn costs.
-        max_length: Most tokens of a sample; None = any number.
+        max_length: Most tokens of a sample; None: any number.
         needs_logprobs: Whether a turn without logprobs is context only.
 
     Example: rewards 1 and 1 for 100 and 700 sampled tokens, with a target of 200 tokens and the slope 0.001: 1 and 0.5.
@@ -41,7 +41,7 @@ def penalised(
     longest = sys.maxsize if max_length is None else max_length
     costs = []
     for rollout in rollouts:
-        trained = [turn for turn in rollout.turns if fate_of(turn, longest, needs_logprobs) == TRAINED]
+        trained = [turn for turn in rollout.turns if turn_outcome(turn, longest, needs_logprobs) == TRAINED]
         costs.append(sum(len(turn.completion_ids) for turn in trained) if penalty.type == "tokens" else len(trained))
     if penalty.kind == "relative":
         shaped = list(rewards)

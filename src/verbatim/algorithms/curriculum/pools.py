@@ -24,9 +24,9 @@ class PoolRules:
     """When an example is pooled, and how many return."""
 
     easy_threshold: float | None = None
-    """At or above this mean reward an example is easy; None = never."""
+    """At or above this mean reward an example is easy; None: never."""
     hard_threshold: float | None = None
-    """At or below this mean reward an example is hard; None = never."""
+    """At or below this mean reward an example is hard; None: never."""
     easy_fraction: float = 0.0
     """Share of the easy examples that return on a resume or when all examples are pooled."""
     hard_fraction: float = 0.0
@@ -35,7 +35,7 @@ class PoolRules:
     """Number of an example's latest groups over which the mean is taken."""
 
     def pool_of(self, mean_reward: float) -> Pool | None:
-        """The pool for this mean reward; None = it stays in rotation."""
+        """The pool for this mean reward; None: it stays in rotation."""
         if self.easy_threshold is not None and is_at_least(mean_reward, self.easy_threshold):
             return "easy"
         if self.hard_threshold is not None and is_at_most(mean_reward, self.hard_threshold):

@@ -1,6 +1,6 @@
 """Filters: flag trajectories between scoring and training."""
 
-from verbatim.algorithms.filters.base import Filter, FilterVerdict, apply_filters
+from verbatim.algorithms.filters.filter import Filter, FilterVerdict, apply_filters
 from verbatim.algorithms.filters.gibberish import Gibberish
 from verbatim.algorithms.filters.repetition import Repetition
 from verbatim.algorithms.filters.truncated import Truncated

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from verbatim.algorithms.filters.base import Action, Reads
+from verbatim.algorithms.filters.filter import Action, Reads
 from verbatim.core.errors import ComponentError
 from verbatim.core.types import Trajectory
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.algorithms.filters.base import Action
+from verbatim.algorithms.filters.filter import Action
 from verbatim.config.schema import Fraction, PositiveInt
 from verbatim.core.errors import ComponentError
 from verbatim.core.types import Int32, Trajectory

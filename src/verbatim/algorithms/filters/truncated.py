@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from verbatim.algorithms.filters.base import Action
+from verbatim.algorithms.filters.filter import Action
 from verbatim.core.errors import ComponentError
 from verbatim.core.types import Trajectory
 

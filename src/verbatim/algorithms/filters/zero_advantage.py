@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verbatim.algorithms.filters.base import Action, Reads
+from verbatim.algorithms.filters.filter import Action, Reads
 from verbatim.core.records.equality import are_equal
 from verbatim.core.types import Trajectory
 

@@ -1,10 +1,10 @@
 """Losses: pure tensor functions with their formula and source. Importing this package imports no torch."""
 
-from verbatim.algorithms.losses.base import Loss, LossInputs, LossOutputs
 from verbatim.algorithms.losses.cispo import cispo_loss
 from verbatim.algorithms.losses.default import default_loss
 from verbatim.algorithms.losses.gspo import gspo_loss
 from verbatim.algorithms.losses.ipa import ipa_loss
+from verbatim.algorithms.losses.loss import Loss, LossInputs, LossOutputs
 from verbatim.algorithms.losses.opd import opd_loss
 from verbatim.algorithms.losses.ppo import ppo_loss
 from verbatim.algorithms.losses.reference import ReferenceTerm, reference_term

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.ratios import ratio_metrics, share, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, ReferenceTerm, reference_term
 from verbatim.config.schema import Fraction, NonNegativeFloat
@@ -29,9 +29,9 @@ def cispo_loss(
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        eps_low: The weight is at least 1 - eps_low; 1 = no lower bound.
+        eps_low: The weight is at least 1 - eps_low; 1: no lower bound.
         eps_high: The weight is at most 1 + eps_high.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
         kl_ref: Its estimator.
 
     Returns:
@@ -39,9 +39,9 @@ def cispo_loss(
         tokens.
 
     Raises:
-        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(cispo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    refuse_bad_parameters(cispo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     return bounded_weights(inputs, 1 - eps_low, 1 + eps_high, reference)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.ratios import clamped_ratio, ratio_metrics, share, trained_teacher, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
@@ -40,18 +40,18 @@ def default_loss(
         dppo_mask_low: Tokens with A <= 0 are dropped where the probability fell by more than this since sampling.
         dppo_mask_high: Tokens with A > 0 are dropped where the probability rose by more than this.
         adv_tau: Weight of the advantage.
-        teacher_tau: Weight of the teacher's log ratio; 0 = it is not read.
+        teacher_tau: Weight of the teacher's log ratio; 0: it is not read.
         kl_tau: Weight of the KL term.
         delta: Upper clamp of the importance ratio; `inf` = none.
-        kl_ref_tau: Weight of the KL term to a reference, with the estimator `kl_ref`, of `reference_term`; 0 = none.
+        kl_ref_tau: Weight of the KL term to a reference, with the estimator `kl_ref`, of `reference_term`; 0: none.
 
     Returns:
         The loss; metrics of `ratio_metrics`, shares `dppo_dropped_{low,high}`; given a teacher `teacher_kl`.
 
     Raises:
-        ComponentError: a knob outside its range, or `teacher_tau` or `kl_ref_tau` without the logprobs that it weighs.
+        ComponentError: a parameter outside its range, `teacher_tau` or `kl_ref_tau` without the logprobs it weighs.
     """
-    refuse_bad_knobs(
+    refuse_bad_parameters(
         default_loss,
         dppo_mask_low=dppo_mask_low,
         dppo_mask_high=dppo_mask_high,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.ppo import clipped_surrogate
 from verbatim.algorithms.losses.ratios import share, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, reference_term
@@ -35,7 +35,7 @@ def gspo_loss(
         eps_low: A trajectory with A < 0 learns no more once its ratio is below 1 - eps_low.
         eps_high: A trajectory with A > 0 learns no more once its ratio is above 1 + eps_high.
         kl_ref_tau: Weight of the KL term to a reference, of `reference_term`, meant over the trajectory's tokens like
-            the others; 0 = none is read.
+            the others; 0: none is read.
         kl_ref: Its estimator.
 
     Returns:
@@ -43,9 +43,9 @@ def gspo_loss(
         the count `masked_by_loss`: the clipped tokens, if no other is left whose term moves the ratio they share.
 
     Raises:
-        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(gspo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    refuse_bad_parameters(gspo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, advantages = trained_tokens(inputs, reference.penalty)
     log_ratio = (trainer - inference).mean()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.ratios import segment_means, share, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
@@ -31,7 +31,7 @@ def ipa_loss(
     Args:
         inputs: A whole trajectory, float [seq] tensors, with chunk ids; only tokens under `loss_mask` are read.
         max_ratio: Chunks whose ratio is above this are dropped.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
         kl_ref: Its estimator.
 
     Returns:
@@ -39,9 +39,9 @@ def ipa_loss(
         of the tokens whose weight is cut to 1), and the count `masked_by_loss`, tokens of dropped chunks.
 
     Raises:
-        ComponentError: a knob outside its range, no chunk ids, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter outside its range, no chunk ids, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(ipa_loss, max_ratio=max_ratio, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    refuse_bad_parameters(ipa_loss, max_ratio=max_ratio, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     if inputs.chunk_ids is None:
         raise ComponentError("ipa works on chunks: expected LossInputs.chunk_ids, found None")
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.ratios import clamped_ratio, ratio_metrics, share, trained_teacher, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
@@ -32,7 +32,7 @@ def opd_loss(
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         kl_tau: Weight of the KL term.
         delta: Upper clamp of the importance ratio; `inf` = none.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
         kl_ref: Its estimator.
 
     Returns:
@@ -40,9 +40,9 @@ def opd_loss(
         the ratio is clamped. Nothing is masked.
 
     Raises:
-        ComponentError: a knob outside its range, no teacher logprobs, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter outside its range, no teacher logprobs, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(opd_loss, kl_tau=kl_tau, delta=delta, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    refuse_bad_parameters(opd_loss, kl_tau=kl_tau, delta=delta, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, _ = trained_tokens(inputs)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref, delta=delta)
     behind = trained_teacher(inputs, "opd") - trainer.detach()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.ratios import ratio_metrics, share, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import Fraction, NonNegativeFloat
@@ -45,8 +45,8 @@ def ppo_loss(
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         eps_low: A token with A < 0 learns no more once its ratio is below 1 - eps_low.
         eps_high: A token with A > 0 learns no more once its ratio is above 1 + eps_high.
-        dual_clip: A token with A < 0 learns no more while its ratio is above this; 3 is usual. None = off.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        dual_clip: A token with A < 0 learns no more while its ratio is above this; 3 is usual. None: off.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
         kl_ref: Its estimator.
 
     Returns:
@@ -54,9 +54,9 @@ def ppo_loss(
         shares by the side of the ratio.
 
     Raises:
-        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(
+    refuse_bad_parameters(
         ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref
     )
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)

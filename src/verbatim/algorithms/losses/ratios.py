@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from verbatim.algorithms.losses.base import LossInputs
+from verbatim.algorithms.losses.loss import LossInputs
 from verbatim.core.errors import ComponentError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def ratio_metrics(log_ratio: Tensor, masked: Tensor | None = None) -> dict[str, 
 
     Args:
         log_ratio: `l - m`, float [M].
-        masked: bool [M]; tokens whose policy gradient the loss takes away. None = it takes none.
+        masked: bool [M]; tokens whose policy gradient the loss takes away. None: it takes none.
 
     Returns:
         `mismatch_kl` = mean(w - log w - 1), `importance_ratio_{mean,min,max}`, and the count `masked_by_loss`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verbatim.algorithms.losses.base import LossInputs
+from verbatim.algorithms.losses.loss import LossInputs
 from verbatim.algorithms.losses.ratios import clamped_ratio, k3
 from verbatim.core.errors import ComponentError
 from verbatim.core.records.fields import REFERENCE
@@ -48,7 +48,7 @@ def reference_term(
 
     Args:
         inputs: float [seq] tensors; only the M tokens under `loss_mask` are read.
-        kl_ref_tau: Weight; 0 = nothing is read.
+        kl_ref_tau: Weight; 0: nothing is read.
         kl_ref: The estimator.
         delta: Upper clamp of the importance ratio.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from verbatim.algorithms.losses.base import Loss, LossInputs
+from verbatim.algorithms.losses.loss import Loss, LossInputs
 from verbatim.core.errors import ComponentError
 from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.records.fields import TEACHER
@@ -83,7 +83,7 @@ def try_loss(loss: Loss, *, streams: Collection[str]) -> None:
     """Call a loss once as the trainer would, on six tokens of two turns, and take its gradient.
 
     Args:
-        loss: With its knobs.
+        loss: With its parameters.
         streams: Names of the logprob streams that the run has: "teacher".
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs
 
 
 def sft_loss(inputs: LossInputs) -> LossOutputs:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
 from verbatim.algorithms.losses.cispo import bounded_weights
+from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
 from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
 
@@ -23,7 +23,7 @@ def tis_loss(
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         cap: The weight is at most this; `inf` = no bound.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0 = none is read.
+        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
         kl_ref: Its estimator.
 
     Returns:
@@ -31,7 +31,7 @@ def tis_loss(
         tokens.
 
     Raises:
-        ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(tis_loss, cap=cap, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
+    refuse_bad_parameters(tis_loss, cap=cap, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     return bounded_weights(inputs, 0.0, cap, reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref))

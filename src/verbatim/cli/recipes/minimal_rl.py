@@ -35,7 +35,7 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.models.renderers import create_renderer
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.transport import WeightFolders

@@ -89,7 +89,7 @@ class KeptSets:
         """The sets of several runs of tokens, one after the other; None where no run has any.
 
         Args:
-            parts: None = nothing was cut in this run.
+            parts: None: nothing was cut in this run.
             lengths: Tokens of each.
         """
         known = [part for part in parts if part is not None]

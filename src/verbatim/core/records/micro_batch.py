@@ -39,7 +39,7 @@ class Targets:
     logprob_streams: Mapping[str, Float32] = field(default_factory=dict)
     """Logprobs of other models, by the model's role: float32 [M]."""
     kept_sets: KeptSets | None = None
-    """The ids among which each target was drawn, of M targets; None = nothing was cut."""
+    """The ids among which each target was drawn, of M targets; None: nothing was cut."""
 
     def __len__(self) -> int:
         return len(self.target_ids)
@@ -72,7 +72,7 @@ class MicroBatch:
     trajectory_lengths: Int32
     """Tokens of each of them, all its samples laid one after the other: int32 [len(trajectory_ids)]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that compute the U tokens, where they were recorded; None = of none they were."""
+    """The experts of a mixture that compute the U tokens, where they were recorded; None: of none they were."""
     is_rows: bool = True
     """Whether every tree is a path, which attention kernels for rows may rely on."""
     num_repeated_tokens: int = 0

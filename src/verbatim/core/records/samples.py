@@ -48,9 +48,9 @@ class TrainingSample:
     logprob_streams: Mapping[str, Float32]
     """Logprobs that other models give to the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that computed its tokens when it was sampled, of L tokens; None = not recorded."""
+    """The experts of a mixture that computed its tokens when it was sampled, of L tokens; None: not recorded."""
     kept_sets: KeptSets | None = None
-    """The ids among which each token was drawn, of L tokens; empty outside the mask. None = nothing was cut."""
+    """The ids among which each token was drawn, of L tokens; empty outside the mask. None: nothing was cut."""
     trajectory_id: str = ""
     """The trajectory it comes from."""
     group_id: str = ""
@@ -58,7 +58,7 @@ class TrainingSample:
     env: str = ""
     """Its environment."""
     part: int = -1
-    """Which of its trajectory's samples it is, from 0; -1 = unknown. Two samples of one `trajectory_id` and part are of
+    """Which of its trajectory's samples it is, from 0; -1: unknown. Two samples of one `trajectory_id` and part are of
     two trajectories."""
 
     def __init__(
@@ -124,7 +124,8 @@ class TrainingSample:
         what `__init__` checks, that they are parallel follows from how they are made, and the rest is checked here."""
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids)), "spans outside of the sample"
-        assert all(one.end <= other.start for one, other in pairwise(spans)), "spans that overlap"
+        if len(spans) > 1:  # most samples of a broken trajectory have one
+            assert all(one.end <= other.start for one, other in pairwise(spans)), "spans that overlap"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
         vars(sample).update(

@@ -35,11 +35,11 @@ class Span(NamedTuple):
     chunk: int
     """The turn's index."""
     version: int
-    """-1 = unknown."""
+    """-1: unknown."""
     advantage: float
     temperature: float
     logprobs: Float32 | None
-    """float32 [end - start]; None = missing."""
+    """float32 [end - start]; None: missing."""
 
 
 _INSIDE: dict[str, Callable[[Span], Any]] = {
@@ -50,7 +50,7 @@ _INSIDE: dict[str, Callable[[Span], Any]] = {
     "policy_versions": attrgetter("version"),
     "temperatures": attrgetter("temperature"),
 }
-"""What the arrays of `OUTSIDE` hold in a span; None = what they hold outside."""
+"""What the arrays of `OUTSIDE` hold in a span; None: what they hold outside."""
 
 
 def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:

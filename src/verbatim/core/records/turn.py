@@ -58,14 +58,14 @@ class Turn:
     completion_ids: Int32
     """The exact ids that came back, the stop token included: int32 [C]."""
     logprobs: Float32 | None = None
-    """Logprob of each completion id under the distribution that was sampled from: float32 [C]; None = missing."""
+    """Logprob of each completion id under the distribution that was sampled from: float32 [C]; None: missing."""
     policy_versions: Int32 | None = None
-    """The policy version that sampled each completion id: int32 [C]; None = unknown."""
+    """The policy version that sampled each completion id: int32 [C]; None: unknown."""
     routed_experts: Experts | None = None
     """The experts that computed the N tokens before the last one, which is sampled and not computed: [N, D, K]. Of the
-    tokens before those, earlier turns know them. None = not recorded."""
+    tokens before those, earlier turns know them. None: not recorded."""
     kept_sets: KeptSets | None = None
-    """The ids among which each completion id was drawn, of C ids; None = nothing was cut, or it is not known."""
+    """The ids among which each completion id was drawn, of C ids; None: nothing was cut, or it is not known."""
     stop_reason: StopReason = StopReason.STOP
     """Why the completion ended."""
     temperature: float = 1.0

@@ -1,8 +1,8 @@
 """Builds training samples from trajectories: pure functions over records; no torch, no asyncio."""
 
 from verbatim.core.trajectories.age import age, first_version
-from verbatim.core.trajectories.fate import EVALUATION, TRAINED, Fate
 from verbatim.core.trajectories.ledger import Ledger
+from verbatim.core.trajectories.outcome import EVALUATION, TRAINED, TrajectoryOutcome
 from verbatim.core.trajectories.samples import STRATEGIES, BuiltSamples, OnBreak, build, build_samples
 
 __all__ = [
@@ -10,9 +10,9 @@ __all__ = [
     "STRATEGIES",
     "TRAINED",
     "BuiltSamples",
-    "Fate",
     "Ledger",
     "OnBreak",
+    "TrajectoryOutcome",
     "age",
     "build",
     "build_samples",

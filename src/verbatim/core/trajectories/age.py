@@ -17,7 +17,7 @@ def first_version(trajectory: TrajectoryRecord) -> int | None:
 
 
 def _first_known(versions: Int32 | None) -> int | None:
-    """The first known version of a turn (-1 = unknown); the later ones are not older."""
+    """The first known version of a turn (-1: unknown); the later ones are not older."""
     if versions is None or not len(versions):
         return None
     if versions[0] >= 0:

@@ -13,7 +13,7 @@ class Extension:
     """How a prompt relates to the open samples."""
 
     sample: int | None
-    """The number of the open sample whose tokens are the longest exact prefix of the prompt; None = a break."""
+    """The number of the open sample whose tokens are the longest exact prefix of the prompt; None: a break."""
     shared: int
     """Ids the prompt shares with that sample (its whole length), or, at a break, with the closest one."""
     closest: int | None
@@ -34,7 +34,7 @@ class SampleEnds:
         self._count = 0
 
     def longest(self, turn: Turn) -> tuple[int, int] | None:
-        """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None = a break.
+        """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None: a break.
 
         A shorter sample must not win over a longer one: the longer one's sampled tokens would then be taken for tokens
         of the environment. Of equally long ones the earliest wins.

@@ -21,7 +21,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     """In the order of their `sample_index`; failed ones included."""
     index: int = -1
-    """Its number in the run, in the order in which groups are drawn; -1 = unknown."""
+    """Its number in the run, in the order in which groups are drawn; -1: unknown."""
 
     def __post_init__(self) -> None:
         fill(self, trajectories=tuple(self.trajectories))

@@ -33,7 +33,7 @@ class TrajectoryRecord:
     """The conversation of the main agent, or else of the agent that spoke first, for people and tools; never the source
     of ids."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tool schemas that the caller of a rollout put beside `messages`; empty = the tool manager's."""
+    """The tool schemas that the caller of a rollout put beside `messages`; empty: the tool manager's."""
     reward: float | None = None
     """What it earned; None if it was never scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)

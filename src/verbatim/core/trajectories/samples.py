@@ -20,8 +20,8 @@ from verbatim.core.records.spans import Span
 from verbatim.core.records.turn import Turn
 from verbatim.core.texts import shown
 from verbatim.core.token_tree import Int32, PathReader, TokenPath
-from verbatim.core.trajectories.fate import TRAINED, Fate
 from verbatim.core.trajectories.openings import spoken_before
+from verbatim.core.trajectories.outcome import TRAINED, TrajectoryOutcome
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.trajectories.strategies import branching, interleaved
 
@@ -39,18 +39,18 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltSamples:
-    """The samples of one trajectory, and the fate of every token that was sampled of it."""
+    """The samples of one trajectory, and the outcome of every token that was sampled of it."""
 
     samples: list[TrainingSample]
     """Each with at least one trained token."""
-    fate: Fate
+    outcome: TrajectoryOutcome
     """What is trained, and what is dropped as `error`, `cancelled`, `untrained`, `over_length` or
     `missing_logprobs`."""
 
     @property
     def dropped(self) -> dict[str, int]:
         """Sampled tokens that are not trained, by reason."""
-        return self.fate.dropped
+        return self.outcome.dropped
 
 
 def build_samples(
@@ -114,9 +114,9 @@ def build(
     group = find_strategy(strategy)
     failed = trajectory.error is not None
     if failed and not include_failed:
-        return BuiltSamples(samples=[], fate=Fate.of_dropped(trajectory, "error"))
+        return BuiltSamples(samples=[], outcome=TrajectoryOutcome.of_dropped(trajectory, "error"))
     longest = sys.maxsize if max_length is None else max_length
-    fates = [fate_of(turn, longest, needs_logprobs) for turn in trajectory.turns]
+    outcomes = [turn_outcome(turn, longest, needs_logprobs) for turn in trajectory.turns]
     kept = [
         (index, turn)
         for index, turn in enumerate(trajectory.turns)
@@ -130,19 +130,21 @@ def build(
     ids_of = TokenPath.ids if len(runs) == 1 else PathReader().ids
     has_experts = any([turn.routed_experts is not None for turn in trajectory.turns])
     for run in runs:
-        trained = [kept[place] for place in run if fates[kept[place][0]] == TRAINED]
+        trained = [kept[place] for place in run if outcomes[kept[place][0]] == TRAINED]
         if trained:
             routed = _routed(trained, trajectory.turns) if has_experts else None
             samples.append(_sample(trajectory, trained, ids_of(trained[-1][1].path), routed, part=len(samples)))
-    cut_off = "error" if failed else "cancelled"
-    fate = Fate(
-        trajectory=trajectory, turns=tuple(fates), unrecorded=cut_off if trajectory.num_unrecorded_tokens else None
+    unrecorded = "error" if failed else "cancelled"
+    outcome = TrajectoryOutcome(
+        trajectory=trajectory,
+        turns=tuple(outcomes),
+        unrecorded=unrecorded if trajectory.num_unrecorded_tokens else None,
     )
     num_trained = sum(sample.num_trained_tokens for sample in samples)
-    assert num_trained == fate.num_trained_tokens, (
-        f"trajectory {trajectory.trajectory_id}: {num_trained} tokens in samples, {fate.num_tokens}"
+    assert num_trained == outcome.num_trained_tokens, (
+        f"trajectory {trajectory.trajectory_id}: {num_trained} tokens in samples, {outcome.num_tokens}"
     )
-    return BuiltSamples(samples=samples, fate=fate)
+    return BuiltSamples(samples=samples, outcome=outcome)
 
 
 def find_strategy(name: str) -> Strategy:
@@ -183,7 +185,7 @@ def _is_lists(runs: object) -> bool:
     )
 
 
-def fate_of(turn: Turn, longest: int, needs_logprobs: bool) -> str:
+def turn_outcome(turn: Turn, longest: int, needs_logprobs: bool) -> str:
     """`TRAINED`, or why no token of a turn is: `untrained`, `over_length` or `missing_logprobs`."""
     if not turn.trained:
         return "untrained"
@@ -240,10 +242,11 @@ def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | Non
 
 def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | None:
     """The kept sets of a sample's trained tokens; None where nothing was cut."""
+    if all(turn.kept_sets is None for _, turn in trained):
+        return None
     turns = [turn for _, turn in trained]
     joined = KeptSets.joined([turn.kept_sets for turn in turns], [len(turn.completion_ids) for turn in turns])
-    if joined is None:
-        return None
+    assert joined is not None
     places = np.concatenate([np.arange(turn.num_prompt_tokens, turn.path.length) for turn in turns])
     return joined.spread(places, length)
 

@@ -19,9 +19,9 @@ from pydantic_core import to_jsonable_python
 from verbatim.core.errors import ComponentError
 from verbatim.core.texts import shown
 from verbatim.core.user_values import as_atom, why_refused
-from verbatim.environments.tools.base import ToolResult
-from verbatim.environments.tools.signature import Signature, Subject, read_docstring, read_signature
+from verbatim.environments.tools.signature import Signature, UnwrappedCallable, read_docstring, read_signature
 from verbatim.environments.tools.threads import in_thread
+from verbatim.environments.tools.tool import ToolResult
 
 if TYPE_CHECKING:
     from verbatim.environments.tools.json_arguments import JsonArguments
@@ -81,7 +81,7 @@ class FunctionTool:
             raise ComponentError(
                 f"FunctionTool({name}): a class is no tool; give a function, or a method: FunctionTool({name}().method)"
             )
-        subject = Subject.of(function)
+        subject = UnwrappedCallable.of(function)
         self._function = function
         self._inline = inline
         self._is_async = inspect.iscoroutinefunction(subject.function)

@@ -61,7 +61,7 @@ def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None)
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
+class WatchedProcess:
     """A process whose memory is looked at."""
 
     pid: int
@@ -93,14 +93,14 @@ class MemoryWatch:
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self._interval = interval
-        self._watched: set[Watched] = set()
+        self._watched: set[WatchedProcess] = set()
         self._left: set[MemoryGroup] = set()
         """Groups that are no longer needed, and could not be removed yet."""
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, pid: int, memory_mb: int, on_too_much: Callable[[], None], *, files_mb: int = 0) -> Watched:
+    def add(self, pid: int, memory_mb: int, on_too_much: Callable[[], None], *, files_mb: int = 0) -> WatchedProcess:
         """Look at a process and its descendants from now on.
 
         Args:
@@ -113,7 +113,7 @@ class MemoryWatch:
         if group is not None and not group.take(descendants(pid)):
             group.remove()
             group = None
-        watched = Watched(pid, memory_mb << 10, on_too_much, group)
+        watched = WatchedProcess(pid, memory_mb << 10, on_too_much, group)
         with self._lock:
             self._watched.add(watched)
             if self._thread is None:
@@ -121,7 +121,7 @@ class MemoryWatch:
                 self._thread.start()
         return watched
 
-    def remove(self, watched: Watched | None) -> None:
+    def remove(self, watched: WatchedProcess | None) -> None:
         """Look at it no more. May be called again."""
         with self._lock:
             self._watched -= {watched}

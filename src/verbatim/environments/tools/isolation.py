@@ -113,7 +113,7 @@ def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple
 
 
 def why_not(isolation: Isolation) -> str | None:
-    """Why an isolation does not work here, found by running it; None = it works."""
+    """Why an isolation does not work here, found by running it; None: it works."""
     try:
         command = isolation.command(SandboxLimits(), f"cd /proc/self/ns && readlink {' '.join(NAMESPACES)}")
         done = run_program(command, environment=ENVIRONMENT, folder="/", timeout=30)

@@ -18,7 +18,7 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
 from verbatim.core.errors import ComponentError
-from verbatim.environments.tools.base import ToolArgumentsError
+from verbatim.environments.tools.tool import ToolArgumentsError
 
 SECONDS = 1.0
 """Processor seconds to check the arguments of one call: a machine that stands still refuses no call."""
@@ -42,7 +42,7 @@ class JsonArguments:
         >>> schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
         >>> JsonArguments(schema, "tool look").validate({"place": 3})
         Traceback (most recent call last):
-        verbatim.environments.tools.base.ToolArgumentsError: place: 3 is not of type 'string'
+        verbatim.environments.tools.tool.ToolArgumentsError: place: 3 is not of type 'string'
 
     Raises:
         ComponentError: not a schema of an object, or one that cannot be checked in bounded time.

@@ -19,11 +19,11 @@ from verbatim.core.ctrl_c import is_ctrl_c, noticed
 from verbatim.core.errors import ComponentError
 from verbatim.core.texts import cut, error_text, nearest, shown
 from verbatim.core.types import Message, ToolCall
-from verbatim.core.user_code import is_running, let_go
+from verbatim.core.user_code import drop_tracebacks, is_running
 from verbatim.core.user_values import as_atom
-from verbatim.environments.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.environments.tools.function_tool import FunctionTool, as_result
 from verbatim.environments.tools.mcp import McpTools
+from verbatim.environments.tools.tool import Tool, ToolArgumentsError, ToolFailed, ToolResult
 
 MAX_ERROR_CHARACTERS = 500
 """Most characters of an exception's text."""
@@ -60,7 +60,7 @@ class ToolOutcome:
     "exception", "timeout", "oversize" (the tool ran, its answer was cut)."""
     fault: BaseException | None = None
     """An exception of the tool other than `ToolFailed`: a fault of the tool. Its traceback holds the frames of the tool
-    and of its callers with all their variables: `verbatim.core.user_code.let_go` frees them."""
+    and of its callers with all their variables: `verbatim.core.user_code.drop_tracebacks` frees them."""
 
 
 class ToolManager(Mapping[str, Tool]):
@@ -124,8 +124,8 @@ class ToolManager(Mapping[str, Tool]):
 
         Args:
             call: The parsed call; a malformed call is answered without being run.
-            timeout: Seconds; None = no limit. A thread that overruns cannot be stopped; it is abandoned.
-            output_limit: Most characters of the answer, including the note about the cut; None = no limit.
+            timeout: Seconds; None: no limit. A thread that overruns cannot be stopped; it is abandoned.
+            output_limit: Most characters of the answer, including the note about the cut; None: no limit.
 
         Never raises, except `CancelledError` when the caller is cancelled, and KeyboardInterrupt.
         """
@@ -253,14 +253,14 @@ def _settled(
             return None, result, None
         fault = TypeError(f"{tool.name} failed: {said}")
     elif isinstance(error, ToolArgumentsError):
-        let_go(error)
+        drop_tracebacks(error)
         said = f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}"
         return "invalid_arguments", ToolResult(content=said), None
     elif isinstance(error, ToolFailed):
-        let_go(error)
+        drop_tracebacks(error)
         said, fault = str(error), None
     elif isinstance(error, asyncio.CancelledError):
-        let_go(error)
+        drop_tracebacks(error)
         said, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
     elif isinstance(error, Exception):
         said, fault = error_text(error, MAX_ERROR_CHARACTERS), error

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.redaction import hide_in, without_secrets
-from verbatim.environments.tools.base import Tool, ToolFailed, ToolResult
 from verbatim.environments.tools.function_tool import FunctionTool
+from verbatim.environments.tools.tool import Tool, ToolFailed, ToolResult
 from verbatim.environments.tools.variables import EnvFrom, further_variables
 
 INSTALL = "MCP servers need the mcp package: pip install 'verbatim-rl[mcp]'"

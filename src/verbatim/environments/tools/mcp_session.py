@@ -21,7 +21,7 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
 from pydantic import ValidationError
 
 from verbatim.core.texts import cut, printable
-from verbatim.environments.tools.base import ToolFailed
+from verbatim.environments.tools.tool import ToolFailed
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class _Link:
     over: anyio.Event = field(default_factory=anyio.Event)
     """Set when it has failed, is lost or is closed."""
     failure: str | None = "its source is closed"
-    """Why it is not connected; None = connected."""
+    """Why it is not connected; None: connected."""
     client: Any = None
     """The `Client`, once it is connected."""
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from verbatim.core.children import kill_group, start_async
 from verbatim.core.errors import EnvironmentFault, UsageError
-from verbatim.environments.tools.group_memory import WATCH, Watched
+from verbatim.environments.tools.group_memory import WATCH, WatchedProcess
 from verbatim.environments.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find_isolation, ulimits
 
 START_SECONDS = 60.0
@@ -57,7 +57,7 @@ _STOP = "(( $$ == 1 )) || exit; trap 'while kill -KILL -1; do :; done' TERM"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ShellOutput:
     """The shell's output up to one of its marks."""
 
     output: bytes
@@ -72,7 +72,7 @@ class ShellProtocol:
     """Marks and commands of one shell. They are safe against accidents; a command that forges marks harms only itself.
 
     Example: after `eval 'echo a' ...; printf ...` as command 1 the shell has written
-    `a\\n\\0sandbox-d2b7c4f1a09e3356 1 0\\0`, which reads as `Answer(output=b"a\\n", to=1, status=0)`.
+    `a\\n\\0sandbox-d2b7c4f1a09e3356 1 0\\0`, which reads as `ShellOutput(output=b"a\\n", to=1, status=0)`.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class ShellProtocol:
         self.received = bytearray()
         """Bytes written by the shell that belong to no answer yet."""
 
-    def keeper(self, limits: SandboxLimits, *, has_namespaces: bool) -> str:
+    def init_script(self, limits: SandboxLimits, *, has_namespaces: bool) -> str:
         """The script that sets the limits and keeps a shell running; the shell reads commands from its input."""
         return _KEEPER.format(
             token=self._token,
@@ -99,12 +99,12 @@ class ShellProtocol:
         done = f"builtin printf '\\0{self._token} {number} %s\\0' $? >&4"
         return f"eval {quoted} </dev/null 4>&-; {done}\n".encode(errors="replace")
 
-    def answer(self) -> Answer | None:
-        """The next complete answer in `received`; None = incomplete."""
+    def answer(self) -> ShellOutput | None:
+        """The next complete answer in `received`; None: incomplete."""
         found = self._mark.search(self.received)
         if found is None:
             return None
-        answer = Answer(
+        answer = ShellOutput(
             output=bytes(self.received[: found.start()]),
             to="ready" if found[1] == b"ready" else int(found[1]),
             status=int(found[2]),
@@ -149,8 +149,8 @@ class Sandbox:
         self._num_commands = 0
         self._one_at_a_time = asyncio.Lock()
         self._process: Process | None = None
-        self._keeper: int | None = None
-        self._watched: Watched | None = None
+        self._init: int | None = None
+        self._watched: WatchedProcess | None = None
         self._deadline: asyncio.Timeout | None = None
         self._holds_too_much = False
         self._stopping: asyncio.Task[None] | None = None
@@ -199,14 +199,14 @@ class Sandbox:
         if self._stopping is not None:
             self._stopping.cancel()
         self._kill()
-        process, keeper, folder = self._process, self._keeper, self._folder
-        self._process = self._keeper = self._folder = None
+        process, init, folder = self._process, self._init, self._folder
+        self._process = self._init = self._folder = None
         try:
             if process is not None:
                 await _reap(process)
         finally:
-            if keeper is not None:
-                os.close(keeper)
+            if init is not None:
+                os.close(init)
             if folder is not None:
                 folder.cleanup()
 
@@ -214,9 +214,9 @@ class Sandbox:
         if not self.isolation.has_namespaces and self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="verbatim-sandbox-", ignore_cleanup_errors=True)
         home = {} if self._folder is None else {"HOME": self._folder.name}
-        keeper = self._protocol.keeper(self.limits, has_namespaces=self.isolation.has_namespaces)
+        init = self._protocol.init_script(self.limits, has_namespaces=self.isolation.has_namespaces)
         self._process = await start_async(
-            self.isolation.command(self.limits, keeper),
+            self.isolation.command(self.limits, init),
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
@@ -230,7 +230,7 @@ class Sandbox:
             said = bytes(self._protocol.received).decode(errors="replace").strip()[:200]
             raise EnvironmentFault(f"sandbox: {self.isolation.name} did not start; it said {said!r}") from error
         if self.isolation.has_namespaces:
-            self._keeper = _open_child(self._process.pid)
+            self._init = _open_child(self._process.pid)
         self._watch()
 
     def _watch(self) -> None:
@@ -283,7 +283,7 @@ class Sandbox:
         notes = (f"the shell has ended; {_FRESH}",) if answer.to == "ready" else ()
         return self._result(answer.output, answer.status, *notes)
 
-    async def _answer(self, to: int | str, most: int | None = None) -> Answer:
+    async def _answer(self, to: int | str, most: int | None = None) -> ShellOutput:
         """Read up to the answer to this command, or up to the mark of a fresh shell."""
         process = self._running()
         assert process.stdout is not None
@@ -299,15 +299,15 @@ class Sandbox:
             self._protocol.received += chunk
 
     async def _stop(self, why: str) -> CommandResult:
-        """Kill all processes but the keeper, which starts a fresh shell."""
+        """Kill all processes but the init, which starts a fresh shell."""
         output = bytes(self._protocol.received)
-        if self._keeper is None:
+        if self._init is None:
             self._kill()
             await _reap(self._running())
             self._protocol.received.clear()
             await self._spawn()
         else:
-            signal.pidfd_send_signal(self._keeper, signal.SIGTERM)
+            signal.pidfd_send_signal(self._init, signal.SIGTERM)
             try:
                 async with asyncio.timeout(GRACE_SECONDS):
                     await self._answer("ready")
@@ -326,11 +326,11 @@ class Sandbox:
         """Kill process 1, which ends its namespace."""
         if self._process is None or self._process.returncode is not None:
             return
-        if self._keeper is None:
+        if self._init is None:
             kill_group(self._process.pid)
             return
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._keeper, signal.SIGKILL)
+            signal.pidfd_send_signal(self._init, signal.SIGKILL)
 
     def _result(self, output: bytes, status: int | None, *notes: str) -> CommandResult:
         most, notes, self._notes = self.limits.output_bytes, (*self._notes, *notes), ()

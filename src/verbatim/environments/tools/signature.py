@@ -21,8 +21,8 @@ from pydantic_core import PydanticKnownError, PydanticSerializationError, to_jso
 
 from verbatim.core.errors import ComponentError
 from verbatim.core.texts import nearest
-from verbatim.environments.tools.base import ToolArgumentsError
 from verbatim.environments.tools.json_types import ToolSchema, readable, untitled, with_enums_inside
+from verbatim.environments.tools.tool import ToolArgumentsError
 
 _SECTIONS = "Args|Arguments|Parameters|Params|Returns|Raises|Exceptions|Except|Yields"
 _SECTION = re.compile(rf"^[ \t]*(?:{_SECTIONS}):", re.MULTILINE)
@@ -35,7 +35,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class UnwrappedCallable:
     """A callable, unwrapped to the function whose signature is read.
 
     Example: `partial(search, index)` unwraps to `search`, with one parameter bound.
@@ -53,7 +53,7 @@ class Subject:
     """Parameters already bound by name."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Subject:
+    def of(cls, function: Callable[..., Any]) -> UnwrappedCallable:
         """Unwrap `functools.partial`, bound methods, static methods and objects with `__call__`."""
         inner: Any = function
         num_bound, bound, doc, name = 0, frozenset[str](), "", getattr(function, "__name__", None)
@@ -131,7 +131,7 @@ def _written(arguments: Mapping[str, Any]) -> str | bytes:
 
 # Cached by the plain function, so that creating a tool for each episode builds no new model.
 @lru_cache(maxsize=1024)
-def read_signature(subject: Subject) -> Signature:
+def read_signature(subject: UnwrappedCallable) -> Signature:
     """The parameters of a callable that are not bound yet.
 
     Raises:
@@ -269,7 +269,7 @@ class FunctionDoc:
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Description by argument name, each on one line."""
     returns: str | None = None
-    """Description of the return value; None = none."""
+    """Description of the return value; None: none."""
 
 
 def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:

@@ -33,7 +33,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     try:
         worker = _idle.pop()
     except IndexError:
-        worker = _Worker()
+        worker = _ToolThread()
     worker.calls.put((result, contextvars.copy_context(), call))
     try:
         return await asyncio.wrap_future(result)
@@ -41,7 +41,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
         del result  # it holds what was raised, whose traceback holds this frame: a cycle, with all that the call held
 
 
-class _Worker:
+class _ToolThread:
     """A thread that takes one call after the other."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Worker:
         return True
 
 
-_idle: list[_Worker] = []
+_idle: list[_ToolThread] = []
 """Threads without a call; the last one is taken first. `pop`, `remove` and `append` are each one operation of Python:
 no lock is needed. A thread is here before its caller has the answer, so that the caller's next call finds it."""
 

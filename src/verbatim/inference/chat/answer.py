@@ -42,11 +42,11 @@ class ChatAnswer:
     usage: Mapping[str, int]
     """The server's own counts (prompt_tokens, completion_tokens, ...)."""
     prompt_ids: Sequence[int] | None
-    """The ids of the prompt, as the server rendered it; None = it does not say."""
+    """The ids of the prompt, as the server rendered it; None: it does not say."""
     completion_ids: Sequence[int] | None
-    """The ids that were sampled; None = it does not say."""
+    """The ids that were sampled; None: it does not say."""
     logprobs: Sequence[float] | None
-    """One for each of `completion_ids`; None = it does not say, or does not know one of them."""
+    """One for each of `completion_ids`; None: it does not say, or does not know one of them."""
     policy_versions: Sequence[int] | None = None
     """The weights that sampled each of them; only our own servers say."""
 

@@ -10,7 +10,7 @@ from verbatim.core.texts import brief
 from verbatim.core.types import Message, MessageToolCall
 from verbatim.inference.chat.anthropic_form import UNREADABLE, content_blocks, error_body, stop_of, usage_of
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,

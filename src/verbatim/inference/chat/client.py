@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.texts import shown
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
-from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, status_failure
+from verbatim.inference.http.client import AttemptFailed, HttpClient, HttpResponse, status_failure
 from verbatim.inference.http.connection_settings import (
     OPENAI_HOST,
     OPENAI_KEY,
@@ -71,7 +71,7 @@ class OpenAI:
             )
 
     @contextlib.asynccontextmanager
-    async def connect(self) -> AsyncIterator[Connection]:
+    async def connect(self) -> AsyncIterator[ChatConnection]:
         """Connections for as long as the block lasts, all on the running event loop.
 
         Raises:
@@ -84,7 +84,7 @@ class OpenAI:
         finally:
             await connection.close()
 
-    def open(self) -> Connection:
+    def open(self) -> ChatConnection:
         """Connections that are made when they are needed, in every event loop that asks; the caller closes them.
 
         Raises:
@@ -99,10 +99,10 @@ class OpenAI:
             headers=account_headers(self.base_url),
             remote_api=True,
         )
-        return Connection(self, client, has_key=key is not None)
+        return ChatConnection(self, client, has_key=key is not None)
 
 
-class Connection:
+class ChatConnection:
     """An open way to the server. Requests may be made concurrently."""
 
     def __init__(self, api: OpenAI, client: HttpClient, *, has_key: bool) -> None:
@@ -136,7 +136,7 @@ class Connection:
             raise SamplerFault(f"{self.api.base_url}: the request cannot be written as JSON: {error}") from None
         return await self._client.ask("POST", "/chat/completions", data, self._read, failures)
 
-    def _read(self, answer: Answer) -> ChatAnswer:
+    def _read(self, answer: HttpResponse) -> ChatAnswer:
         if not 200 <= answer.status < 300:
             raise status_failure(answer, self._hint(answer.status))
         try:

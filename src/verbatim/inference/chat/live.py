@@ -27,7 +27,7 @@ class LiveAnswer:
 
     Args:
         num_replies: Replies of the answer.
-        prompt_ids: int32 [P]; None = it is not rendered yet.
+        prompt_ids: int32 [P]; None: it is not rendered yet.
     """
 
     def __init__(self, num_replies: int = 1, prompt_ids: Int32 | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from verbatim.core.texts import brief
 from verbatim.core.types import Message
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,

@@ -8,7 +8,7 @@ from typing import Any
 from verbatim.core.types import ToolCall
 from verbatim.inference.chat.openai_form import call_body, ending, error_body, logprobs_body, usage_of
 from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatRequest, Stamp, pieces
-from verbatim.inference.chat.streaming import PING, Said, event
+from verbatim.inference.chat.streaming import PING, StreamedReply, event
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,7 +31,7 @@ class OpenAIChatStream:
             "created": stamp.created,
             "model": stamp.model,
         }
-        self._said = [Said() for _ in range(request.n)]
+        self._said = [StreamedReply() for _ in range(request.n)]
 
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The role of each choice."""

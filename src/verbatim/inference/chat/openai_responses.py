@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.core.texts import brief
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.fields import (
     BadField,
     Fields,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from verbatim.core.types import Int32
 from verbatim.inference.chat.protocol import ChatDelta, ChatRequest
 from verbatim.inference.chat.stops import find_stop, held_back
-from verbatim.inference.chat.streaming import Said
-from verbatim.models.renderers.base import ReadsGrowingText, Renderer
+from verbatim.inference.chat.streaming import StreamedReply
+from verbatim.models.renderers.renderer import ReadsGrowingText, Renderer
 
 _STEP = 64
 """A completion is read again once it has grown by this part of its length, so that all readings together cost no more
@@ -40,7 +40,7 @@ class Growing:
 
     index: int = 0
     """Which of several replies it is."""
-    said: Said = field(default_factory=Said)
+    said: StreamedReply = field(default_factory=StreamedReply)
     ids: list[int] = field(default_factory=list)
     """Sampled so far."""
     num_read: int = 0

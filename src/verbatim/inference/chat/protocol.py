@@ -21,7 +21,7 @@ Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """The sampling parameters that a request gives; None = it gives none, and the server's defaults hold."""
+    """The sampling parameters that a request gives; None: it gives none, and the server's defaults hold."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -126,20 +126,20 @@ class ChatReply:
     stop_reason: StopReason = StopReason.STOP
     """"stop" or "length"."""
     stop_string: str | None = None
-    """The stop string that ended it; None = something else did. It is part of `ids`, not of the texts."""
+    """The stop string that ended it; None: something else did. It is part of `ids`, not of the texts."""
     ids: Int32
     """Sampled ids: int32 [C]."""
     logprobs: Float32 | None = None
-    """float32 [C]; None = the engine gives none."""
+    """float32 [C]; None: the engine gives none."""
     policy_versions: Int32 | None = None
-    """int32 [C]; None = the engine gives none."""
+    """int32 [C]; None: the engine gives none."""
     token_texts: tuple[str, ...] = ()
     """Text of each id by itself, where the request wants logprobs."""
     prompt_ids: Int32 | None = None
     """The prompt: int32 [P], where the request wants ids."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from a prefix cache; None = the engine does not say."""
+    """Prompt tokens that came from a prefix cache; None: the engine does not say."""
     num_cut_tokens: int = 0
     """Tokens that were sampled behind a stop string or behind the only call allowed, and are not in `ids`."""
     seed: int | None = None

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import Options

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from verbatim.core.types import Int32, StopReason, ToolCall
-from verbatim.inference.base import Completion
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.stops import find_stop
-from verbatim.models.renderers.base import ParsedResponse, Renderer
+from verbatim.inference.sampler import Completion
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 
 
 def read_reply(
@@ -75,7 +75,7 @@ def read_reply(
 
 
 def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> ParsedResponse:
-    """Read ids that end with the token that completes `stop`; None = no stop string ends them."""
+    """Read ids that end with the token that completes `stop`; None: no stop string ends them."""
     parsed = renderer.parse_response(ids, prompt_ids, request.tools or None)
     if stop is not None:
         parsed = before_stop(parsed, stop, renderer.decode(ids))

@@ -21,7 +21,7 @@ _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "logit_bias": ({}, None),
 }
-"""The values that leave the model's own distribution as it is. None = not sent; of the others a server may have a
+"""The values that leave the model's own distribution as it is. None: not sent; of the others a server may have a
 default of its own."""
 
 

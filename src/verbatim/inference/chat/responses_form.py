@@ -71,13 +71,13 @@ def has_text(reply: ChatReply) -> bool:
 
 
 def reasoning_item(stamp: Stamp, text: str | None) -> dict[str, Any]:
-    """Thinking; None = not yet begun."""
+    """Thinking; None: not yet begun."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{stamp.id}", "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
 
 
 def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
-    """Text; None = not yet begun."""
+    """Text; None: not yet begun."""
     return {
         "id": f"msg_{stamp.id}",
         "type": "message",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from verbatim.core.types import Int32
-from verbatim.inference.base import Watch
+from verbatim.inference.sampler import Watch
 
 Decode = Callable[[Int32], str]
 """The text of ids. The text of a prefix is a prefix of the text, but for U+FFFD at its end."""
@@ -28,7 +28,7 @@ def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, st
 
     Returns:
         The number of ids up to the one that completes it, and the string; of several that this id completes, the one
-        that begins first. None = the text holds none.
+        that begins first. None: the text holds none.
 
     Example: the ids of "ab", "c;", "d" with the stops [";", "d"] give (2, ";").
     """
@@ -90,7 +90,7 @@ class StopWatch:
 
 
 def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) -> Watch | None:
-    """Ends a completion with the token that completes a stop string, where the sampler shows its tokens; None = no one
+    """Ends a completion with the token that completes a stop string, where the sampler shows its tokens; None: no one
     watches.
 
     Args:

@@ -29,7 +29,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 @dataclass
-class Said:
+class StreamedReply:
     """What a stream has said of one reply."""
 
     reasoning: str = ""
@@ -66,7 +66,7 @@ class BlockStream(ABC):
     ping = PING
 
     def __init__(self) -> None:
-        self._said = Said()
+        self._said = StreamedReply()
         self._open = ""
         """The kind of the open block: "thinking", "text", another one, or none."""
 

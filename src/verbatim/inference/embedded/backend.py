@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verbatim.inference.backends import BackendInputs
-from verbatim.inference.base import Sampler
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import Sampler
 
 if TYPE_CHECKING:
     from verbatim.inference.pool.servers import FoundServers

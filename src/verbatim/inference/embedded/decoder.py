@@ -11,13 +11,13 @@ from torch import Tensor
 
 from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.types import Experts, Float32
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.forward import open_forward
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.rebuild import Rebuild
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
+from verbatim.inference.embedded.slots import SlotPlacement, Slots, SlotTable
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 
 _PARKING_BUDGET = 1 << 30
@@ -25,8 +25,8 @@ _PARKING_BUDGET = 1 << 30
 
 
 @dataclass(kw_only=True)
-class Counts:
-    """Counts of a decoder since it started."""
+class DecoderCounts:
+    """DecoderCounts of a decoder since it started."""
 
     forward_passes: int = 0
     """Forward passes of the model."""
@@ -71,7 +71,7 @@ class Decoder:
         self._num_loads = 0
         self._prefill_chunk = settings.prefill_chunk
         self._keep_cache = keep_cache
-        self.counts = Counts()
+        self.counts = DecoderCounts()
         with torch.inference_mode():
             self.forward = open_forward(
                 model,
@@ -112,7 +112,7 @@ class Decoder:
             raise
         return place.slot
 
-    def _start(self, request: SampleRequest, place: Placement) -> None:
+    def _start(self, request: SampleRequest, place: SlotPlacement) -> None:
         table = self.table
         slot, source, reused = place.slot, place.source, place.reused
         loaded = int(table.loaded[source]) if reused else self._num_loads

@@ -18,14 +18,14 @@ from verbatim.core.errors import ModelError, RecordError, SamplerFault, Verbatim
 from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.texts import cut
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.base import Completion, SampleRequest, Watch
-from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
+from verbatim.inference.cancelled import cancelled, num_tokens_drawn, settle
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine_thread import EngineStats, EngineThread, torch_threads
-from verbatim.inference.embedded.messages import Command, Job, Reply, deliver, failure_text
+from verbatim.inference.embedded.messages import Command, EngineReply, GenerateJob, deliver, failure_text
 from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.replica import ReplicaLoad
+from verbatim.inference.sampler import Completion, SampleRequest, Watch
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
 from verbatim.models.adapters import BaseWeights, is_adapter, load_base_of, read_adapter
 from verbatim.models.experts import find_routers
@@ -50,7 +50,7 @@ class TorchSampler:
         context_length: Most tokens of prompt and completion together.
         policy_version: Version of the weights in `model_path`.
         num_threads: Threads of the engine's matrix products; None takes torch's setting. Other threads keep theirs.
-        cores: Says before each step how many threads it may have now; None = always `num_threads`.
+        cores: Says before each step how many threads it may have now; None: always `num_threads`.
         on_weight_update: What happens to the key/value cache of sequences in flight when new weights arrive.
         return_routed_experts: Return the experts of a mixture that computed each token.
 
@@ -137,7 +137,7 @@ class TorchSampler:
             asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        job = Job(
+        job = GenerateJob(
             future=asyncio.get_running_loop().create_future(),
             request=request,
             submitted=time.perf_counter(),
@@ -148,7 +148,7 @@ class TorchSampler:
             await self._answered(job)
         except asyncio.CancelledError:
             self._engine.cancel(job)
-            raise cut_off(await self._num_drawn(job)) from None
+            raise cancelled(await self._num_drawn(job)) from None
         completion: Completion = job.future.result()
         return completion
 
@@ -238,7 +238,7 @@ class TorchSampler:
             command.future.cancel()  # a caller that was cancelled leaves no unanswered future behind
         return command.future.result()
 
-    async def _answered(self, reply: Reply) -> None:
+    async def _answered(self, reply: EngineReply) -> None:
         """Wait until the engine has answered. Unlike `await future`, a cancelled call does not cancel the future.
 
         An answer may be lost where memory ran out, and a thread that fails may fail again before it has answered:
@@ -250,7 +250,7 @@ class TorchSampler:
             if reply.answer is not None:
                 deliver([reply])
 
-    async def _num_drawn(self, job: Job) -> int:
+    async def _num_drawn(self, job: GenerateJob) -> int:
         """Tokens drawn for a job that is being cancelled. The engine answers every job after its present step."""
         answered = asyncio.ensure_future(self._answered(job))
         with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the caller raises it in either case

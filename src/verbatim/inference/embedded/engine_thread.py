@@ -16,18 +16,18 @@ import torch
 from verbatim.core.errors import SamplerFault, VerbatimError
 from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.types import StopReason
-from verbatim.inference.base import Completion, nothing_sampled
-from verbatim.inference.embedded.decoder import Counts, Decoder
+from verbatim.inference.embedded.decoder import Decoder, DecoderCounts
 from verbatim.inference.embedded.messages import (
     Cancel,
     Command,
-    Job,
+    EngineReply,
+    GenerateJob,
     Outbox,
-    Reply,
     engine_failed,
     failure_text,
     request_failed,
 )
+from verbatim.inference.sampler import Completion, nothing_sampled
 from verbatim.models.native.cores import CoreShare
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ _STEPS_PER_QUESTION = 3.0
 
 
 @dataclass(kw_only=True)
-class EngineStats(Counts):
-    """Counts of an engine since it started."""
+class EngineStats(DecoderCounts):
+    """DecoderCounts of an engine since it started."""
 
     completions: int
     """Requests that ended at a stop token or a limit."""
@@ -59,7 +59,7 @@ class EngineThread:
     Args:
         decoder: The model and its cache; used by this thread alone.
         num_threads: Threads of its matrix products; None takes torch's setting.
-        cores: Says before each step how many threads it may have now; None = always `num_threads`.
+        cores: Says before each step how many threads it may have now; None: always `num_threads`.
     """
 
     def __init__(self, decoder: Decoder, num_threads: int | None, cores: CoreShare | None = None) -> None:
@@ -67,14 +67,14 @@ class EngineThread:
         self._num_threads = num_threads
         self._cores = cores
         self._wake = threading.Condition()
-        self._inbox: deque[Job | Command | Cancel] = deque()
+        self._inbox: deque[GenerateJob | Command | Cancel] = deque()
         self._closing = False
         self._fault: BaseException | None = None
         # The rest belongs to the engine's thread alone:
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[GenerateJob] = deque()
         self._commands: deque[Command] = deque()
         self._owed = 0.0
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, GenerateJob] = {}
         self._outbox = Outbox()
         self._completions = 0
         self._busy_seconds = 0.0
@@ -83,7 +83,7 @@ class EngineThread:
 
     # ---- called from event loops
 
-    def send(self, message: Job | Command) -> None:
+    def send(self, message: GenerateJob | Command) -> None:
         """Queue a request or a command.
 
         Raises:
@@ -97,7 +97,7 @@ class EngineThread:
             self._inbox.append(message)
             self._wake.notify()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: GenerateJob) -> None:
         """End a job between two steps; it is answered with the tokens it has."""
         with self._wake:
             self._inbox.append(Cancel(job))
@@ -118,18 +118,18 @@ class EngineThread:
             return THREAD_ENDED
         return None
 
-    def answer_for_dead(self, reply: Reply) -> None:
+    def answer_for_dead(self, reply: EngineReply) -> None:
         """Answer a reply that the thread left without one when it ended; does nothing while the thread lives."""
         if self.thread.is_alive() or reply.future.done():
             return
         self._outbox.send()
         drawn = 0
-        if isinstance(reply, Job) and reply.slot is not None and self._running.get(reply.slot) is reply:
+        if isinstance(reply, GenerateJob) and reply.slot is not None and self._running.get(reply.slot) is reply:
             drawn = self._decoder.table.num_new(reply.slot)
         reply.answer = reply.answer or (SamplerFault(self.failure or THREAD_ENDED, num_tokens=drawn),)
 
     def stats(self) -> EngineStats:
-        """Counts so far."""
+        """DecoderCounts so far."""
         return EngineStats(
             **asdict(self._decoder.counts),
             completions=self._completions,
@@ -158,7 +158,7 @@ class EngineThread:
             self._shut_down(None)
 
     def _receive(self) -> bool:
-        """Take new messages, sleeping while there is nothing to do; False = stop."""
+        """Take new messages, sleeping while there is nothing to do; False: stop."""
         with self._wake:
             while not (self._inbox or self._closing or self._waiting or self._running or self._commands):
                 self._share_cores(computes=False)
@@ -183,9 +183,9 @@ class EngineThread:
         if computes and torch.get_num_threads() != (free := self._cores.threads_for_pass()):
             torch.set_num_threads(free)
 
-    def _take(self, message: Job | Command | Cancel) -> None:
+    def _take(self, message: GenerateJob | Command | Cancel) -> None:
         match message:
-            case Job():
+            case GenerateJob():
                 self._waiting.append(message)
             case Command():
                 self._commands.append(message)
@@ -205,7 +205,7 @@ class EngineThread:
         self._outbox.put(command, answer)
 
     def _admit(self) -> None:
-        deferred: list[Job] = []
+        deferred: list[GenerateJob] = []
         try:
             while self._waiting and self._decoder.has_idle_slot and len(deferred) < _MOST_DEFERRED:
                 job = self._waiting[0]  # removed only after it has a slot, so that a failure still answers it
@@ -244,7 +244,7 @@ class EngineThread:
         for slot, job in [(slot, job) for slot, job in self._running.items() if job.watch is not None]:
             self._show(slot, job)
 
-    def _show(self, slot: int, job: Job) -> None:
+    def _show(self, slot: int, job: GenerateJob) -> None:
         """Show a job's new tokens to whoever watches; end it where it is told so."""
         table = self._decoder.table
         start, end = int(table.prompt_length[slot]) + job.num_shown, int(table.length[slot])
@@ -276,7 +276,7 @@ class EngineThread:
         self._decoder.drop(slot)
         self._decoder.give_back_memory()
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: GenerateJob) -> None:
         """Answer a cancelled job with the tokens it has, unless it is answered already."""
         if job.slot is not None and self._running.get(job.slot) is job:
             self._answer(job.slot, self._completion(job, job.slot, StopReason.CANCELLED))
@@ -305,7 +305,7 @@ class EngineThread:
         )
         self._decoder.discard(slot)
 
-    def _completion(self, job: Job, slot: int, reason: StopReason | None) -> Completion:
+    def _completion(self, job: GenerateJob, slot: int, reason: StopReason | None) -> Completion:
         """What a job has sampled; its end is read off the tokens where no reason is given."""
         table = self._decoder.table
         new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
@@ -338,7 +338,7 @@ class EngineThread:
         for message in (*self._waiting, *self._commands, *left):
             if fault:
                 self._outbox.put(message, engine_failed(fault))
-            elif isinstance(message, Job):
+            elif isinstance(message, GenerateJob):
                 self._outbox.put(message, nothing_sampled(time.perf_counter() - message.submitted))
             else:
                 self._outbox.put(message, SamplerFault("the sampler was closed before it ran this"))

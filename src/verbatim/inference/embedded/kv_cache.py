@@ -122,13 +122,13 @@ def up_to(number: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class AttentionGroup:
     """Sequences that attend together: B sequences with Q queries each, padded."""
 
     rows: Tensor | slice
     """Rows of the pass that are queries: int64 [R], or a range."""
     cells: Tensor | None
-    """Where each goes in the [B, Q] grid, flat: int64 [R]; None = in order, without padding."""
+    """Where each goes in the [B, Q] grid, flat: int64 [R]; None: in order, without padding."""
     slots: Tensor | slice
     """The slot of each sequence: int64 [B], whose keys are copied, or a range of slots, read in place."""
     positions_BQ: Tensor
@@ -147,12 +147,12 @@ class CachePlan:
 
     cache: KeyValueCache
     write_rows: Tensor | None
-    """Rows that are real tokens: int64 [W]; None = all."""
+    """Rows that are real tokens: int64 [W]; None: all."""
     write_slots: Tensor
     """Slot of each real token: int64 [W]."""
     write_positions: Tensor
     """Position of each real token: int64 [W]."""
-    groups: Sequence[Group]
+    groups: Sequence[AttentionGroup]
     """Together they cover every row whose output matters; of two that cover a row, the later one counts."""
     in_blocks: bool
     """Whether attention is computed so that no bit depends on a group's size and longest sequence."""
@@ -198,7 +198,9 @@ class CachePlan:
             self._biases[index, sliding_window] = bias
         return bias
 
-    def _attend_group(self, layer: int, group: Group, query_RHD: Tensor, bias: Tensor, call: AttentionCall) -> Tensor:
+    def _attend_group(
+        self, layer: int, group: AttentionGroup, query_RHD: Tensor, bias: Tensor, call: AttentionCall
+    ) -> Tensor:
         batch, queries = group.positions_BQ.shape
         if group.cells is not None:
             padded = query_RHD.new_zeros(batch * queries, *query_RHD.shape[1:])
@@ -218,7 +220,7 @@ class CachePlan:
         out = out.flatten(0, 1)
         return out if group.cells is None else out[group.cells]
 
-    def _prefix(self, layer: int, group: Group) -> Prefix | None:
+    def _prefix(self, layer: int, group: AttentionGroup) -> Prefix | None:
         if not group.prefix:
             return None
         of_slot = (layer, group.prefix_slot)

@@ -10,21 +10,21 @@ from typing import Any
 from verbatim.core.errors import SamplerFault
 from verbatim.core.machine_faults import describe, is_out_of_memory
 from verbatim.core.texts import cut, error_text
-from verbatim.inference.base import SampleRequest, Watch
+from verbatim.inference.sampler import SampleRequest, Watch
 
 
 @dataclass(eq=False, kw_only=True)
-class Reply:
+class EngineReply:
     """An answer of the engine's thread that a coroutine in an event loop waits for."""
 
     future: asyncio.Future[Any]
     """Set in the caller's event loop."""
     answer: tuple[Any] | None = None
-    """The result or exception that the future is about to hold; None = not answered yet."""
+    """The result or exception that the future is about to hold; None: not answered yet."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Job(Reply):
+class GenerateJob(EngineReply):
     """One `generate` call."""
 
     request: SampleRequest
@@ -33,7 +33,7 @@ class Job(Reply):
     started: float = 0.0
     """Time at which it got a slot: seconds of `time.perf_counter`."""
     slot: int | None = None
-    """Its slot in the decoder; None = still waiting."""
+    """Its slot in the decoder; None: still waiting."""
     watch: Watch | None = None
     """Called with its tokens as they are drawn, on the engine's thread."""
     num_shown: int = 0
@@ -41,7 +41,7 @@ class Job(Reply):
 
 
 @dataclass(eq=False, kw_only=True)
-class Command(Reply):
+class Command(EngineReply):
     """A function to run between two steps."""
 
     run: Callable[[], Any]
@@ -54,17 +54,17 @@ class Command(Reply):
 class Cancel:
     """The caller of this job was cancelled."""
 
-    job: Job
+    job: GenerateJob
 
 
 @dataclass(eq=False)
 class Outbox:
     """Answers of one step, delivered to each event loop in one call."""
 
-    answers: dict[asyncio.AbstractEventLoop, list[tuple[Reply, Any]]] = field(default_factory=dict)
+    answers: dict[asyncio.AbstractEventLoop, list[tuple[EngineReply, Any]]] = field(default_factory=dict)
     """Undelivered answers."""
 
-    def put(self, reply: Reply, answer: Any) -> None:
+    def put(self, reply: EngineReply, answer: Any) -> None:
         """Add an answer; an exception is raised in the caller."""
         self.answers.setdefault(reply.future.get_loop(), []).append((reply, answer))
 
@@ -81,7 +81,7 @@ class Outbox:
         self.answers = {}
 
 
-def deliver(replies: list[Reply]) -> None:
+def deliver(replies: list[EngineReply]) -> None:
     """Set the futures of answered replies; called in their event loop."""
     for reply in replies:
         if reply.future.done():

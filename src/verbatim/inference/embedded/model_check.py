@@ -9,9 +9,9 @@ import torch
 
 from verbatim.core.errors import ModelError
 from verbatim.core.sampling import SamplingParams
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import LENGTH, TOLERANCE, TinyPair, mask_settings, probe_ids, tiny_pair
 from verbatim.models.refusal import FAULTS, describe

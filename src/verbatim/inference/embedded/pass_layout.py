@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verbatim.core.types import Int32
-from verbatim.inference.embedded.kv_cache import BLOCK, Group, up_to
+from verbatim.inference.embedded.kv_cache import BLOCK, AttentionGroup, up_to
 from verbatim.inference.embedded.slots import Slots
 
 _QUANTUM = 16
@@ -48,7 +48,7 @@ class PassLayout:
         return out
 
 
-def fixed_groups(layout: PassLayout, num_single: int, device: torch.device) -> list[Group]:
+def fixed_groups(layout: PassLayout, num_single: int, device: torch.device) -> list[AttentionGroup]:
     """A deterministic pass: all slots in place, in row order; then each prompt token with a copy of its slot's keys."""
     groups = []
     if num_single:
@@ -70,7 +70,7 @@ def ragged_groups(
     bytes_per_key: int,
     device: torch.device,
     ids: Int32 | None = None,
-) -> list[Group]:
+) -> list[AttentionGroup]:
     """Any other pass: ranges of slots with one new token each, then sequences with several, by similar numbers.
 
     Args:
@@ -80,7 +80,7 @@ def ragged_groups(
         computed: Cached tokens of each: int64 [S].
         bytes_per_key: Bytes of one position's keys and values in one layer.
         device: Device of the model.
-        ids: The ids of every slot: int32 [slots, context]; equal ids have equal keys and values. None = they may not.
+        ids: The ids of every slot: int32 [slots, context]; equal ids have equal keys and values. None: they may not.
     """
     groups = []
     num_single = int((counts == 1).sum())
@@ -194,7 +194,7 @@ def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRan
     return done
 
 
-def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, device: torch.device) -> Group:
+def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, device: torch.device) -> AttentionGroup:
     """Sequences with similar numbers of new tokens, padded to the longest."""
     longest, total = int(counts.max()), int(counts.sum())
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -239,9 +239,9 @@ def at_once(similar: Slots, counts: Rows, computed: Rows) -> list[Slots]:
 
 def group(
     rows: Rows | slice, cells: Rows | None, slots: Slots | slice, positions: Rows, quantum: int, device: torch.device
-) -> Group:
+) -> AttentionGroup:
     """Queries that attend together; `positions` is int64 [B] for one query each, or [B, Q]."""
-    return Group(
+    return AttentionGroup(
         rows=rows if isinstance(rows, slice) else as_tensor(rows, device),
         cells=None if cells is None else as_tensor(cells, device),
         slots=slots if isinstance(slots, slice) else as_tensor(slots, device),

@@ -50,11 +50,11 @@ class Truncation:
     """Truncation of each row: top-k, then top-p of the rest, then min-p."""
 
     top_k_N: Tensor
-    """int64 [N]; 0 = off."""
+    """int64 [N]; 0: off."""
     top_p_N: Tensor
-    """float32 [N]; 1 = off."""
+    """float32 [N]; 1: off."""
     min_p_N: Tensor
-    """float32 [N]; 0 = off."""
+    """float32 [N]; 0: off."""
 
     def kept(self, logits_NV: Tensor) -> Tensor:
         """The kept sets: bool [N, V].

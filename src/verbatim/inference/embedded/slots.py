@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from verbatim.core.token_tree import common_prefix_length
 from verbatim.core.types import Int32, KeptSets
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.sampling import seed_key
+from verbatim.inference.sampler import SampleRequest
 
 Slots = NDArray[np.intp]
 Drawn: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], KeptSets | None]
@@ -23,7 +23,7 @@ WAIT_FOR_PREFIX = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class SlotPlacement:
     """The slot of a request and its cached prefix."""
 
     slot: int
@@ -82,7 +82,7 @@ class SlotTable:
             self.num_batch * self.ids.shape[1]
         )
 
-    def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> Placement | None:
+    def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> SlotPlacement | None:
         """Choose a slot for a request; None if it has to wait.
 
         Order of preference: the idle slot of its own session, then the one least recently used. A cached prefix is
@@ -106,7 +106,7 @@ class SlotTable:
         is_as_good = self.loaded[slot] == loaded and (slot == own or not self.old_records[slot])
         if not reused or (is_as_good and self._cached(slot, prompt) == reused):
             source = slot
-        return Placement(slot=slot, source=source, reused=reused)
+        return SlotPlacement(slot=slot, source=source, reused=reused)
 
     def _cached(self, slot: int, prompt: Int32) -> int:
         """Leading ids of a prompt whose keys and values a slot holds.

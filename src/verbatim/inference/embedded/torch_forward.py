@@ -62,7 +62,7 @@ class TorchForward:
         self._bytes_per_key = self.bytes_per_token // shape.num_layers
         # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
         self.num_rows = up_to(num_slots, _ROW_QUANTUM) if settings.deterministic else 0
-        """Rows of every pass in deterministic mode; 0 = as many as there are tokens."""
+        """Rows of every pass in deterministic mode; 0: as many as there are tokens."""
         self.cache = KeyValueCache(shape, max(num_slots, self.num_rows), dtype=dtype, device=model.device)
         """Keys and values of every slot."""
         if settings.deterministic:

@@ -24,7 +24,7 @@ def sequence_logprobs(
     Args:
         token_ids_L: int64 [L], on the model's device.
         temperature: Divides the logits.
-        kept_sets: Of L tokens: each is scored over its own; None = over the vocabulary.
+        kept_sets: Of L tokens: each is scored over its own; None: over the vocabulary.
 
     Raises:
         ModelError: the sequence is so long that the positions of its first tokens would change.

@@ -42,7 +42,7 @@ class Acceptor:
         listening: A socket that is bound and listens.
         make: Creates the protocol of a connection.
         table: The open connections.
-        door: Limits what comes over this socket; None = the whole table may.
+        door: Limits what comes over this socket; None: the whole table may.
     """
 
     def __init__(

@@ -26,13 +26,11 @@ from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.core.texts import brief, cut
 from verbatim.inference import elsewhere
-from verbatim.inference.base import Sampler, SaysHow, failure_of
 from verbatim.inference.chat.fields import Fields, read_integer, read_number, read_text
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.protocols import model_card, model_list
 from verbatim.inference.elsewhere import is_key, key_of
 from verbatim.inference.http import completions, protocol
-from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
 from verbatim.inference.http.exchange import (
     STOPPING,
@@ -46,13 +44,15 @@ from verbatim.inference.http.exchange import (
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.refused import Refused
+from verbatim.inference.http.render_pool import RenderPool
 from verbatim.inference.http.request_body import check_model, read_json, read_request
-from verbatim.inference.pool.base import SaysLoad
+from verbatim.inference.pool.replica import SaysLoad
+from verbatim.inference.sampler import DescribesEngine, Sampler, failure_of
 from verbatim.inference.validation import check_ids, check_temperature
 from verbatim.models.renderers.stop_ids import ends_within
 
 if TYPE_CHECKING:
-    from verbatim.models.renderers.base import Renderer
+    from verbatim.models.renderers.renderer import Renderer
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SamplerApp:
         self,
         sampler: Sampler,
         *,
-        desk: ChatDesk | None,
+        render_pool: RenderPool | None,
         renderer: Renderer | None,
         model: str,
         api_key: str | None,
@@ -96,7 +96,7 @@ class SamplerApp:
         self._id = uuid.uuid4().hex
         self._chat = ChatRoutes(
             sampler,
-            desk,
+            render_pool,
             None if renderer is None else renderer.decode,
             model=model,
             limits=limits,
@@ -108,21 +108,21 @@ class SamplerApp:
             exception_handlers={HTTPException: self._no_route},
             routes=[
                 Route("/health", self._health),
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+                Route("/v1/models", self._contained(self._models)),
+                Route("/v1/models/{name:path}", self._contained(self._one_model)),
                 *(
-                    Route(f"/v1/{route}", self._guarded(self._chat.answer), methods=["POST"])
+                    Route(f"/v1/{route}", self._contained(self._chat.answer), methods=["POST"])
                     for route in self._chat.protocols.by_route
                 ),
-                Route(protocol.REFUSED, self._guarded(self._refused)),
-                Route(protocol.SAMPLER, self._guarded(self._describe)),
-                Route(protocol.LOAD, self._guarded(self._load)),
-                Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
-                Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
-                Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
+                Route(protocol.REFUSED, self._contained(self._refused)),
+                Route(protocol.SAMPLER, self._contained(self._describe)),
+                Route(protocol.LOAD, self._contained(self._load)),
+                Route(protocol.GENERATE, self._contained(self._generate), methods=["POST"]),
+                Route(protocol.PROMPT_LOGPROBS, self._contained(self._prompt_logprobs), methods=["POST"]),
+                Route(protocol.WEIGHTS, self._contained(self._update_weights), methods=["POST"]),
                 Route(
                     elsewhere.PREFIX + "{names:path}",
-                    self._guarded(self._take_upload),
+                    self._contained(self._take_upload),
                     methods=["GET", "PUT", "POST"],
                 ),
             ],
@@ -171,7 +171,7 @@ class SamplerApp:
             "server": self._id,
             "takes_weights": self._takes_weights,
             "takes_uploads": self._uploads is not None,
-            "how": dict(self._sampler.how) if isinstance(self._sampler, SaysHow) else {},
+            "how": dict(self._sampler.how) if isinstance(self._sampler, DescribesEngine) else {},
         }
 
     async def _load(self, request: Request) -> dict[str, Any]:
@@ -267,12 +267,12 @@ class SamplerApp:
 
     # ---- shared by all endpoints
 
-    def _guarded(
+    def _contained(
         self, endpoint: Callable[[Request], Awaitable[dict[str, Any] | Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap an endpoint: check the key, answer with JSON, report errors in OpenAI's format."""
 
-        async def guarded(request: Request) -> Response:
+        async def contained(request: Request) -> Response:
             answer = await answered(request)
             if 400 <= answer.status_code < 500 and self._limits.refusal_seconds:
                 with contextlib.suppress(TimeoutError):
@@ -306,7 +306,7 @@ class SamplerApp:
                 message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
                 return self._refusal(request, Refused(400, message))
 
-        return guarded
+        return contained
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         """Refuse a path or a method that no endpoint has, in the form of the protocol that the path belongs to."""

@@ -19,19 +19,27 @@ from verbatim.core.errors import VerbatimError
 from verbatim.core.tasks import cancel_all, run_together
 from verbatim.core.texts import cut
 from verbatim.core.types import Int32, StopReason
-from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.live import LiveAnswer
 from verbatim.inference.chat.protocol import ChatReply, ChatStream, Options, Stamp
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols
 from verbatim.inference.chat.stops import Decode, watch_for
 from verbatim.inference.chat.streaming import StreamDiverged
-from verbatim.inference.http.chat_desk import ChatDesk
-from verbatim.inference.http.chat_work import Asked, read_chat, read_completion, read_partial
-from verbatim.inference.http.exchange import STOPPING, ClientGone, Reply, StopEvent, json_answer, read_body, while_there
+from verbatim.inference.http.chat_work import RenderedRequest, read_chat, read_completion, read_partial
+from verbatim.inference.http.exchange import (
+    STOPPING,
+    ClientGone,
+    ResponseWriter,
+    StopEvent,
+    json_answer,
+    read_body,
+    while_there,
+)
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.refused import Refused
+from verbatim.inference.http.render_pool import RenderPool
+from verbatim.inference.sampler import Completion, Sampler, SampleRequest, Watch, generate_watched
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +51,7 @@ class ChatRoutes:
 
     Args:
         sampler: Samples.
-        desk: Renders and parses; None where the server has no renderer.
+        render_pool: Renders and parses; None where the server has no renderer.
         decode: The renderer's, called on the sampler's thread to find stop strings.
         model: The model's name in requests.
         limits: Of one client.
@@ -55,7 +63,7 @@ class ChatRoutes:
     def __init__(
         self,
         sampler: Sampler,
-        desk: ChatDesk | None,
+        render_pool: RenderPool | None,
         decode: Decode | None,
         *,
         model: str,
@@ -64,7 +72,7 @@ class ChatRoutes:
         draw_seed: Callable[[], int],
         stopped: StopEvent,
     ) -> None:
-        self._sampler, self._desk, self._decode = sampler, desk, decode
+        self._sampler, self._render_pool, self._decode = sampler, render_pool, decode
         self._model, self._limits = model, limits
         self._draw_seed, self._stopped = draw_seed, stopped
         self.protocols = ChatProtocols(options)
@@ -82,7 +90,7 @@ class ChatRoutes:
             raise
 
     async def _answer(self, request: Request, protocol: ChatProtocol) -> Response:
-        if self._desk is None:
+        if self._render_pool is None:
             raise Refused(
                 404, f"this server was started without a renderer, so it takes token ids only: POST {GENERATE}"
             )
@@ -92,7 +100,7 @@ class ChatRoutes:
         asked = await while_there(
             request.receive,
             self._stopped,
-            self._desk.run(
+            self._render_pool.run(
                 len(data),
                 read_chat,
                 data,
@@ -116,13 +124,13 @@ class ChatRoutes:
 
     # ---- sampling
 
-    async def _replies(self, asked: Asked, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
+    async def _replies(self, asked: RenderedRequest, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
         seeds = self._seeds(asked)
         shows = [None if live is None else partial(live.show, number) for number in range(len(seeds))]
         drawing = (self._sample(asked, seed, show) for seed, show in zip(seeds, shows, strict=True))
         return await self._read(asked, await run_together(drawing), seeds, stamp)
 
-    async def _sample(self, asked: Asked, seed: int, show: Watch | None) -> Completion:
+    async def _sample(self, asked: RenderedRequest, seed: int, show: Watch | None) -> Completion:
         """Sample one completion, which ends with the token that completes a stop string where the sampler can."""
         request = SampleRequest(
             prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
@@ -134,32 +142,32 @@ class ChatRoutes:
             raise Refused(503, STOPPING)
         return completion
 
-    def _seeds(self, asked: Asked) -> list[int]:
+    def _seeds(self, asked: RenderedRequest) -> list[int]:
         """A seed for each reply: the request's own for the first, and others that follow from it."""
         given = asked.request.sampling.seed
         seed = self._draw_seed() if given is None else given
         return [seed, *(random.Random(f"{seed}/{k}").getrandbits(63) for k in range(1, asked.request.n))]
 
     async def _read(
-        self, asked: Asked, completions: Sequence[Completion], seeds: Sequence[int], stamp: Stamp
+        self, asked: RenderedRequest, completions: Sequence[Completion], seeds: Sequence[int], stamp: Stamp
     ) -> list[ChatReply]:
-        assert self._desk is not None
+        assert self._render_pool is not None
         return [
-            await self._desk.run(0, read_completion, asked, completion, seed, f"call_{stamp.id}_{k}")
+            await self._render_pool.run(0, read_completion, asked, completion, seed, f"call_{stamp.id}_{k}")
             for k, (completion, seed) in enumerate(zip(completions, seeds, strict=True))
         ]
 
     # ---- streams
 
-    async def _stream(self, asked: Asked, stream: ChatStream, stamp: Stamp) -> AsyncGenerator[bytes]:
+    async def _stream(self, asked: RenderedRequest, stream: ChatStream, stamp: Stamp) -> AsyncGenerator[bytes]:
         """The events of an answer, as tokens are drawn."""
-        desk, live = self._desk, LiveAnswer(asked.request.n, asked.prompt_ids)
-        assert desk is not None
+        render_pool, live = self._render_pool, LiveAnswer(asked.request.n, asked.prompt_ids)
+        assert render_pool is not None
         working = asyncio.ensure_future(self._replies(asked, stamp, live))
         working.add_done_callback(lambda _: live.wake())
 
         async def read(ids: Int32, prompt_ids: Int32) -> tuple[str, str]:
-            return await desk.run(0, read_partial, asked, ids)
+            return await render_pool.run(0, read_partial, asked, ids)
 
         try:
             shown = live.events(stream, working, read, lambda: working, begins_at_once=True)
@@ -188,7 +196,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        reply = Reply(scope, send, self._protocol)
+        reply = ResponseWriter(scope, send, self._protocol)
         try:
             await while_there(receive, self._stopped, reply.stream(self._stream, self._events))
             await reply.end()

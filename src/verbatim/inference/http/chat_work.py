@@ -9,8 +9,7 @@ from verbatim.core.errors import RecordError, UsageError, VerbatimError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import error_text
 from verbatim.core.types import Int32
-from verbatim.inference.base import Completion
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
@@ -18,12 +17,13 @@ from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.http.completions import check_completion
 from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
 from verbatim.inference.http.request_body import check_model, read_json
-from verbatim.models.renderers.base import Renderer
+from verbatim.inference.sampler import Completion
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.models.renderers.stop_ids import ends_within
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
+class RenderedRequest:
     """A chat request that has become ids."""
 
     request: ChatRequest
@@ -43,7 +43,7 @@ def read_chat(
     room: int,
     vocab_size: int,
     is_count: bool = False,
-) -> Asked:
+) -> RenderedRequest:
     """Read and render the body of a request; refuses as much as possible before it renders.
 
     Args:
@@ -79,7 +79,7 @@ def read_chat(
         )
     ends = ends_within(renderer.stop_token_ids, vocab_size)
     params = request.sampling.params(SamplingParams(), room=max(1, room - len(ids)), end_ids=ends)
-    return Asked(request=replace(request, messages=()), prompt_ids=ids, params=params)
+    return RenderedRequest(request=replace(request, messages=()), prompt_ids=ids, params=params)
 
 
 def _render(renderer: Renderer, request: ChatRequest) -> Int32:
@@ -92,13 +92,13 @@ def _render(renderer: Renderer, request: ChatRequest) -> Int32:
         raise UsageError(f"{about}: they cannot be rendered ({error_text(error, 200)})") from error
 
 
-def read_partial(asked: Asked, ids: Int32, *, renderer: Renderer) -> tuple[str, str]:
+def read_partial(asked: RenderedRequest, ids: Int32, *, renderer: Renderer) -> tuple[str, str]:
     """Thinking and content that the reply will begin with, after these ids."""
     return partial_texts(ids, asked.request, renderer, asked.prompt_ids)
 
 
 def read_completion(
-    asked: Asked, completion: Completion, seed: int, call_prefix: str, *, renderer: Renderer
+    asked: RenderedRequest, completion: Completion, seed: int, call_prefix: str, *, renderer: Renderer
 ) -> ChatReply:
     """The reply that a completion is.
 

@@ -61,7 +61,7 @@ _SHORTEST_SECRET = 8
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """What a server answered to one attempt."""
 
     path: str
@@ -90,7 +90,7 @@ class AttemptFailed(Exception):
         self.kind, self.text, self.retry_after, self.final = kind, text, retry_after, final
 
 
-class HungUp(SamplerFault):
+class ClientClosed(SamplerFault):
     """Our side closed the connections while this request was under way."""
 
 
@@ -100,7 +100,7 @@ class _LoopState:
 
     session: aiohttp.ClientSession
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CONNECTIONS))
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CONNECTIONS))
 
 
 class HttpClient:
@@ -167,7 +167,7 @@ class HttpClient:
         method: str,
         path: str,
         body: bytes | None,
-        read: Callable[[Answer], T],
+        read: Callable[[HttpResponse], T],
         failures: Counter[str] | None = None,
     ) -> T:
         """Send a request until it is answered. Cancelling the call closes its connection.
@@ -181,7 +181,7 @@ class HttpClient:
 
         Raises:
             SamplerFault: a final failure, or one more than `max_retries`; says how the last attempt failed.
-            HungUp: `close` or `hang_up` was called meanwhile.
+            ClientClosed: `close` or `hang_up` was called meanwhile.
         """
         under_way = self._of_this_loop().under_way
         task = asyncio.create_task(self._ask(method, path, body, read, Counter() if failures is None else failures))
@@ -192,24 +192,24 @@ class HttpClient:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise HungUp(f"{self.url}: the connection was closed here before the server had answered") from None
+            raise ClientClosed(f"{self.url}: the connection was closed here before the server had answered") from None
         finally:
             under_way.discard(task)
 
     async def close(self) -> None:
-        """No more requests; those under way in this event loop end as `HungUp`."""
+        """No more requests; those under way in this event loop end as `ClientClosed`."""
         self._closed = True
         await self.hang_up()
 
     async def hang_up(self) -> None:
-        """Close this event loop's connections; requests under way end as `HungUp`, later ones connect anew."""
+        """Close this event loop's connections; requests under way end as `ClientClosed`, later ones connect anew."""
         state = self._loops.pop(asyncio.get_running_loop(), None)
         if state is not None:
             await cancel_all(state.under_way)
             await state.session.close()
 
     async def _ask(
-        self, method: str, path: str, body: bytes | None, read: Callable[[Answer], T], failures: Counter[str]
+        self, method: str, path: str, body: bytes | None, read: Callable[[HttpResponse], T], failures: Counter[str]
     ) -> T:
         for attempt in itertools.count(1):
             try:
@@ -233,15 +233,15 @@ class HttpClient:
             await asyncio.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(self, method: str, path: str, body: bytes | None) -> Answer:
+    async def _attempt(self, method: str, path: str, body: bytes | None) -> HttpResponse:
         import aiohttp
 
         state = self._of_this_loop()
-        async with state.places:
+        async with state.slots:
             request = state.session.request(method, self.url + path, data=body, allow_redirects=self._remote_api)
             try:
                 async with asyncio.timeout(self._request_timeout), request as response:
-                    return Answer(path, response.status, await _read_body(response), response.headers)
+                    return HttpResponse(path, response.status, await _read_body(response), response.headers)
             except aiohttp.ClientConnectorCertificateError as error:
                 raise AttemptFailed("certificate", untrusted(error.certificate_error), final=True) from None
             except aiohttp.ClientError as error:  # no connection within CONNECT, too
@@ -301,7 +301,7 @@ def encode(body: Mapping[str, Any]) -> bytes:
         return json.dumps(body, default=lambda array: array.tolist(), allow_nan=False).encode()
 
 
-def decode(answer: Answer) -> Any:
+def decode(answer: HttpResponse) -> Any:
     """The JSON of a body; floats are the nearest to what is written, so a float32 comes back bit for bit.
 
     Raises:
@@ -317,7 +317,7 @@ def decode(answer: Answer) -> Any:
         raise ValueError("JSON that is nested too deeply") from None
 
 
-def read_json(answer: Answer, hint: str = "") -> Any:
+def read_json(answer: HttpResponse, hint: str = "") -> Any:
     """The JSON of a successful answer; `hint` is what people are told beside a failure.
 
     Raises:
@@ -331,7 +331,7 @@ def read_json(answer: Answer, hint: str = "") -> Any:
         raise AttemptFailed("bad_answer", f"an answer that is no JSON: {answer.text[:200]!r}") from None
 
 
-def status_failure(answer: Answer, hint: str = "") -> AttemptFailed:
+def status_failure(answer: HttpResponse, hint: str = "") -> AttemptFailed:
     """An answer that is no success; `hint` is what people are told beside it."""
     wait = _retry_after(answer.headers.get("Retry-After"))
     said = " ".join(answer.text[:300].split())

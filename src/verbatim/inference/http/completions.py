@@ -21,9 +21,9 @@ from verbatim.core.records.kept import as_kept_sets
 from verbatim.core.sampling import INT32_END, SamplingParams
 from verbatim.core.texts import brief
 from verbatim.core.types import Experts, Float32, Int32, KeptSets, StopReason
-from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.packed import PACKED, pack, read_packed
 from verbatim.inference.http.protocol import KEPT_SETS, OURS, UNKNOWN_LOGPROB, LogprobStyle
+from verbatim.inference.sampler import Completion, SampleRequest
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBER = re.compile(r"[0-9]{1,10}")
@@ -48,7 +48,7 @@ def request_body(
         request: What is asked for.
         model: Its name at the server; None names none.
         seed_for_all: Put the seed where vLLM reads it too.
-        cache_salt: Requests with another salt share no prefix cache with this one, on a vLLM; None = none.
+        cache_salt: Requests with another salt share no prefix cache with this one, on a vLLM; None: none.
     """
     params = request.params
     start = request.routed_experts_start
@@ -216,11 +216,11 @@ def check_completion(completion: Completion) -> None:
 
 
 def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
-    """A completion in an answer, and what one of our servers adds; None = it is another server.
+    """A completion in an answer, and what one of our servers adds; None: it is another server.
 
     Args:
         body: The answer.
-        told_version: Of the tokens whose version another server does not say; None = then no token has one.
+        told_version: Of the tokens whose version another server does not say; None: then no token has one.
 
     Raises:
         ValueError: it is no such answer; says why.

@@ -81,7 +81,7 @@ class _Messages(h11.Connection):
             self._write(head)
 
 
-class Connection(H11Protocol):
+class ClientConnection(H11Protocol):
     """One client's connection; closed if the client is late with a request's head or does not read its answer."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Connection(H11Protocol):
 
         Args:
             size: Bytes that came.
-            payload: Bytes of the body in them; None = its head came with them.
+            payload: Bytes of the body in them; None: its head came with them.
         """
         if not self._table.limits.takes_chunks:
             self._end_body()
@@ -314,8 +314,8 @@ class Server:
     def listen_on(self, listening: socket.socket, door: Door | None = None) -> Acceptor:
         """Accept what comes over a socket that is bound and listens."""
 
-        def make() -> Connection:
-            return Connection(self._config, self._state, table=self._table, door=door)
+        def make() -> ClientConnection:
+            return ClientConnection(self._config, self._state, table=self._table, door=door)
 
         acceptor = Acceptor(listening, make, self._table, door)
         self._acceptors.add(acceptor)

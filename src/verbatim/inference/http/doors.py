@@ -40,7 +40,7 @@ class Pace:
         return max(0.0, self._due - now - self._burst)
 
 
-class Connection(Protocol):
+class OpenConnection(Protocol):
     """An open connection."""
 
     group: str
@@ -78,10 +78,10 @@ class ConnectionTable:
 
     def __init__(self, limits: ConnectionLimits, most: int) -> None:
         self.limits, self.most = limits, most
-        self.open: set[Connection] = set()
+        self.open: set[OpenConnection] = set()
         self.num_queued = 0
         """Connections that are accepted and not begun."""
-        self._waiting: dict[str, dict[Connection, None]] = {}
+        self._waiting: dict[str, dict[OpenConnection, None]] = {}
         self._sizes: Counter[str] = Counter()
 
     @property
@@ -93,12 +93,12 @@ class ConnectionTable:
         """Open connections of a group."""
         return self._sizes[group]
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: OpenConnection) -> None:
         """It is open."""
         self.open.add(connection)
         self._sizes[connection.group] += 1
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: OpenConnection) -> None:
         """It is closed. May be called again."""
         self.has_request(connection)
         if connection in self.open:
@@ -107,11 +107,11 @@ class ConnectionTable:
             if not self._sizes[connection.group]:
                 del self._sizes[connection.group]
 
-    def waits(self, connection: Connection) -> None:
+    def waits(self, connection: OpenConnection) -> None:
         """It waits for a request from now on, if it did not before."""
         self._waiting.setdefault(connection.group, {}).setdefault(connection)
 
-    def has_request(self, connection: Connection) -> None:
+    def has_request(self, connection: OpenConnection) -> None:
         """It waits no longer."""
         group = self._waiting.get(connection.group)
         if group is not None:

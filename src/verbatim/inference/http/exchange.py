@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.core.texts import brief
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.protocol import ChatStream
 from verbatim.inference.http.limits import CONNECTION, TINY_CHUNKS, ConnectionLimits, ServerLimits
 from verbatim.inference.http.refused import Refused
@@ -176,7 +176,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Reply:
+class ResponseWriter:
     """Writes the answer to one request. Its methods raise a ConnectionError if the client has gone.
 
     Args:

@@ -49,7 +49,7 @@ class ServerLimits(ConnectionLimits):
     render_seconds: float = 10.0
     """Seconds to render a conversation to token ids."""
     max_body: int | None = None
-    """Most bytes of a request; None = what a full context can need."""
+    """Most bytes of a request; None: what a full context can need."""
 
     def ids_body(self, context_length: int) -> int:
         """Most bytes of a request that brings token ids."""

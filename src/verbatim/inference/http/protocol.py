@@ -66,7 +66,7 @@ def error_body(error: VerbatimError) -> tuple[int, dict[str, Any]]:
 
 
 def read_error(body: object) -> VerbatimError | None:
-    """The error that one of our servers raised; None = none of ours."""
+    """The error that one of our servers raised; None: none of ours."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return None

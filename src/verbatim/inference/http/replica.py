@@ -11,13 +11,13 @@ from typing import Any, Final, Literal
 from verbatim.core.errors import ModelError, SamplerFault, UsageError
 from verbatim.core.texts import brief
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http import protocol
-from verbatim.inference.http.client import CONNECT, Answer, HttpClient, encode
+from verbatim.inference.http.client import CONNECT, HttpClient, HttpResponse, encode
 from verbatim.inference.http.sampler import STARTED_AGAIN, HttpSampler, read_answer
 from verbatim.inference.http.uploads import path_there
-from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
+from verbatim.inference.pool.replica import ReplicaLoad
+from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.inference.validation import check_ids, check_prompt, check_version
 
 _START = "start it with `verbatim inference FILE` and this run's file"
@@ -100,7 +100,7 @@ class HttpReplica(ServedReplica):
         context_length: Most tokens of prompt and completion together that the run asks for.
         vocab_size: The model's: ids are below this.
         policy_version: Of the weights that the run begins with.
-        how: How the run wants the engine to compute: the keys of `SaysHow`.
+        how: How the run wants the engine to compute: the keys of `DescribesEngine`.
         api_key: Sent as a bearer token.
         weight_transfer: "files": the server reads the published folder, which has the same path on its host. "http":
             the folder is sent there first.
@@ -298,20 +298,20 @@ class HttpReplica(ServedReplica):
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
-        read: Callable[[Answer], Any] | None = None,
+        read: Callable[[HttpResponse], Any] | None = None,
     ) -> Any:
         async with phase(self.name, doing, self._update_timeout):
             return await self._client.ask(method, path, None if body is None else encode(body), read or _read_object)
 
 
-def _read_object(answer: Answer) -> dict[str, Any]:
+def _read_object(answer: HttpResponse) -> dict[str, Any]:
     found = read_answer(answer)
     if not isinstance(found, dict):
         raise SamplerFault(f"expected a JSON object, found {brief(found)}")
     return found
 
 
-def _read_unless_refused(answer: Answer) -> dict[str, Any] | str:
+def _read_unless_refused(answer: HttpResponse) -> dict[str, Any] | str:
     """What the server is, or why it does not say: for people."""
     if answer.status == 401:
         return (

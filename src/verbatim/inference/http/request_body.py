@@ -9,7 +9,6 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.sampling import MOST_STOP_IDS, SamplingParams
 from verbatim.core.texts import brief
-from verbatim.inference.base import SampleRequest
 from verbatim.inference.chat.fields import (
     Fields,
     check_values,
@@ -25,6 +24,7 @@ from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import KEPT_SETS, OURS, LogprobStyle
 from verbatim.inference.http.refused import Refused
+from verbatim.inference.sampler import SampleRequest
 
 _EXPERTS_START = "routed_experts_prompt_start"
 REQUEST = Fields(

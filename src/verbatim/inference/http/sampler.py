@@ -19,10 +19,10 @@ import numpy as np
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.core.texts import brief
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.http import completions, protocol, scoring
-from verbatim.inference.http.client import Answer, HttpClient, HungUp, decode, encode, read_json
+from verbatim.inference.http.client import ClientClosed, HttpClient, HttpResponse, decode, encode, read_json
 from verbatim.inference.http.connection_settings import check_address
+from verbatim.inference.sampler import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.validation import check_temperature, refuse_stop_strings
 
 STARTED_AGAIN = "it was started again, or another server answers in its place"
@@ -100,7 +100,7 @@ class HttpSampler:
         self.cache_salt: str | None = None
         """Sent to a vLLM: requests with another salt share no prefix cache with these."""
         self.server: str | None = None
-        """The name of one of our servers that has to answer; None = any. A server that was started again has another
+        """The name of one of our servers that has to answer; None: any. A server that was started again has another
         name, and maybe other weights under the same version."""
 
     @classmethod
@@ -149,7 +149,7 @@ class HttpSampler:
                 asked, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt
             )
             answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
-        except HungUp:
+        except ClientClosed:
             return nothing_sampled()
         try:
             completion, ours = completions.read_completion(answer, self._told["policy_version"])
@@ -203,7 +203,7 @@ class HttpSampler:
 
     async def cached_logprob(self, token_ids: Int32) -> tuple[float, int | None]:
         """Logprob of the last id given those before it, at temperature 1, from a vLLM: a new and ordinary request,
-        which reads and writes the prefix cache. And how many tokens it read there; None = the server does not say.
+        which reads and writes the prefix cache. And how many tokens it read there; None: the server does not say.
 
         Raises:
             RecordError: fewer than two ids.
@@ -309,14 +309,14 @@ class HttpSampler:
             self._facts["policy_version"] = version
 
 
-def _is_found(answer: Answer) -> bool:
+def _is_found(answer: HttpResponse) -> bool:
     if answer.status == 404:
         return False
     read_answer(answer)
     return True
 
 
-def read_answer(answer: Answer, if_missing: str = "") -> Any:
+def read_answer(answer: HttpResponse, if_missing: str = "") -> Any:
     """The JSON of an answer. An error that one of our servers raised is raised here, by its name.
 
     `if_missing` is what people are told beside a 404.

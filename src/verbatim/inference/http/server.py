@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import UsageError
-from verbatim.inference.base import Sampler
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.sampler import Sampler
 
 if TYPE_CHECKING:
-    from verbatim.models.renderers.base import Renderer
+    from verbatim.models.renderers.renderer import Renderer
 
 LAST_PORT = 65535
 """Largest TCP port."""
@@ -83,9 +83,9 @@ async def serve_sampler(
     """
     try:
         from verbatim.inference.http.app import SamplerApp
-        from verbatim.inference.http.chat_desk import ChatDesk, ProcessDesk, ThreadDesk
         from verbatim.inference.http.connections import Server
         from verbatim.inference.http.doors import ConnectionTable
+        from verbatim.inference.http.render_pool import ProcessRenderPool, RenderPool, ThreadRenderPool
     except ImportError as error:
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     _check_uploads(uploads, api_key)
@@ -93,14 +93,16 @@ async def serve_sampler(
     table = ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit()))
     async with contextlib.AsyncExitStack() as stack:
         listening = stack.enter_context(listen(host, port))
-        desk: ChatDesk | None = None
+        render_pool: RenderPool | None = None
         if renderer is not None:
-            desk = ProcessDesk(renderer, chat_processes, limits) if chat_processes else ThreadDesk(renderer)
-            stack.push_async_callback(desk.close)
-            await desk.start()
+            render_pool = (
+                ProcessRenderPool(renderer, chat_processes, limits) if chat_processes else ThreadRenderPool(renderer)
+            )
+            stack.push_async_callback(render_pool.close)
+            await render_pool.start()
         app = SamplerApp(
             sampler,
-            desk=desk,
+            render_pool=render_pool,
             renderer=renderer,
             model=model,
             api_key=api_key,

@@ -11,7 +11,7 @@ from typing import Any
 from verbatim.core.errors import SamplerFault
 from verbatim.core.texts import brief
 from verbatim.inference.elsewhere import sha256
-from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
+from verbatim.inference.http.client import AttemptFailed, HttpClient, HttpResponse, encode, read_json
 
 ROUTE = "/verbatim/v1/uploads"
 PART = 2**23
@@ -89,7 +89,7 @@ def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:
     return size
 
 
-def _read(answer: Answer) -> dict[str, Any]:
+def _read(answer: HttpResponse) -> dict[str, Any]:
     """The JSON of an answer; 409 and 422 are answers."""
     if answer.status == 404:
         raise AttemptFailed(
@@ -99,7 +99,7 @@ def _read(answer: Answer) -> dict[str, Any]:
             final=True,
         )
     if answer.status in (409, 422):
-        answer = Answer(path=answer.path, status=200, body=answer.body, headers=answer.headers)
+        answer = HttpResponse(path=answer.path, status=200, body=answer.body, headers=answer.headers)
     found = read_json(answer)
     if not isinstance(found, dict):
         raise AttemptFailed("bad_answer", f"expected a JSON object, found {brief(found)}")

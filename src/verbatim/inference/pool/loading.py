@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from verbatim.core.errors import SamplerFault, UsageError
-from verbatim.inference.base import WeightCheck
-from verbatim.inference.pool.base import CanSleep, Replica, TooSlow
+from verbatim.inference.pool.replica import CanSleep, Replica, TooSlow
+from verbatim.inference.sampler import WeightCheck
 
 T = TypeVar("T")
 
@@ -45,14 +45,14 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Target:
+class TargetWeights:
     """What every replica is to hold."""
 
     path: Path | None
-    """The folder of the weights; None = what replicas are started with."""
+    """The folder of the weights; None: what replicas are started with."""
     version: int
     check: WeightCheck | None
-    """Shows whether a replica holds them; None = nothing is checked."""
+    """Shows whether a replica holds them; None: nothing is checked."""
 
 
 class CheckLine:
@@ -80,7 +80,7 @@ class CheckLine:
 
 
 async def load_and_check(
-    replica: Replica, target: Target, limits: Limits, line: CheckLine, *, prepare: bool = True
+    replica: Replica, target: TargetWeights, limits: Limits, line: CheckLine, *, prepare: bool = True
 ) -> str | None:
     """Bring a replica to the target. What shows that it does not hold these weights; None if it does.
 
@@ -113,7 +113,7 @@ async def load_and_check(
         return await within(limits.check, replica, f"the check of policy version {version}", check(replica))
 
 
-async def fall_asleep(replica: Replica, target: Target, limits: Limits, line: CheckLine) -> None:
+async def fall_asleep(replica: Replica, target: TargetWeights, limits: Limits, line: CheckLine) -> None:
     """Make a replica release its device's memory; the check of its next weights is prepared before.
 
     Raises:

@@ -9,9 +9,9 @@ from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
 from verbatim.core.errors import SamplerFault
-from verbatim.inference.base import Completion, SampleRequest
-from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
-from verbatim.inference.pool.base import Replica, ReplicaLoad
+from verbatim.inference.cancelled import cancelled, num_tokens_drawn, settle
+from verbatim.inference.pool.replica import Replica, ReplicaLoad
+from verbatim.inference.sampler import Completion, SampleRequest
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class WrongVersions(SamplerFault):
     """A replica labelled tokens with versions that it did not hold when it sampled them."""
 
 
-class Life:
+class ReplicaIncarnation:
     """A replica, as long as its answers count. It ends when the replica is lost or fails a check.
 
     Args:
@@ -61,7 +61,7 @@ class Life:
         self.under_way: set[asyncio.Future[Any]] = set()
         """Calls of the replica that have not ended."""
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """For one of those to end, or this life; first come, first woken."""
+        """For one of those to end, or this incarnation; first come, first woken."""
         self._proof: asyncio.Future[None] = loop.create_future()
         if proven:
             self._proof.set_result(None)
@@ -111,10 +111,10 @@ class Life:
         return completion
 
     async def ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """What the call returns or raises, unless the life ends before.
+        """What the call returns or raises, unless the incarnation ends before.
 
         Raises:
-            GivenUp: the life ended.
+            GivenUp: the incarnation ended.
             asyncio.CancelledError: the caller is cancelled; holds how many tokens had been drawn.
         """
         asking = asyncio.ensure_future(call)
@@ -132,7 +132,7 @@ class Life:
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError):  # cancelled again: what was drawn is said in either case
                 await settle([asking])
-            raise cut_off(_drawn(asking) or 0) from None
+            raise cancelled(_drawn(asking) or 0) from None
         if self.over.done():
             drawn = _drawn(asking)
             raise GivenUp(self.over.result(), drawn or 0, is_known=drawn is not None)
@@ -142,18 +142,18 @@ class Life:
         """Wait for the proof of an answer of so many tokens.
 
         Raises:
-            GivenUp: the life ended.
+            GivenUp: the incarnation ended.
         """
         try:
             await self._until_ended(self._proof)
         except asyncio.CancelledError:
-            raise cut_off(num_tokens) from None
+            raise cancelled(num_tokens) from None
         if self.over.done():
             raise GivenUp(self.over.result(), num_tokens, is_known=True)
 
     async def _until_ended(self, future: asyncio.Future[Any]) -> None:
-        """Wait until the future is done, or this life is over. `asyncio.wait` would add a callback to `over` for each
-        request in flight, and search all of them when one ends."""
+        """Wait until the future is done, or this incarnation is over. `asyncio.wait` would add a callback to `over` for
+        each request in flight, and search all of them when one ends."""
         if future.done() or self.over.done():
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -181,7 +181,7 @@ class Member:
     def __init__(self, index: int, replica: Replica) -> None:
         self.index = index
         self.name = replica.name
-        self.life = Life(replica, replica.policy_version, proven=True)
+        self.incarnation = ReplicaIncarnation(replica, replica.policy_version, proven=True)
         self.state: State = "serving"
         self.why = ""
         """What happened to it last."""
@@ -196,13 +196,13 @@ class Member:
     @property
     def replica(self) -> Replica:
         """The server that it has now."""
-        return self.life.replica
+        return self.incarnation.replica
 
     def renew(self, why: str, replica: Replica | None = None) -> None:
-        """Begin a new life, unproven: what the old one has in flight is given up."""
+        """Begin a new incarnation, unproven: what the old one has in flight is given up."""
         self.why = why
-        self.life.end(why)
-        self.life = Life(replica or self.replica, self.life.version, proven=False)
+        self.incarnation.end(why)
+        self.incarnation = ReplicaIncarnation(replica or self.replica, self.incarnation.version, proven=False)
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from verbatim.inference.pool.base import CanSleep, ReplicaLoad
+from verbatim.inference.pool.admission_queue import AdmissionQueue
 from verbatim.inference.pool.member import Member
-from verbatim.inference.pool.places import Places
-from verbatim.inference.pool.roster import Counts
+from verbatim.inference.pool.replica import CanSleep, ReplicaLoad
+from verbatim.inference.pool.replica_supervisor import ReplicaFaultCounts
 
 NOTHING = ReplicaLoad()
 MOST_NAMED = 32
@@ -28,7 +28,7 @@ class PoolMetrics:
         """A replica's counts at the last reading, by its index and how often it was started again."""
         self._read_at = clock()
 
-    def read(self, members: list[Member], places: Places, counts: Counts) -> dict[str, float]:
+    def read(self, members: list[Member], queue: AdmissionQueue, counts: ReplicaFaultCounts) -> dict[str, float]:
         """By name: `replicas/...` of all, and `replica/{index}/...` of each; of more than `MOST_NAMED` replicas their
         lowest value, mean and highest value instead, `replicas/{figure}/min`, `/mean` and `/max`."""
         now = self._clock()
@@ -38,26 +38,26 @@ class PoolMetrics:
             "replicas/restarts": sum(member.num_restarts for member in members),
             "replicas/lost": counts.lost,
             "replicas/failed_checks": counts.failed_checks,
-            "replicas/requests_waiting": places.num_waiting,
-            "replicas/requests_moved": places.router.num_moved,
+            "replicas/requests_waiting": queue.num_waiting,
+            "replicas/requests_moved": queue.router.num_moved,
             "replicas/requests_failed": counts.faults,
             "replicas/requests_resent": counts.resent,
             "replicas/requests_lost": counts.unknown,
             "replicas/tokens_lost": counts.lost_tokens,
         }
-        figures = {member.index: self._of(member, places, seconds) for member in members}
+        figures = {member.index: self._of(member, queue, seconds) for member in members}
         if len(members) > MOST_NAMED:
             return metrics | _distribution(list(figures.values()))
         for index, own in figures.items():
             metrics |= {f"replica/{index}/{name}": value for name, value in own.items()}
         return metrics
 
-    def _of(self, member: Member, places: Places, seconds: float) -> dict[str, float]:
+    def _of(self, member: Member, queue: AdmissionQueue, seconds: float) -> dict[str, float]:
         load, start = member.load, (member.index, member.num_restarts)
         figures: dict[str, float] = {
             "serving": float(member.state == "serving"),
-            "in_flight": places.router.num_running(member.index),
-            "policy_version": member.life.version,
+            "in_flight": queue.router.num_running(member.index),
+            "policy_version": member.incarnation.version,
             "restarts": member.num_restarts,
             "unverified_tensors": member.replica.num_unverified,
         }

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from verbatim.core.errors import SamplerFault
-from verbatim.inference.pool.base import TooSlow
+from verbatim.inference.pool.replica import TooSlow
 
 
 @contextlib.asynccontextmanager

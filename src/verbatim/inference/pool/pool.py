@@ -1,11 +1,11 @@
 """Many replicas behind one `Sampler`: requests are routed, lost ones are sent again, and every update is proven.
 
 ```
-generate   a place on a replica (places.py, routing.py)   the one that holds the prefix, or the least loaded
+generate   a place on a replica (admission_queue.py, routing.py)   the one that holds the prefix, or the least loaded
            its answer (member.py)                         withheld while its weights are not proven
            the replica is lost, or its weights are wrong  the answer is discarded, counted, and asked for elsewhere
 
-update     every replica at the same time (roster.py)     prepare, load, check (loading.py)
+update     every replica at the same time (replica_supervisor.py)     prepare, load, check (loading.py)
            a check that fails                             give up what it has in flight; load and check again; then out
            a replica that dies                            out at once; started again, loaded, checked, back
 
@@ -24,15 +24,15 @@ from typing import Any, Final, TypeVar
 
 from verbatim.core.errors import EngineDead, RunStopped, SamplerFault
 from verbatim.core.types import Float32, Int32, StopReason
-from verbatim.inference.base import Completion, SampleRequest, WeightCheck, nothing_sampled
-from verbatim.inference.cut_off import cut_off, num_tokens_drawn
-from verbatim.inference.pool.base import Rendezvous, Replica
-from verbatim.inference.pool.loading import Limits, Target
-from verbatim.inference.pool.member import GivenUp, Life, Member, WrongVersions
+from verbatim.inference.cancelled import cancelled, num_tokens_drawn
+from verbatim.inference.pool.admission_queue import AdmissionQueue
+from verbatim.inference.pool.loading import Limits, TargetWeights
+from verbatim.inference.pool.member import GivenUp, Member, ReplicaIncarnation, WrongVersions
 from verbatim.inference.pool.metrics import PoolMetrics
-from verbatim.inference.pool.places import Places
-from verbatim.inference.pool.roster import Restart, Roster
+from verbatim.inference.pool.replica import Rendezvous, Replica
+from verbatim.inference.pool.replica_supervisor import ReplicaSupervisor, Restart
 from verbatim.inference.pool.routing import Router
+from verbatim.inference.sampler import Completion, SampleRequest, WeightCheck, nothing_sampled
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature
 
 T = TypeVar("T")
@@ -50,12 +50,12 @@ class ReplicaPool:
     Args:
         replicas: Each with the weights of the same version; checked by `check_replicas`.
         restart: Called with the index of a replica that died: ends its server where it still is, starts it again, and
-            returns it. The pool loads the current weights. None = a replica that died stays out.
-        weights: The folder of the weights that the replicas begin with: one that comes back loads it. None = they are
+            returns it. The pool loads the current weights. None: a replica that died stays out.
+        weights: The folder of the weights that the replicas begin with: one that comes back loads it. None: they are
             started with them.
         most_running: Most requests in flight on one replica; the others wait in line here.
         limits: Limits of time.
-        rendezvous: Where replicas meet that load at the same time; None = each loads by itself.
+        rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
         on_close: Called by `close`, after the replicas were closed.
     """
 
@@ -72,11 +72,13 @@ class ReplicaPool:
     ) -> None:
         assert replicas
         self._members = [Member(index, replica) for index, replica in enumerate(replicas)]
-        self._places = Places(Router(most_running=most_running))
+        self._queue = AdmissionQueue(Router(most_running=most_running))
         self.policy_version = replicas[0].policy_version
         """The version that was loaded last."""
-        target = Target(path=weights, version=self.policy_version, check=None)
-        self._roster = Roster(self._members, self._places, restart, limits or Limits(), target, rendezvous)
+        target = TargetWeights(path=weights, version=self.policy_version, check=None)
+        self._supervisor = ReplicaSupervisor(
+            self._members, self._queue, restart, limits or Limits(), target, rendezvous
+        )
         self._metrics = PoolMetrics(time.monotonic)
         self._updating = asyncio.Lock()
         self._on_close = on_close
@@ -92,7 +94,7 @@ class ReplicaPool:
     @property
     def failure(self) -> str | None:
         """Why no replica is left; None while one is there or comes back."""
-        return self._roster.failure
+        return self._supervisor.failure
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion, on as many replicas as it takes.
@@ -103,11 +105,11 @@ class ReplicaPool:
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
 
-        async def draw(life: Life) -> Completion:
-            completion = await life.generate(request)
+        async def draw(incarnation: ReplicaIncarnation) -> Completion:
+            completion = await incarnation.generate(request)
             if completion.stop_reason is StopReason.CANCELLED and not self._is_closed:
                 cut = f"it cut a completion off after {len(completion.ids)} tokens"
-                raise GivenUp(f"{life.replica.name}: {cut}", len(completion.ids), is_known=True)
+                raise GivenUp(f"{incarnation.replica.name}: {cut}", len(completion.ids), is_known=True)
             return completion
 
         try:
@@ -126,9 +128,9 @@ class ReplicaPool:
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
         check_temperature(temperature)
 
-        async def score(life: Life) -> Float32:
-            logprobs = await life.ask(life.replica.prompt_logprobs(ids, temperature))
-            await life.until_proven(0)
+        async def score(incarnation: ReplicaIncarnation) -> Float32:
+            logprobs = await incarnation.ask(incarnation.replica.prompt_logprobs(ids, temperature))
+            await incarnation.until_proven(0)
             return logprobs
 
         return (await self._send("", len(ids), score))[0]
@@ -142,8 +144,8 @@ class ReplicaPool:
         if self._is_closed:
             return
         self._is_closed = True
-        self._places.close()
-        await self._roster.close()
+        self._queue.close()
+        await self._supervisor.close()
         if self._on_close is not None:
             await self._on_close()
 
@@ -159,7 +161,7 @@ class ReplicaPool:
         """
         self._begin()
         async with self._updating:
-            await self._roster.bring_to(Target(path=path, version=version, check=check))
+            await self._supervisor.bring_to(TargetWeights(path=path, version=version, check=check))
             self._refuse_if_dead()
             self.policy_version = version
 
@@ -172,7 +174,7 @@ class ReplicaPool:
         """
         self._begin()
         async with self._updating:
-            await self._roster.put_to_sleep()
+            await self._supervisor.put_to_sleep()
             self._refuse_if_dead()
 
     async def check_replicas(self, check: WeightCheck) -> None:
@@ -184,7 +186,7 @@ class ReplicaPool:
         """
         self._begin()
         async with self._updating:
-            wrong = await self._roster.check_first(check)
+            wrong = await self._supervisor.check_first(check)
         if wrong:
             said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
             raise RunStopped(
@@ -194,14 +196,14 @@ class ReplicaPool:
 
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the pool and of each replica; rates are since the call before."""
-        return self._metrics.read(self._members, self._places, self._roster.counts)
+        return self._metrics.read(self._members, self._queue, self._supervisor.counts)
 
     def _begin(self) -> None:
         if self._is_closed:
             raise SamplerFault(CLOSED)
         if not self._has_begun:
             self._has_begun = True
-            self._roster.begin()
+            self._supervisor.begin()
 
     def _refuse_if_dead(self) -> None:
         if self.failure is not None:
@@ -210,7 +212,7 @@ class ReplicaPool:
     # ---- requests
 
     async def _send(
-        self, session: str, num_prompt_tokens: int, call: Callable[[Life], Coroutine[Any, Any, T]]
+        self, session: str, num_prompt_tokens: int, call: Callable[[ReplicaIncarnation], Coroutine[Any, Any, T]]
     ) -> tuple[T, int]:
         """What the call returns, and the tokens that were drawn for it in vain.
 
@@ -219,41 +221,41 @@ class ReplicaPool:
             asyncio.CancelledError: the caller is cancelled; holds the tokens that were drawn.
         """
         self._begin()
-        counts, avoid = self._roster.counts, list[int]()
+        counts, avoid = self._supervisor.counts, list[int]()
         lost = num_faults = 0
         why: GivenUp | SamplerFault | None = None
         try:
             for _ in range(MOST_ATTEMPTS):
-                place = await self._places.take(session, num_prompt_tokens, avoid)
+                place = await self._queue.take(session, num_prompt_tokens, avoid)
                 if place is None:
                     raise _Closing(CLOSED) if self._is_closed else SamplerFault(self.failure or CLOSED)
                 counts.resent += why is not None
                 member = self._members[place.replica]
-                life = member.life
+                incarnation = member.incarnation
                 try:
-                    result = await call(life)
+                    result = await call(incarnation)
                 except (GivenUp, SamplerFault) as end:
                     why = end
                 else:
                     member.num_lost_in_a_row = 0
                     return result, lost
                 finally:
-                    self._places.leave(place)
+                    self._queue.leave(place)
                 lost += why.num_tokens
                 counts.lost_tokens += why.num_tokens
                 counts.unknown += not (why.is_known if isinstance(why, GivenUp) else why.num_tokens)
                 avoid.append(member.index)
-                if isinstance(why, GivenUp) and not life.over.done():
-                    self._roster.failed_on_a_request(member, str(why))
+                if isinstance(why, GivenUp) and not incarnation.over.done():
+                    self._supervisor.failed_on_a_request(member, str(why))
                 elif isinstance(why, WrongVersions):
-                    self._roster.distrust(member, life, str(why))
-                elif isinstance(why, SamplerFault) and await self._roster.is_well(member, life):
+                    self._supervisor.distrust(member, incarnation, str(why))
+                elif isinstance(why, SamplerFault) and await self._supervisor.is_well(member, incarnation):
                     num_faults += 1
-                    self._roster.failed_on_a_request(member, str(why))
+                    self._supervisor.failed_on_a_request(member, str(why))
                     if num_faults == MOST_FAULTS:
                         break
         except asyncio.CancelledError as end:
-            raise cut_off(num_tokens_drawn(end), num_lost_tokens=lost) from None
+            raise cancelled(num_tokens_drawn(end), num_lost_tokens=lost) from None
         except SamplerFault as fault:
             fault.num_lost_tokens = lost
             raise

@@ -34,7 +34,7 @@ class _Seat:
     num_running: int = 0
     """Requests in flight."""
     num_sessions: int = 0
-    """Remembered sessions whose prefix it holds."""
+    """BoundedCache sessions whose prefix it holds."""
     is_gone: bool = False
     """Whether the replica was removed."""
     entry: _Entry | None = None
@@ -46,7 +46,7 @@ _Entry: TypeAlias = tuple[float, int, int, int, _Seat]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Admission:
     """A request's place on a replica, from `Router.take` to `Router.leave`."""
 
     replica: int
@@ -64,7 +64,7 @@ class Router:
 
     Args:
         most_running: Most requests in flight on one replica.
-        most_sessions: Sessions that are remembered; None = `MOST_SESSIONS`, or more where there are many replicas.
+        most_sessions: Sessions that are remembered; None: `MOST_SESSIONS`, or more where there are many replicas.
 
     Example:
         >>> router = Router(most_running=8)
@@ -116,7 +116,7 @@ class Router:
             seat.is_gone, seat.entry = True, None
             self._load -= seat.load
 
-    def take(self, session: str, num_prompt_tokens: int, avoid: Collection[int] = ()) -> Place | None:
+    def take(self, session: str, num_prompt_tokens: int, avoid: Collection[int] = ()) -> Admission | None:
         """A place for a request; None if every replica is full.
 
         Args:
@@ -145,9 +145,9 @@ class Router:
         chosen.num_running += 1
         self._load += cost
         self._rank(chosen)
-        return Place(chosen.replica, cost, chosen)
+        return Admission(chosen.replica, cost, chosen)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: Admission) -> None:
         """The request has ended; its replica may be gone."""
         seat = place.seat
         seat.load -= place.cost

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.tasks import run_together
-from verbatim.inference.base import WeightCheck
-from verbatim.inference.pool.base import Rendezvous, Replica
 from verbatim.inference.pool.loading import Limits
 from verbatim.inference.pool.pool import ReplicaPool
+from verbatim.inference.pool.replica import Rendezvous, Replica
 from verbatim.inference.pool.settings import ServerSettings
+from verbatim.inference.sampler import WeightCheck
 
 _ASK_EVERY = 2.0
 """Seconds between two looks for a server that was lost."""
@@ -45,7 +45,7 @@ class Servers(Protocol):
     weights: tuple[Path, int]
     """The newest weights of the run and their version: those that a server is started with."""
     rendezvous: Rendezvous | None
-    """Where replicas meet that load at the same time; None = each loads by itself."""
+    """Where replicas meet that load at the same time; None: each loads by itself."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -79,7 +79,7 @@ class FoundServers:
         weights: The weights that the run begins with, and their version.
         patience: Seconds until a server that was lost must answer again.
         setting: The setting with these seconds, for messages: "inference.vllm.start_timeout".
-        rendezvous: Where replicas meet that load at the same time; None = each loads by itself.
+        rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verbatim.inference.backends import BackendInputs
-from verbatim.inference.base import Sampler
+from verbatim.inference.sampler import Sampler
 from verbatim.inference.vllm.settings import VllmSettings
 
 

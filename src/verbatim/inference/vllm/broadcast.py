@@ -44,14 +44,14 @@ class _Round:
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The request to each server, once the broadcast has begun."""
     outcome: asyncio.Task[dict[str, BaseException | str | None]] | None = None
-    """Why each replica's server failed, or why the broadcast did; None = it has all tensors."""
+    """Why each replica's server failed, or why the broadcast did; None: it has all tensors."""
     begun: asyncio.Future[asyncio.Task[dict[str, BaseException | str | None]]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     """Gives the outcome, once all have arrived."""
 
 
-class Broadcast:
+class WeightBroadcast:
     """What all replicas of a run share. A `pool.base.Rendezvous`.
 
     Args:

@@ -71,7 +71,7 @@ def server_command(
         port: Where it listens.
         context_length: Most tokens of prompt and completion together, where the settings do not say.
         host: Where it listens.
-        adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
+        adapter_rank: Rank of the low-rank adapters that updates bring; None: they bring whole weights.
         return_routed_experts: Whether it returns the experts of a mixture that computed each token.
         return_kept_sets: Whether it returns the ids among which it drew each token; then it takes no request without
             `top_k`.
@@ -164,9 +164,9 @@ def server_environment(
         settings: Its table.
         replica: The replica's index, which decides its devices.
         is_local_model: Whether the model is a folder: then the hub is not asked for anything.
-        num_threads: For a server that computes on this machine's processors; None = all of them.
-        api_key: What every route but /health needs; None = no key.
-        uploads: The folder for weights that arrive over HTTP; None = they cannot.
+        num_threads: For a server that computes on this machine's processors; None: all of them.
+        api_key: What every route but /health needs; None: no key.
+        uploads: The folder for weights that arrive over HTTP; None: they cannot.
         needs_second_runner: Whether it needs vLLM's second model runner.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}

@@ -16,13 +16,13 @@ import numpy as np
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import brief
-from verbatim.inference.base import SampleRequest
-from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
+from verbatim.inference.http.client import AttemptFailed, HttpClient, HttpResponse, encode, read_json
 from verbatim.inference.http.completions import read_cached_tokens, request_body
 from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import GENERATE, SAMPLER
-from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
+from verbatim.inference.pool.replica import ReplicaLoad
+from verbatim.inference.sampler import SampleRequest
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 from verbatim.inference.vllm.facts import ServerFacts
 
@@ -200,7 +200,7 @@ class VllmControl:
         return found
 
     async def missing_flag(self, model: str | None) -> str | None:
-        """What the token endpoint needs and the server was started without, as found by one request; None = nothing.
+        """What the token endpoint needs and the server was started without, as found by one request; None: nothing.
 
         A key of vLLM's own guards this endpoint, and not the routes of weight updates. A server that does not pack its
         answers may be used; a warning says what that costs.
@@ -240,7 +240,7 @@ class VllmControl:
         doing: str,
         path: str,
         body: Mapping[str, Any] | None = None,
-        read: Callable[[Answer], Any] = read_json,
+        read: Callable[[HttpResponse], Any] = read_json,
         *,
         method: Literal["POST", "GET"] = "POST",
         seconds: float | None = None,
@@ -263,11 +263,11 @@ _HOW_TO_START: Mapping[int, str] = {
 }
 
 
-def _status_or_facts(answer: Answer) -> Any:
+def _status_or_facts(answer: HttpResponse) -> Any:
     return answer.status if answer.status in _HOW_TO_START else read_json(answer)
 
 
-def _read_unless_refused(answer: Answer) -> Any:
+def _read_unless_refused(answer: HttpResponse) -> Any:
     """The JSON, or what a server needs that has not the route, or another key; a 404 that names the model is a failure.
 
     vLLM 0.32 answers 403 where the route is switched off: "Scale-out endpoints are disabled".
@@ -280,13 +280,13 @@ def _read_unless_refused(answer: Answer) -> Any:
     return read_json(answer)
 
 
-def _read_any(answer: Answer) -> str:
+def _read_any(answer: HttpResponse) -> str:
     if answer.status != 200:
         raise AttemptFailed(f"status_{answer.status}", f"status {answer.status}", final=True)
     return answer.text
 
 
-def _read_success(answer: Answer) -> None:
+def _read_success(answer: HttpResponse) -> None:
     """Whatever it says, unless it says why it failed."""
     if answer.status != 200:
         read_json(answer)

@@ -33,7 +33,7 @@ MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor of the checkpoint, in a server's number format."""
 
     name: str
@@ -54,8 +54,8 @@ class WorkerReport:
 
     error: str | None
     """Why it loaded nothing, or not everything."""
-    digests: tuple[tuple[Piece, str, str], ...]
-    """Piece, digest, and whether it is of a "kernel"'s input or of the parameter in use ("live")."""
+    digests: tuple[tuple[TensorPiece, str, str], ...]
+    """TensorPiece, digest, and whether it is of a "kernel"'s input or of the parameter in use ("live")."""
     stale: tuple[str, ...]
     """Tensors that no kernel was built from."""
     unmapped: tuple[str, ...]
@@ -67,7 +67,7 @@ class Proof:
     """What a comparison found."""
 
     fault: str | None
-    """Which tensors a server does not hold; None = it holds all that can be known."""
+    """Which tensors a server does not hold; None: it holds all that can be known."""
     unmapped: tuple[str, ...] = ()
     """Tensors that no digest tells of."""
 
@@ -87,7 +87,7 @@ class PublishedFolder:
 
         self.path = path
         self._lock = threading.Lock()
-        self._digests: dict[Piece, str] = {}
+        self._digests: dict[TensorPiece, str] = {}
         self._finite: set[str] = set()
         self._scale = scale_of(path) if is_adapter(path) else 1.0
         try:
@@ -119,13 +119,13 @@ class PublishedFolder:
         found: Tensor = self._where[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return found
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
+    def prepare(self, pieces: Sequence[TensorPiece]) -> None:
         """Refuse numbers that are not finite, and compute the digests of these pieces, in one pass over the files.
 
         Raises:
             ModelError: names the tensor.
         """
-        by_name: dict[str, list[Piece]] = {}
+        by_name: dict[str, list[TensorPiece]] = {}
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
         with self._lock:
@@ -146,7 +146,7 @@ class PublishedFolder:
             raise ModelError(f"{self.path}: {name} holds a number that is not finite")
         self._finite.add(name)
 
-    def _digest_all(self, name: str, pieces: Sequence[Piece]) -> None:
+    def _digest_all(self, name: str, pieces: Sequence[TensorPiece]) -> None:
         import torch
 
         missing = [piece for piece in pieces if piece not in self._digests]
@@ -198,7 +198,7 @@ class PublishedFolder:
         ]
         return Proof(fault="; ".join(said) or None, unmapped=unmapped)
 
-    def _fits(self, piece: Piece) -> bool:
+    def _fits(self, piece: TensorPiece) -> bool:
         shape = self.shapes.get(piece.name)
         if shape is None or len(shape) != len(piece.shape):
             return False
@@ -292,7 +292,7 @@ def _read_report(report: Mapping[str, Any]) -> WorkerReport:
     return WorkerReport(
         error=report["error"],
         digests=tuple(
-            (Piece(name=name, dim=dim, start=start, shape=tuple(shape), dtype=dtype), found, source)
+            (TensorPiece(name=name, dim=dim, start=start, shape=tuple(shape), dtype=dtype), found, source)
             for name, dim, start, shape, dtype, found, source in report["tensors"]
         ),
         stale=tuple(report["stale"]),

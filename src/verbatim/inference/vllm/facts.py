@@ -31,12 +31,12 @@ class ServerFacts:
     weight_transfer: str | None
     """The weight-transfer engine."""
     unsupported_heads: str | None
-    """The size of the model's attention heads and those that the server can compute; None = it can compute the
+    """The size of the model's attention heads and those that the server can compute; None: it can compute the
     model's."""
     nccl: str | None = None
     """Version of its NCCL; None where there is no CUDA."""
     max_lora_rank: int | None = None
-    """Highest rank of low-rank adapters; None = it takes none."""
+    """Highest rank of low-rank adapters; None: it takes none."""
     returns_routed_experts: bool = False
     """Whether completions have the experts of a mixture that computed each token."""
     returns_kept_sets: bool = False
@@ -65,7 +65,7 @@ def refuse_inexact(
         transfer: The weight-transfer engine that it needs.
         vocab_size: The model's.
         context_length: Most tokens of prompt and completion together that the run asks for.
-        adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
+        adapter_rank: Rank of the low-rank adapters that it is to load; None: it gets whole weights.
         return_routed_experts: Whether completions have to have the experts of a mixture.
         return_kept_sets: Whether they have to have the ids among which each token was drawn.
         nccl: Version of the trainer's NCCL, where it sends over NCCL.

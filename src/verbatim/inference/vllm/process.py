@@ -17,8 +17,8 @@ from verbatim.core.children import kill_group, open_log, start_async
 from verbatim.core.errors import SamplerFault
 from verbatim.core.machine_faults import describe
 from verbatim.core.texts import end_of_file, printable
-from verbatim.inference.http.client import Answer, HttpClient
-from verbatim.inference.vllm import keeper
+from verbatim.inference.http.client import HttpClient, HttpResponse
+from verbatim.inference.vllm import subreaper
 from verbatim.inference.vllm.command import server_command, server_environment
 from verbatim.inference.vllm.settings import VllmSettings
 
@@ -78,7 +78,7 @@ class ServerProcess:
         port: int,
         log: Path,
         host: str = "127.0.0.1",
-        patience: float = keeper.PATIENCE,
+        patience: float = subreaper.PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -88,22 +88,22 @@ class ServerProcess:
         self._host, self._port = host, port
         self._patience, self._clock = patience, clock
         self._log_begins = 0
-        self._keeper: asyncio.subprocess.Process | None = None
+        self._subreaper: asyncio.subprocess.Process | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the keeper, whose child the server is; None before the start."""
-        return None if self._keeper is None else self._keeper.pid
+        """Process id of the subreaper, whose child the server is; None before the start."""
+        return None if self._subreaper is None else self._subreaper.pid
 
     @property
     def has_ended(self) -> bool:
         """Whether the server is not running."""
-        return self._keeper is None or self._keeper.returncode is not None
+        return self._subreaper is None or self._subreaper.returncode is not None
 
     async def ended(self) -> None:
         """Wait until it is not running."""
-        if self._keeper is not None:
-            await self._keeper.wait()
+        if self._subreaper is not None:
+            await self._subreaper.wait()
 
     async def start(self, deadline: float) -> None:
         """Start it, and wait until it answers.
@@ -119,8 +119,8 @@ class ServerProcess:
         began = self._clock()
         with open_log(self._log) as log:
             self._log_begins = log.tell()
-            self._keeper = await start_async(
-                [sys.executable, "-I", keeper.__file__, str(self._patience), *self._command],
+            self._subreaper = await start_async(
+                [sys.executable, "-I", subreaper.__file__, str(self._patience), *self._command],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -160,9 +160,9 @@ class ServerProcess:
 
     def how_it_ended(self) -> str:
         """Its exit status, for a message."""
-        if self._keeper is None:
+        if self._subreaper is None:
             return "it was not started"
-        status = self._keeper.returncode
+        status = self._subreaper.returncode
         return f"signal {status - 128}" if status is not None and status > 128 else f"status {status}"
 
     def end_of_log(self) -> str:
@@ -179,15 +179,15 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """End it and everything that it started, frozen or not."""
-        if self._keeper is None or self._keeper.returncode is not None:
+        if self._subreaper is None or self._subreaper.returncode is not None:
             return
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        assert self._subreaper.stdin is not None
+        self._subreaper.stdin.close()
         try:
-            await asyncio.wait_for(self._keeper.wait(), 2 * keeper.PATIENCE + 5)
-        except TimeoutError:  # the keeper itself is frozen
-            kill_group(self._keeper.pid)
-            await self._keeper.wait()
+            await asyncio.wait_for(self._subreaper.wait(), 2 * subreaper.PATIENCE + 5)
+        except TimeoutError:  # the subreaper itself is frozen
+            kill_group(self._subreaper.pid)
+            await self._subreaper.wait()
 
 
 def make_process(
@@ -231,5 +231,5 @@ def make_process(
     return ServerProcess(f"replica {replica}", command, environment, port=port, log=log, host=host)
 
 
-def _is_healthy(answer: Answer) -> bool:
+def _is_healthy(answer: HttpResponse) -> bool:
     return answer.status == 200

@@ -15,17 +15,17 @@ from verbatim.config.inference import OnWeightUpdate
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.texts import first_of
 from verbatim.core.types import Int32
-from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.client import CONNECT
 from verbatim.inference.http.replica import ServedReplica
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.uploads import path_there
-from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.pool.replica import ReplicaLoad
+from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.inference.validation import check_ids, check_prompt, check_version
-from verbatim.inference.vllm.broadcast import Broadcast
+from verbatim.inference.vllm.broadcast import WeightBroadcast
 from verbatim.inference.vllm.command import TRANSFER_ENGINES
 from verbatim.inference.vllm.control import Memory, VllmControl, named
-from verbatim.inference.vllm.digests import MOST_NAMED, Piece, Proof, PublishedFolder, WorkerReport, open_folder
+from verbatim.inference.vllm.digests import MOST_NAMED, Proof, PublishedFolder, TensorPiece, WorkerReport, open_folder
 from verbatim.inference.vllm.facts import refuse_inexact
 from verbatim.inference.vllm.settings import WeightTransfer
 from verbatim.models.source import is_adapter
@@ -41,7 +41,7 @@ class _Route:
 
     http: HttpSampler
     adapter: str | None = None
-    """Its name on the server; None = the base model."""
+    """Its name on the server; None: the base model."""
     num_in_flight: int = 0
     """Completions that it has not answered."""
 
@@ -72,12 +72,12 @@ class VllmReplica(ServedReplica):
         on_weight_update: What happens to the cache of requests in flight: "recompute" computes it with the new weights,
             "keep" goes on with it.
         weight_transfer: "files" (or "auto"), "http", "nccl" or "gloo".
-        broadcast: What the replicas of a run share that receive weights at the same time; None = this one reads
+        broadcast: What the replicas of a run share that receive weights at the same time; None: this one reads
             folders.
         phase_timeout: Seconds for each phase of an update.
         request_timeout: Seconds for one completion.
         max_retries: Further attempts of a completion.
-        adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
+        adapter_rank: Rank of the low-rank adapters that updates bring; None: they bring whole weights.
         return_routed_experts: Whether its completions have to have the experts of a mixture.
         return_kept_sets: Whether they have to have the ids among which each token was drawn.
 
@@ -97,7 +97,7 @@ class VllmReplica(ServedReplica):
         api_key: str | None = None,
         on_weight_update: OnWeightUpdate = "recompute",
         weight_transfer: WeightTransfer = "files",
-        broadcast: Broadcast | None = None,
+        broadcast: WeightBroadcast | None = None,
         phase_timeout: float = 120.0,
         request_timeout: float = 3600.0,
         max_retries: int = 2,
@@ -137,7 +137,7 @@ class VllmReplica(ServedReplica):
         self._control = VllmControl(self._client, name=name, phase_timeout=phase_timeout)
         self._weight_transfer, self._broadcast = weight_transfer, broadcast
         self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
-        self._pieces: Sequence[Piece] = ()
+        self._pieces: Sequence[TensorPiece] = ()
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
         self._num_asked_cache = 2
         """Calls of `cached_logprob` since the last update; what more than two find says nothing."""

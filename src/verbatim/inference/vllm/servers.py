@@ -13,9 +13,9 @@ from pathlib import Path
 from verbatim.core.disk import link_or_copy
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
-from verbatim.inference.pool.base import Rendezvous
+from verbatim.inference.pool.replica import Rendezvous
 from verbatim.inference.pool.servers import FoundServers, Servers
-from verbatim.inference.vllm.broadcast import Broadcast
+from verbatim.inference.vllm.broadcast import WeightBroadcast
 from verbatim.inference.vllm.command import MODEL_NAME
 from verbatim.inference.vllm.process import ServerProcess, free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica
@@ -40,7 +40,7 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
     context_length = settings.max_model_len or inputs.context_length
     broadcast = None
     if inputs.sender is not None and settings.broadcast is not None:
-        broadcast = Broadcast(inputs.sender, kind=settings.broadcast.kind, update_timeout=settings.update_timeout)
+        broadcast = WeightBroadcast(inputs.sender, kind=settings.broadcast.kind, update_timeout=settings.update_timeout)
     make = partial(
         VllmReplica,
         context_length=context_length,
@@ -77,7 +77,7 @@ class StartedServers:
         inputs: What the run gives to its backend.
         settings: [inference.vllm].
         make: `VllmReplica` with all arguments that the replicas share.
-        rendezvous: Where replicas meet that load at the same time; None = each loads by itself.
+        rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ class VllmSettings(ServerSettings):
 
         Args:
             replica: The replica's index.
-            visible: CUDA_VISIBLE_DEVICES of this process; None = all devices.
+            visible: CUDA_VISIBLE_DEVICES of this process; None: all devices.
 
         Example:
             >>> VllmSettings(replicas=2, tensor_parallel_size=2).visible_devices(1, "4,5,6,7")

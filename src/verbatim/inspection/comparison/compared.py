@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import UsageError
-from verbatim.inspection.comparison.configs import Difference, config_differences
+from verbatim.inspection.comparison.configs import ConfigDifference, config_differences
 from verbatim.inspection.comparison.evals import ComparedEvals, compare_evals
 from verbatim.inspection.comparison.figures import Figures, figures
 from verbatim.inspection.comparison.read_run import Run, alarm_counts, read_run
@@ -32,11 +32,11 @@ class Curves:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """Runs, and everything in which they can be compared."""
 
     runs: Sequence[Run]
-    settings: Sequence[Difference]
+    settings: Sequence[ConfigDifference]
     """Keys of the configuration that are not the same in all."""
     curves: Sequence[Curves]
     evals: Sequence[ComparedEvals]
@@ -45,7 +45,7 @@ class Comparison:
     """What could not be read, beside the problems of each run."""
 
 
-def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
+def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> RunComparison:
     """Read the runs and compare them.
 
     Args:
@@ -71,7 +71,7 @@ def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Compar
                 f"{', ...' if len(there) > 20 else ''}"
             )
     problems: list[str] = []
-    return Comparison(
+    return RunComparison(
         runs=runs,
         settings=config_differences(runs),
         curves=_curves(runs, metrics),
@@ -88,7 +88,7 @@ def _curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Curves]:
     return [curves for curves in found if any(curves.series)]
 
 
-def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_to_json(comparison: RunComparison) -> dict[str, Any]:
     """All of it as plain JSON values; runs are named by their letters."""
     letters = [letter(place) for place in range(len(comparison.runs))]
 

@@ -15,12 +15,12 @@ from verbatim.inspection.comparison.read_run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ConfigDifference:
     """One key that is not the same in all runs."""
 
     key: str
     values: Sequence[Any]
-    """For each run; None = it is not set."""
+    """For each run; None: it is not set."""
     lines: Sequence[int | None]
     """Where it stands in each run's config.toml."""
     default: Any
@@ -31,7 +31,7 @@ class Difference:
         return self.default is not None and self.values[place] == self.default
 
 
-def config_differences(runs: Sequence[Run]) -> list[Difference]:
+def config_differences(runs: Sequence[Run]) -> list[ConfigDifference]:
     """The keys whose values differ, in the order of the first run's file. Runs without a readable configuration have
     none set."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
@@ -42,7 +42,7 @@ def config_differences(runs: Sequence[Run]) -> list[Difference]:
         stored = [setting.stored if setting is not None else None for setting in settings]
         if any(value != stored[0] for value in stored):
             lines = [setting.line if setting is not None else None for setting in settings]
-            found.append(Difference(key=key, values=values, lines=lines, default=_default(key)))
+            found.append(ConfigDifference(key=key, values=values, lines=lines, default=_default(key)))
     return found
 
 
@@ -55,10 +55,10 @@ def _default(key: str) -> Any:
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
-def told(differences: Sequence[Difference]) -> list[Difference]:
+def told(differences: Sequence[ConfigDifference]) -> list[ConfigDifference]:
     """Those that people need: a key that is its default in some runs, and not set in the others because they do not
     have its table, is left out; where all keys of a table are, one row `[table]` says which runs have it."""
-    found: dict[str, Difference] = {}
+    found: dict[str, ConfigDifference] = {}
     for each in differences:
         if all(value is None or each.is_default(place) for place, value in enumerate(each.values)):
             table = each.key.rpartition(".")[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from verbatim.core.disk import replacing, temporary_beside
 from verbatim.core.imports import refuse_without
-from verbatim.inspection.comparison.compared import Comparison
+from verbatim.inspection.comparison.compared import RunComparison
 from verbatim.inspection.comparison.read_run import Run
 from verbatim.run.evaluation.texts import letter
 
@@ -16,7 +16,7 @@ _DRAWN = ("completion_tokens", "entropy", "mismatch_kl", "grad_norm")
 """Metrics of steps that are drawn beside the comparison's own curves, where a run has them."""
 
 
-def draw_comparison(comparison: Comparison, path: Path) -> None:
+def draw_comparison(comparison: RunComparison, path: Path) -> None:
     """A panel for each metric, a line for each run; success of evaluations with its interval as a band.
 
     Args:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED
 from verbatim.inspection.comparison.read_run import Metrics, Run
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode
 from verbatim.run.evaluation.intervals import Estimate
-from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.results import EnvResult, env_result
 from verbatim.run.evaluation.rows import Compared
-from verbatim.run.evaluation.stored import read_outcomes
+from verbatim.run.evaluation.stored import read_evaluated_episodes
 from verbatim.run.evaluation.texts import letter
 
 MOST_PAIRS = 6
@@ -30,7 +30,7 @@ class ComparedEvals:
     at: str
     """"last": the last evaluation of each run; "shared": those after the last step that all have."""
     steps: Sequence[int | None]
-    """After which step each run's was; None = it has none."""
+    """After which step each run's was; None: it has none."""
     results: Sequence[EnvResult | None]
     """Where the episodes are not kept, what the metrics say: without examples."""
     pairs: Sequence[Compared]
@@ -95,12 +95,12 @@ def _compared(
     )
 
 
-def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list[Outcome]:
+def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list[EvaluatedEpisode]:
     """The episodes of one evaluation; none where they are not kept."""
     if step is None or step not in run.kept_evals:
         return []
     try:
-        return [outcome for _, outcome in read_outcomes(run.folder, {step}) if outcome.env == env]
+        return [outcome for _, outcome in read_evaluated_episodes(run.folder, {step}) if outcome.env == env]
     except (UsageError, OSError) as error:
         problems.append(str(error))
         return []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.config.origins import dotted, leaves, line_numbers
+from verbatim.config.key_locations import dotted, leaves, line_numbers
 from verbatim.core.errors import CheckpointError
 from verbatim.core.redaction import redacted_at
 from verbatim.inspection.viewer.metrics import MetricsFollower
@@ -51,7 +51,7 @@ class Run:
     """"running", "finished", "stopped" (it can be resumed), "failed" (its log ends with an error) or "unknown"."""
     max_steps: int | None
     num_starts: int
-    """How often a process of it began: more than 1 = it was resumed."""
+    """How often a process of it began: more than 1: it was resumed."""
     config: Mapping[str, Setting]
     """By dotted key."""
     changed: Sequence[str]

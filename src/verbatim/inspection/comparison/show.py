@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from verbatim.inspection.comparison.compared import Comparison, state_line
+from verbatim.inspection.comparison.compared import RunComparison, state_line
 from verbatim.inspection.comparison.configs import told
 from verbatim.inspection.comparison.evals import ComparedEvals
 from verbatim.inspection.comparison.figures import Figures
@@ -25,7 +25,7 @@ _LONGEST_VALUE = 60
 """Characters of a configuration's value."""
 
 
-def show_comparison(comparison: Comparison, console: Console) -> None:
+def show_comparison(comparison: RunComparison, console: Console) -> None:
     """Everything, runs as columns."""
     letters = [letter(place) for place in range(len(comparison.runs))]
     _show_runs(comparison, console)
@@ -52,7 +52,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     _show_alarms(comparison, letters, console)
 
 
-def _show_runs(comparison: Comparison, console: Console) -> None:
+def _show_runs(comparison: RunComparison, console: Console) -> None:
     for place, run in enumerate(comparison.runs):
         style = f"bold {COLOURS[place % len(COLOURS)]}"
         console.print(Text.assemble((letter(place), style), f"  {run.folder}"), soft_wrap=True)
@@ -107,7 +107,7 @@ def _figure_row(name: str, values: list[float], table: Figures) -> Row:
     return (name, *("-" if math.isnan(value) else f"{value:.1%}" for value in values))
 
 
-def _show_alarms(comparison: Comparison, letters: list[str], console: Console) -> None:
+def _show_alarms(comparison: RunComparison, letters: list[str], console: Console) -> None:
     counts = [alarm_counts(run) for run in comparison.runs]
     names = dict.fromkeys(name for each in counts for name in each)
     _heading("alarms", console)

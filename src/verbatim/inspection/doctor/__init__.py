@@ -3,23 +3,23 @@
 from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.inspection.doctor.diagnosis import Diagnosis, Doctor, Summary
 from verbatim.inspection.doctor.logs import (
-    FateFormat,
     LogFile,
     LoggedTrajectory,
-    is_fate_path,
+    OutcomeFormat,
+    detect_format,
+    is_outcome_path,
     known_formats,
-    recognise,
 )
 
 __all__ = [
     "BreakClass",
     "Diagnosis",
     "Doctor",
-    "FateFormat",
     "LogFile",
     "LoggedTrajectory",
+    "OutcomeFormat",
     "Summary",
-    "is_fate_path",
+    "detect_format",
+    "is_outcome_path",
     "known_formats",
-    "recognise",
 ]

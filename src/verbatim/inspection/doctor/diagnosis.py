@@ -12,7 +12,7 @@ from verbatim.inspection.doctor.evidence.recorded import recorded_reason
 from verbatim.inspection.doctor.logs import LoggedTrajectory
 from verbatim.inspection.doctor.samples import find_samples
 from verbatim.inspection.doctor.text import TokenText
-from verbatim.inspection.doctor.windows import Row, side_by_side
+from verbatim.inspection.doctor.windows import WindowRow, side_by_side
 
 _SAYS_LITTLE = frozenset({BreakClass.UNKNOWN, BreakClass.HISTORY_REWRITTEN, BreakClass.NOT_READ_BACK})
 """What the ids say where they do not tell why."""
@@ -44,7 +44,7 @@ class Diagnosis:
     kind: BreakClass
     found: str
     """The evidence for the class, as text."""
-    rows: tuple[Row, ...]
+    rows: tuple[WindowRow, ...]
     """The two sequences around the position, side by side."""
     template_line: TemplateLine | None
     """The responsible line of the chat template, or None."""
@@ -157,7 +157,7 @@ class Doctor:
         return diagnoses
 
 
-class Choice:
+class ShownBreaks:
     """Keeps the first `limit` breaks of each class, and chooses `limit` of them.
 
     Example: from the classes a a a b a c it chooses a b c for a limit of three, and a a b c for four.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from verbatim.core.types import StopReason, Turn
 from verbatim.inspection.doctor.alignment import Alignment, Change, align
-from verbatim.inspection.doctor.samples import Opening
+from verbatim.inspection.doctor.samples import SampleOpening
 from verbatim.inspection.doctor.text import TokenText
 
 _BEFORE = 16
@@ -19,13 +19,13 @@ _AROUND = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class CompletionSpan:
     """The completion of a turn: positions `start` to `end` of the earlier sequence."""
 
     turn: int
     start: int
     end: int
-    cut_off: bool
+    truncated: bool
     """Whether it ended at a limit of tokens or time."""
 
 
@@ -34,7 +34,7 @@ class Difference:
     """The input of the tests for classes."""
 
     turns: Sequence[Turn]
-    opening: Opening
+    opening: SampleOpening
     """The breaking turn, and the sample that it is compared with."""
     text: TokenText | None
     """Decodes ids; None without a tokenizer."""
@@ -67,19 +67,21 @@ class Difference:
         return self.alignment.changes[0]
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[CompletionSpan, ...]:
         """The completions in the earlier sequence, in order."""
         return tuple(
-            Span(turn=index, start=turn.num_prompt_tokens, end=turn.path.length, cut_off=turn.stop_reason.truncated)
+            CompletionSpan(
+                turn=index, start=turn.num_prompt_tokens, end=turn.path.length, truncated=turn.stop_reason.truncated
+            )
             for index, turn in ((i, self.turns[i]) for i in self.opening.against)
         )
 
     @property
-    def span(self) -> Span:
+    def span(self) -> CompletionSpan:
         """The completion that holds the first difference, or the first one after it."""
         return next((span for span in self.spans if self.at < span.end), self.spans[-1])
 
-    def is_gone(self, span: Span) -> bool:
+    def is_gone(self, span: CompletionSpan) -> bool:
         """Whether a completion is missing from the prompt entirely."""
         return any(change.start <= span.start and span.end <= change.end for change in self.alignment.changes)
 

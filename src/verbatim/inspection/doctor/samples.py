@@ -11,7 +11,7 @@ from verbatim.core.types import Turn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class SampleOpening:
     """A turn that extends none of the open samples: a break, or the first turn of a further agent."""
 
     turn: int
@@ -31,7 +31,7 @@ class Samples:
 
     samples: tuple[tuple[int, ...], ...]
     """Indices of the turns of each sample, in order, without turns that sampled nothing."""
-    openings: tuple[Opening, ...]
+    openings: tuple[SampleOpening, ...]
     row_tokens: int
     """Tokens to compute with one row per sample."""
     tree_tokens: int
@@ -47,7 +47,7 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
     opened, breaking = OpenSamples(), set(breaks(turns))
     samples: list[list[int]] = []
     latest: dict[str, int] = {}
-    drafts: list[tuple[Opening, int]] = []
+    drafts: list[tuple[SampleOpening, int]] = []
     for index, turn in enumerate(turns):
         if not len(turn.completion_ids):
             continue
@@ -59,7 +59,7 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
         else:
             if found.closest is not None:
                 other, shared = _compared(turn, found.closest, found.shared, turns, samples, latest)
-                opening = Opening(
+                opening = SampleOpening(
                     turn=index, against=tuple(samples[other]), shared=shared, first_of_agent=index not in breaking
                 )
                 drafts.append((opening, other))

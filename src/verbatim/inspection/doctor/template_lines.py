@@ -54,10 +54,10 @@ def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]
     Raises:
         ModelError: the template is not Jinja, or exceeds its time.
     """
-    return cache(_Watched(template).line)
+    return cache(_WatchedTemplate(template).line)
 
 
-class _Watched:
+class _WatchedTemplate:
     """A template whose executed lines are recorded."""
 
     def __init__(self, template: str) -> None:

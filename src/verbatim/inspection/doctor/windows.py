@@ -28,7 +28,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class WindowRow:
     """A token of the recorded sequence beside one of the prompt; either side may have none."""
 
     earlier: Cell | None
@@ -39,7 +39,7 @@ class Row:
     """Numbers of tokens of each side after it that are not shown."""
 
 
-def side_by_side(d: Difference) -> tuple[Row, ...]:
+def side_by_side(d: Difference) -> tuple[WindowRow, ...]:
     """Rows of equal tokens, of the first change, and of equal tokens after it, if any."""
     change, at = d.change, d.at
     opening = _pair(d, range(max(0, at - BEFORE), at), range(max(0, at - BEFORE), at), differs=False)
@@ -51,7 +51,7 @@ def side_by_side(d: Difference) -> tuple[Row, ...]:
     left_out = (change.end - shown_end, now_end - shown_now_end)
     if changed and any(left_out):
         last = changed[-1]
-        changed[-1] = Row(earlier=last.earlier, now=last.now, differs=True, left_out=left_out)
+        changed[-1] = WindowRow(earlier=last.earlier, now=last.now, differs=True, left_out=left_out)
     closing = []
     if now_end == change.now_end:
         equal = _equal_run(d.earlier, d.prompt, change.end, change.now_end)
@@ -64,9 +64,9 @@ def _equal_run(earlier: Sequence[int], prompt: Sequence[int], at: int, now: int)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(BEFORE, len(earlier) - at, len(prompt) - now))
 
 
-def _pair(d: Difference, earlier: range, now: range, *, differs: bool) -> list[Row]:
+def _pair(d: Difference, earlier: range, now: range, *, differs: bool) -> list[WindowRow]:
     return [
-        Row(earlier=_cell(d.text, d.earlier, a), now=_cell(d.text, d.prompt, b), differs=differs)
+        WindowRow(earlier=_cell(d.text, d.earlier, a), now=_cell(d.text, d.prompt, b), differs=differs)
         for a, b in zip_longest(earlier, now)
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.types import Int32, Message, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.renderer import ParsedResponse, Schemas
 
 _ROLES = {"tools": 256, "system": 257, "user": 258, "assistant": 259, "tool": 260}
 END, CALL, CALL_END, THINK, THINK_END = range(261, 266)

@@ -10,16 +10,16 @@ from typing import Any
 
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.types import Example
-from verbatim.environments.base import Demonstration, Environment
+from verbatim.environments.environment import Demonstration, Environment
 from verbatim.environments.resolve import create_environment
 from verbatim.inspection.envcheck import judge
 from verbatim.inspection.envcheck.examples import compare_splits, read_demonstrations, read_examples
-from verbatim.inspection.envcheck.findings import Finding, Report
-from verbatim.inspection.envcheck.play import MakePlayer, Play, Stage
+from verbatim.inspection.envcheck.findings import CheckFinding, Report
+from verbatim.inspection.envcheck.play import CheckedEnvironment, MakePlayer, PlayedEpisode
 from verbatim.inspection.envcheck.players import RandomPlayer, SolutionPlayer, WrittenPlayer, assistant_messages
 from verbatim.inspection.envcheck.replay import compare, play_elsewhere, play_probes, play_probes_together
 from verbatim.inspection.envcheck.watch import LoopWatch, Stuck
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.openings import Openings, measure_openings
 
 _PROBES = 3
@@ -43,13 +43,13 @@ class CheckSettings:
     seq_len: int = 2048
     """As in [orchestrator]."""
     renderer: Renderer | None = None
-    """Counts the tokens of opening prompts; None = they are estimated from the characters."""
+    """Counts the tokens of opening prompts; None: they are estimated from the characters."""
     timeout: float = 20.0
     """Seconds for one episode."""
 
 
 def check_environment(name: str, args: Mapping[str, Any], settings: CheckSettings) -> Report:
-    """Play an environment, and say what is wrong with it.
+    """PlayedEpisode an environment, and say what is wrong with it.
 
     Args:
         name: A bundled id, or an import path.
@@ -82,18 +82,18 @@ class _Check:
     args: Mapping[str, Any]
     environment: Environment
     settings: CheckSettings
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limits = EpisodeLimits(
             max_turns=self.settings.max_turns, timeout=self.settings.timeout, tool_timeout=self.settings.timeout / 2
         )
-        self._stage = Stage(name=self.name, environment=self.environment, limits=limits)
+        self._stage = CheckedEnvironment(name=self.name, environment=self.environment, limits=limits)
         self._examples: dict[str, Sequence[Example]] = {}
         self._demonstrations: Sequence[Demonstration] = ()
         self._openings: dict[str, Openings] = {}
-        self._again: tuple[list[Play], list[list[Play]]] | None = None
+        self._again: tuple[list[PlayedEpisode], list[list[PlayedEpisode]]] | None = None
 
     def read(self) -> bool:
         """Read examples and demonstrations; whether there is anything to play."""
@@ -109,7 +109,7 @@ class _Check:
         return bool(self._examples["train"])
 
     async def play(self) -> None:
-        """Play everything, until an episode does not end in time."""
+        """PlayedEpisode everything, until an episode does not end in time."""
         stage, examples = self._stage, _spread(self._examples["train"], self.settings.num_examples)
         probes = examples[:_PROBES]
         first = await play_probes(stage, probes, keep=True)
@@ -158,7 +158,7 @@ class _Check:
         return Report(
             environment=self.name,
             num_examples={split: len(rows) for split, rows in self._examples.items()},
-            findings=(*self.findings, *(item for item in said if isinstance(item, Finding))),
+            findings=(*self.findings, *(item for item in said if isinstance(item, CheckFinding))),
             notes=(*self.notes, *(item for item in said if isinstance(item, str))),
             players=judge.earned(plays, self.environment),
         )
@@ -173,7 +173,7 @@ def _spread(examples: Sequence[Example], most: int) -> list[Example]:
     return list(examples)[::step][:most]
 
 
-def _imitators(demonstrations: Sequence[Demonstration], plays: Sequence[Play]) -> list[MakePlayer]:
+def _imitators(demonstrations: Sequence[Demonstration], plays: Sequence[PlayedEpisode]) -> list[MakePlayer]:
     """Players that say what demonstrations do which begin like these episodes."""
     openings = [list(play.opening) for play in plays[:1]]
     fitting = [shown for shown in demonstrations if judge.opening_of(shown) in openings][:_SIDE_BY_SIDE]
@@ -185,9 +185,9 @@ def _imitator(shown: Demonstration) -> MakePlayer:
     return lambda seed: WrittenPlayer(said)
 
 
-def _blocking(place: str, seconds: float | None) -> Finding:
+def _blocking(place: str, seconds: float | None) -> CheckFinding:
     how = "and was given up" if seconds is None else f"for {seconds:.1f} s"
-    return Finding(
+    return CheckFinding(
         kind="blocks",
         found=f"{place} held up the event loop {how}: no other episode went on meanwhile",
         expected="code on the event loop that takes milliseconds, or awaits",

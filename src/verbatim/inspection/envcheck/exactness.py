@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verbatim.core.records.samples import TrainingSample
-from verbatim.inference.base import Completion, SampleRequest, Watch
+from verbatim.inference.sampler import Completion, SampleRequest, Watch
 from verbatim.inference.scripted import ScriptedSampler
 
 

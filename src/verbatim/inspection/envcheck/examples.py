@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from verbatim.core.errors import NoDemonstrations, UsageError
 from verbatim.core.texts import shown
 from verbatim.core.types import Example
-from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.environments.environment import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import demonstrations_of, examples_of
-from verbatim.inspection.envcheck.findings import Finding
-from verbatim.models.renderers.base import Renderer
+from verbatim.inspection.envcheck.findings import CheckFinding
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.run.environments import as_conversations, imitated
 
 _DEMONSTRATIONS = 200
@@ -21,7 +21,7 @@ _COMPARED = 20_000
 """Examples of a split that are compared with each other."""
 
 
-def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequence[Example], list[Finding]]:
+def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequence[Example], list[CheckFinding]]:
     """The examples of a split (none where they cannot be used), and what is wrong with them."""
     try:
         examples = examples_of(environment, name, split)
@@ -31,12 +31,12 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
             "; the training examples will do where none are held out" if split == "eval" else ""
         )
         expected = f'`examples("{split}")` returns a list of examples with different ids'
-        return (), [Finding(kind="examples", found=str(error), expected=expected, change=change)]
+        return (), [CheckFinding(kind="examples", found=str(error), expected=expected, change=change)]
     findings = []
     contents = [_content(example) for example in examples[:_COMPARED]]
     if contents != [_content(example) for example in again[:_COMPARED]]:
         findings.append(
-            Finding(
+            CheckFinding(
                 kind="nondeterministic",
                 found=f'two calls of `examples("{split}")` gave different examples',
                 expected="the same examples at each call: every process of a run reads them by itself",
@@ -49,7 +49,7 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
         ids = [example.id for example, other in zip(examples, contents, strict=False) if other == content]
         total = len(contents) - len(set(contents))
         findings.append(
-            Finding(
+            CheckFinding(
                 kind="examples",
                 expected="examples that differ in their messages or payload",
                 found=f'`examples("{split}")` repeats itself: {count} examples are the same but for their ids '
@@ -62,7 +62,7 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
 
 def read_demonstrations(
     environment: Environment, name: str, renderer: Renderer | None
-) -> tuple[Sequence[Demonstration], list[Finding]]:
+) -> tuple[Sequence[Demonstration], list[CheckFinding]]:
     """The environment's demonstrations (none where it has none), and what is wrong with them; with a renderer also
     whether it can write them, as a warm start does."""
     if not isinstance(environment, Demonstrates):
@@ -77,7 +77,7 @@ def read_demonstrations(
         return (), []
     except UsageError as error:
         return (), [
-            Finding(
+            CheckFinding(
                 kind="demonstrations",
                 found=str(error),
                 expected="conversations that a model can imitate",
@@ -86,7 +86,7 @@ def read_demonstrations(
         ]
     if list(map(_shown, given)) != list(map(_shown, again)):
         return given, [
-            Finding(
+            CheckFinding(
                 kind="nondeterministic",
                 found="two calls of `demonstrations` with the same seed gave different conversations",
                 expected="the same ones",

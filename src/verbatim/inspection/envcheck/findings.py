@@ -26,7 +26,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """One thing that is wrong with an environment."""
 
     kind: str
@@ -62,7 +62,7 @@ class Report:
     """Id or import path."""
     num_examples: Mapping[str, int]
     """Number of examples by split."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """What is wrong."""
     notes: tuple[str, ...] = ()
     """What may be on purpose."""

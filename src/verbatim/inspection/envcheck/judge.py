@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from verbatim.core.records.equality import are_equal
 from verbatim.core.types import Message, StopReason
-from verbatim.environments.base import Demonstration, Environment, succeeded
-from verbatim.inspection.envcheck.findings import Earned, Finding
-from verbatim.inspection.envcheck.play import Play
+from verbatim.environments.environment import Demonstration, Environment, succeeded
+from verbatim.inspection.envcheck.findings import CheckFinding, Earned
+from verbatim.inspection.envcheck.play import PlayedEpisode
+from verbatim.rollouts.episode_stats import NO_TURNS, TOOL_FAULTS, TRACEBACK, failure_kind
 from verbatim.rollouts.openings import Openings
-from verbatim.rollouts.tally import NO_TURNS, TOOL_FAULTS, TRACEBACK, failure_kind
 
 _FEWEST = 4
 """Episodes from which on something that holds for all of them is said."""
 _WRONG_REWARD = re.compile(r"expected (a finite number|at most [\d.e+]+, all that float32 holds|a number or \{part)")
 
 
-def earned(plays: Sequence[Play], environment: Environment) -> dict[str, Earned]:
+def earned(plays: Sequence[PlayedEpisode], environment: Environment) -> dict[str, Earned]:
     """What each kind of player earned."""
     result = {}
     for name in dict.fromkeys(play.player for play in plays):
@@ -32,9 +32,9 @@ def earned(plays: Sequence[Play], environment: Environment) -> dict[str, Earned]
     return result
 
 
-def errors(plays: Sequence[Play]) -> Iterator[Finding]:
+def errors(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
     """Episodes that failed: once for each kind of error."""
-    by_kind: dict[str, list[Play]] = {}
+    by_kind: dict[str, list[PlayedEpisode]] = {}
     for play in plays:
         if play.trajectory.error is not None:
             by_kind.setdefault(failure_kind(play.trajectory.error), []).append(play)
@@ -44,21 +44,21 @@ def errors(plays: Sequence[Play]) -> Iterator[Finding]:
         tail = trajectory.info.get(TRACEBACK)
         found = f"{_about(failed, plays)}: {error}" + (f"\n{tail}" if tail else "")
         if _WRONG_REWARD.search(error):
-            yield Finding(
+            yield CheckFinding(
                 kind="reward",
                 found=found,
                 expected="finite numbers as rewards",
                 change="return a float that is neither NaN nor infinite; guard divisions and logarithms",
             )
         elif error.startswith("timeout"):
-            yield Finding(
+            yield CheckFinding(
                 kind="endless",
                 found=found,
                 expected="an episode that ends within the time (--timeout)",
                 change="end what waits: give every wait in `start`, `reply` and tools a deadline of its own",
             )
         elif error.startswith(NO_TURNS):
-            yield Finding(
+            yield CheckFinding(
                 kind="no_turns",
                 found=found,
                 expected="a turn of the model in every episode",
@@ -66,7 +66,7 @@ def errors(plays: Sequence[Play]) -> Iterator[Finding]:
                 "agent that learns; an example that leaves nothing to do is none",
             )
         else:
-            yield Finding(
+            yield CheckFinding(
                 kind="raises",
                 found=found,
                 expected="no exception, whatever the model says or calls",
@@ -74,7 +74,7 @@ def errors(plays: Sequence[Play]) -> Iterator[Finding]:
             )
 
 
-def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
+def tool_faults(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
     """Tools that raised, hung, or answered at too great a length."""
     said: set[str] = set()
     for play in plays:
@@ -84,7 +84,7 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
                 continue
             said.add(kind)
             hangs = "did not answer within" in fault["first"]
-            yield Finding(
+            yield CheckFinding(
                 kind="endless" if hangs else "tool_raises",
                 found=f"{_where(play)}: {fault['first']}",
                 expected="an answer in time" if hangs else "an answer to every call whose arguments fit the schema",
@@ -95,7 +95,7 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
             )
     cut = [play for play in plays if "oversize" in play.trajectory.info.get("tool_errors", {})]
     if cut:
-        yield Finding(
+        yield CheckFinding(
             kind="too_long",
             found=f"{_about(cut, plays)}: a tool's answer was cut, because it is longer than the limit",
             expected="answers that the model can read as a whole",
@@ -103,7 +103,7 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
         )
 
 
-def schemas(plays: Sequence[Play]) -> Iterator[Finding | str]:
+def schemas(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding | str]:
     """Tools without a description; as notes, parameters without one."""
     tools = {name: tool for play in plays for name, tool in play.tools.items()}
     functions = {name: tool.schema.get("function", {}) for name, tool in tools.items()}
@@ -113,7 +113,7 @@ def schemas(plays: Sequence[Play]) -> Iterator[Finding | str]:
         if not function.get("description") and getattr(tools[name], "lacks_description", True)
     ]
     if bare:
-        yield Finding(
+        yield CheckFinding(
             kind="no_description",
             found=f"the model is not told what {', '.join(bare)} does",
             expected="a description in every tool's schema",
@@ -131,11 +131,11 @@ def schemas(plays: Sequence[Play]) -> Iterator[Finding | str]:
         yield f"arguments without a description: {', '.join(parameters)}"
 
 
-def prompts(openings: Mapping[str, Openings]) -> Iterator[Finding | str]:
+def prompts(openings: Mapping[str, Openings]) -> Iterator[CheckFinding | str]:
     """Opening prompts that leave no room for an answer, by split; as notes, those that were not measured."""
     for split, measured in openings.items():
         if measured.found is not None:
-            yield Finding(
+            yield CheckFinding(
                 kind="too_long",
                 found=f'split "{split}": {measured.found}',
                 expected=f"less than seq_len = {measured.seq_len} tokens (--seq-len), with room for the episode",
@@ -146,7 +146,7 @@ def prompts(openings: Mapping[str, Openings]) -> Iterator[Finding | str]:
             yield f'split "{split}": {measured.left_out}'
 
 
-def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding | str]:
+def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator[CheckFinding | str]:
     """A score that says nothing: always the same, or never that of a success."""
     done = [play for play in plays if play.trajectory.error is None]
     solved = [play for play in done if play.player == "solution"]
@@ -157,7 +157,7 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
         parts, messages = first.trajectory.reward_parts, first.trajectory.messages
         of_parts = f"its parts are {dict(parts)}; " if parts else ""
         last = f"{messages[-1]['role']}: {messages[-1].get('content', '')!r:.120}" if messages else "no message"
-        yield Finding(
+        yield CheckFinding(
             kind="score_unreached",
             expected="a success: a reward of at least 1, or `is_success` of the environment",
             found=f"{_about(failed, solved)}: the episode's own solution earned {first.trajectory.reward}; "
@@ -168,7 +168,7 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
     elif len(rewards) in (0, len(done)) and are_equal(rewards) and len(plays) == len(done) >= _FEWEST:
         only = rewards[0] if rewards else None
         who = " and ".join(dict.fromkeys(play.player for play in done))
-        yield Finding(
+        yield CheckFinding(
             kind="score_constant",
             found=f"the score was {only} in all {len(done)} episodes ({who} players)",
             expected="episodes of one example that differ in what they earn: equal rewards train nothing",
@@ -179,12 +179,12 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
         yield "no episode was a success; give the episode `solution()`, and this check shows that one can be reached"
 
 
-def ends(plays: Sequence[Play], max_turns: int) -> Iterator[Finding]:
+def ends(plays: Sequence[PlayedEpisode], max_turns: int) -> Iterator[CheckFinding]:
     """Episodes that only the limit of turns ended."""
     done = [play for play in plays if play.trajectory.error is None]
     cut = [play for play in done if play.trajectory.stop_reason is StopReason.MAX_TURNS]
     if len(cut) == len(done) >= _FEWEST:
-        yield Finding(
+        yield CheckFinding(
             kind="endless",
             found=f"none of {len(done)} episodes ended by itself within {max_turns} turns",
             expected="an end: a tool's ToolResult(done=True), or Reply(done=True)",
@@ -193,7 +193,9 @@ def ends(plays: Sequence[Play], max_turns: int) -> Iterator[Finding]:
         )
 
 
-def demonstrated_tools(plays: Sequence[Play], demonstrations: Sequence[Demonstration]) -> Iterator[Finding]:
+def demonstrated_tools(
+    plays: Sequence[PlayedEpisode], demonstrations: Sequence[Demonstration]
+) -> Iterator[CheckFinding]:
     """Demonstrations that begin like an episode, with other tools."""
     by_opening = {str(list(play.opening)): play for play in plays if play.trajectory.turns}
     for number, shown in enumerate(demonstrations):
@@ -204,7 +206,7 @@ def demonstrated_tools(plays: Sequence[Play], demonstrations: Sequence[Demonstra
         imitated = {tool.get("function", tool).get("name"): tool for tool in shown.tools}
         different = [name for name in {**offered, **imitated} if offered.get(name) != imitated.get(name)]
         if different:
-            yield Finding(
+            yield CheckFinding(
                 kind="demonstrations",
                 expected="the schemas that an episode offers, unchanged",
                 found=f"demonstration {number} begins like an episode of example {play.example.id!r}, but differs in "
@@ -220,9 +222,9 @@ def opening_of(demonstration: Demonstration) -> list[Message]:
     return messages[: next(n for n, message in enumerate(messages) if message["role"] == "assistant")]
 
 
-def _about(some: Sequence[Play], all_of: Sequence[Play]) -> str:
+def _about(some: Sequence[PlayedEpisode], all_of: Sequence[PlayedEpisode]) -> str:
     return f"{len(some)} of {len(all_of)} episodes, first {_where(some[0])}"
 
 
-def _where(play: Play) -> str:
+def _where(play: PlayedEpisode) -> str:
     return f"example {play.example.id!r} with the {play.player} player"

@@ -14,17 +14,17 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import ModelError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, Message, StopReason, Trajectory
-from verbatim.environments.base import Environment, Episode
-from verbatim.environments.tools.base import Tool
+from verbatim.environments.environment import Environment, Episode
+from verbatim.environments.tools.tool import Tool
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inspection.envcheck.players import Player, has_solution
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.episode import EpisodeRun
+from verbatim.rollouts.episode_stats import EpisodeStats
 from verbatim.rollouts.group import GroupRun
-from verbatim.rollouts.loop import Answer, EpisodeLoop, Prompt
+from verbatim.rollouts.loop import EpisodeLoop, Prompt, SampledAnswer
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
-from verbatim.rollouts.tally import EpisodeTally
 
 _MANY = 2**20
 """Ids of the made-up vocabulary: each turn's number is one."""
@@ -34,7 +34,7 @@ MakePlayer = Callable[[int], Player]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Play:
+class PlayedEpisode:
     """One finished episode."""
 
     player: str
@@ -98,13 +98,13 @@ class PlayLoop(EpisodeLoop):
             "checked without one; measure a model on it with `verbatim eval`"
         )
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> SampledAnswer:
         number = self._begin_turn()
         await asyncio.sleep(0)  # other episodes go on meanwhile
         said = self._player.say(prompt.messages, prompt.schemas)
         said = dataclasses.replace(said, tool_calls=tuple(map(self._identify, said.tool_calls)))
         self.recorder.count(1)
-        return Answer(
+        return SampledAnswer(
             message=said.message(),
             tool_calls=said.tool_calls,
             stop_reason=StopReason.STOP,
@@ -114,19 +114,19 @@ class PlayLoop(EpisodeLoop):
 
 
 @dataclass(kw_only=True)
-class Stage:
+class CheckedEnvironment:
     """An environment, with the limits of its episodes."""
 
     name: str
     environment: Environment
     limits: EpisodeLimits
-    plays: list[Play] = field(default_factory=list)
+    plays: list[PlayedEpisode] = field(default_factory=list)
     """Every episode so far."""
 
     async def play(
         self, player: str, make: Sequence[MakePlayer], example: Example, *, index: int = 0, keep: bool = True
-    ) -> list[Play]:
-        """Play one group of episodes of the example at the same time, one for each player.
+    ) -> list[PlayedEpisode]:
+        """PlayedEpisode one group of episodes of the example at the same time, one for each player.
 
         The same index gives the same seeds. With `keep=False` the episodes are not added to `plays`.
         """
@@ -140,11 +140,11 @@ class Stage:
             renderer=cast(Renderer, None),
             slots=asyncio.Semaphore(len(make)),
             runner=runner,
-            tally=SilentTally(),
+            episode_stats=SilentStats(),
         )
         group = await GroupRun(setup, example, index=index, size=len(make), run_seed=0, purpose="check").run()
         plays = [
-            Play(player=player, example=example, trajectory=trajectory, **runner.seen[trajectory.sample_index])
+            PlayedEpisode(player=player, example=example, trajectory=trajectory, **runner.seen[trajectory.sample_index])
             for trajectory in group.trajectories
         ]
         self.plays += plays if keep else []
@@ -184,7 +184,7 @@ class _Runner:
         return {}
 
 
-class SilentTally(EpisodeTally):
+class SilentStats(EpisodeStats):
     """Says nothing: failures are in the report of a check."""
 
     def ended(self, trajectory: Trajectory) -> None:

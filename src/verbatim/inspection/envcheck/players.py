@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.texts import error_text, shown
 from verbatim.core.types import Message, ToolCall
-from verbatim.environments.base import Episode
+from verbatim.environments.environment import Episode
 from verbatim.inspection.envcheck.arguments import random_arguments
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.models.renderers.renderer import ParsedResponse
 
 CALLS = 0.7
 """Probability that the random player calls a tool, where it has any."""

@@ -15,11 +15,11 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.trajectories.samples import build_samples
 from verbatim.core.types import Trajectory
-from verbatim.inference.base import SampleRequest
+from verbatim.inference.sampler import SampleRequest
 from verbatim.inspection.envcheck.arguments import random_arguments
 from verbatim.inspection.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
 from verbatim.inspection.envcheck.exactness import TellingSampler, num_differences
-from verbatim.inspection.envcheck.play import SilentTally
+from verbatim.inspection.envcheck.play import SilentStats
 from verbatim.inspection.envcheck.rewritten import Rewritten
 from verbatim.rollouts.gateway.program.environment import Program
 from verbatim.rollouts.gateway.session import INFO
@@ -38,7 +38,7 @@ class ProgramReport:
     """What was recorded of one run of a program."""
 
     error: str | None
-    """What went wrong, as a run would count it; None = nothing."""
+    """What went wrong, as a run would count it; None: nothing."""
     reward: float | None
     counts: Mapping[str, int]
     """Requests, repeated ones, fields that were refused, overridden or let pass, branches by reason."""
@@ -98,7 +98,7 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
         renderer=ByteChat(),
         slots=asyncio.Semaphore(1),
         params=SamplingParams(max_tokens=100_000),
-        tally=SilentTally(),
+        episode_stats=SilentStats(),
         limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
     )
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()

@@ -18,8 +18,8 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.imports import child_environment
 from verbatim.core.types import Example
 from verbatim.environments.resolve import create_environment, examples_of
-from verbatim.inspection.envcheck.findings import Finding
-from verbatim.inspection.envcheck.play import Play, Stage
+from verbatim.inspection.envcheck.findings import CheckFinding
+from verbatim.inspection.envcheck.play import CheckedEnvironment, PlayedEpisode
 from verbatim.inspection.envcheck.players import RandomPlayer
 
 PAIR = (RandomPlayer, RandomPlayer)
@@ -28,15 +28,17 @@ _PATIENCE = 120.0
 """Seconds for the other process."""
 
 
-async def play_probes(stage: Stage, examples: Sequence[Example], *, keep: bool = False) -> list[Play]:
+async def play_probes(
+    stage: CheckedEnvironment, examples: Sequence[Example], *, keep: bool = False
+) -> list[PlayedEpisode]:
     """The episodes that are played again: two of each example, one example after the other."""
-    plays: list[Play] = []
+    plays: list[PlayedEpisode] = []
     for example in examples:
         plays += await stage.play("random", PAIR, example, keep=keep)
     return plays
 
 
-async def play_probes_together(stage: Stage, examples: Sequence[Example]) -> list[Play]:
+async def play_probes_together(stage: CheckedEnvironment, examples: Sequence[Example]) -> list[PlayedEpisode]:
     """The same episodes, all at the same time."""
     groups = await asyncio.gather(*(stage.play("random", PAIR, example, keep=False) for example in examples))
     return [play for group in groups for play in group]
@@ -67,12 +69,14 @@ def main() -> None:
     job = json.load(sys.stdin)
     environment = create_environment(job["name"], job["args"])
     examples = {example.id: example for example in examples_of(environment, job["name"], "train")}
-    stage = Stage(name=job["name"], environment=environment, limits=EpisodeLimits(**job["limits"]))
+    stage = CheckedEnvironment(name=job["name"], environment=environment, limits=EpisodeLimits(**job["limits"]))
     plays = asyncio.run(play_probes(stage, [examples[name] for name in job["ids"]]))
     Path(job["out"]).write_text(json.dumps([play.transcript() for play in plays]), encoding="utf-8")
 
 
-def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: Sequence[str] | None) -> list[Finding]:
+def compare(
+    first: Sequence[PlayedEpisode], later: Sequence[Sequence[PlayedEpisode]], elsewhere: Sequence[str] | None
+) -> list[CheckFinding]:
     """What differs between the first episodes and the later ones.
 
     Args:
@@ -84,7 +88,7 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
         for play, transcript in zip(first, elsewhere, strict=True):
             if play.transcript() != transcript:
                 return [
-                    Finding(
+                    CheckFinding(
                         kind="nondeterministic",
                         expected="the same episode for the same example, seed and actions",
                         found=f"{_same(play)}, played first in two processes: "
@@ -97,7 +101,7 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
         for play, other in zip(first, again, strict=True):
             if play.transcript() != other.transcript():
                 return [
-                    Finding(
+                    CheckFinding(
                         kind="shared_state",
                         expected="episodes that know nothing of each other",
                         found=f"{_same(play)}, differs after other episodes were played: "
@@ -109,7 +113,7 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
     return []
 
 
-def _same(play: Play) -> str:
+def _same(play: PlayedEpisode) -> str:
     return f"an episode of example {play.example.id!r} with seed {play.trajectory.seed}"
 
 

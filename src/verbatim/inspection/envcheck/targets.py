@@ -19,7 +19,7 @@ from verbatim.environments.shapes import adapter_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class CheckTarget:
     """One environment to check."""
 
     name: str
@@ -34,13 +34,13 @@ class Target:
     """The run of a TOML file, of which the environment is one."""
 
 
-def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[Target]:
+def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[CheckTarget]:
     """The environments behind `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
 
     Args:
         given: What was typed.
         args: Arguments for the environment; those of a TOML file are in its tables.
-        tables: The components that a TOML file may name; None = their names and knobs are not looked at.
+        tables: The components that a TOML file may name; None: their names and parameters are not looked at.
 
     Raises:
         UsageError: no such file, a file without an environment or with several, or `args` beside a TOML file.
@@ -51,17 +51,17 @@ def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | 
             raise UsageError(f"--args beside {path}: the arguments stand in its tables; change them there")
         return _in_config(Path(path), tables)
     if path.endswith(".py"):
-        return [Target(name=_in_module(Path(path), attribute), args=args)]
-    return [Target(name=given, args=args)]
+        return [CheckTarget(name=_in_module(Path(path), attribute), args=args)]
+    return [CheckTarget(name=given, args=args)]
 
 
-def _in_config(path: Path, tables: ComponentTables | None) -> list[Target]:
+def _in_config(path: Path, tables: ComponentTables | None) -> list[CheckTarget]:
     config = load_config(path, tables=tables)
     orchestrator = config.orchestrator
     evals = orchestrator.eval.env if orchestrator.eval is not None else ()
-    found: list[Target] = []
+    found: list[CheckTarget] = []
     for env in (*orchestrator.train.env, *evals):
-        target = Target(
+        target = CheckTarget(
             name=env.import_path or str(env.id),
             args=env.args,
             max_turns=env.max_turns,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from verbatim.inspection.plan.changes import Change
+from verbatim.inspection.plan.changes import Suggestion
 from verbatim.inspection.plan.predict import Plan
 from verbatim.inspection.plan.show import problem
 
 
-def plan_as_json(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
+def plan_as_json(plan: Plan, changes: Sequence[Suggestion]) -> dict[str, Any]:
     """All figures of a plan: bytes, seconds, tokens."""
     case, memory = plan.case, plan.memory
     return {

@@ -19,7 +19,7 @@ _LARGE_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Suggestion:
     """Something to type, and what it gives."""
 
     typed: str
@@ -32,9 +32,9 @@ class Change:
     """Why, where it is refused."""
 
 
-def tried_changes(plan: Plan) -> list[Change]:
+def tried_changes(plan: Plan) -> list[Suggestion]:
     """The changes that apply to a plan, each measured as the plan was; together, those that keep what is trained."""
-    found: list[Change] = []
+    found: list[Suggestion] = []
     together, typed = plan.case, []
     for change in _possible(plan):
         found.append(_tried(change.typed, change.to(plan.case)))
@@ -89,12 +89,12 @@ def _possible(plan: Plan) -> Iterator[_Possible]:
         )
 
 
-def _tried(typed: str, case: Case) -> Change:
+def _tried(typed: str, case: Case) -> Suggestion:
     try:
         plan = predict(case)
     except UsageError as error:
-        return Change(typed=typed, needed=None, fits=False, refused=str(error))
-    return Change(typed=typed, needed=plan.needed, fits=plan.fits)
+        return Suggestion(typed=typed, needed=None, fits=False, refused=str(error))
+    return Suggestion(typed=typed, needed=plan.needed, fits=plan.fits)
 
 
 def _set(**keys: Any) -> Callable[[Case], Case]:

@@ -40,7 +40,7 @@ class FakeRanks(Ranks):
 
 @contextlib.contextmanager
 def fake_ranks(size: int) -> Iterator[FakeRanks | None]:
-    """As `size` processes train together, while the block runs; None = one alone."""
+    """As `size` processes train together, while the block runs; None: one alone."""
     if size == 1:
         yield None
         return

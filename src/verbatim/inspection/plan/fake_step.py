@@ -80,7 +80,7 @@ class StepCase:
     """Most tokens of a sample, if that is known."""
     reference: str | None = None
     """A folder or hub id of a model that is not trained; under adapters the one in training takes no memory for it.
-    None = without."""
+    None: without."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

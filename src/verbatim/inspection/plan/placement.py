@@ -44,7 +44,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
         config: The run's configuration.
         is_cuda: Whether the devices are CUDA devices; on a CPU both sides share the machine.
         gpus: Devices that there are; the trainer takes those that the sampler leaves, unless the file says how many.
-            None = as many as the file asks for.
+            None: as many as the file asks for.
 
     Raises:
         UsageError: there are too few.

@@ -16,7 +16,7 @@ from verbatim.inspection.plan.live_memory import ACTIVATIONS, BATCH, LOGITS
 from verbatim.inspection.plan.placement import Placement
 from verbatim.inspection.plan.speed import SamplerSpeed, TrainerSpeed, sampler_speed, step_seconds, trainer_speed
 from verbatim.models.source import find_source
-from verbatim.run.parts import frozen_models, make_loss
+from verbatim.run.build import frozen_models, make_loss
 from verbatim.trainer.packing.cost import model_cost
 
 MEMORY_SHARE = 0.9

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verbatim.core.texts import counted
-from verbatim.inspection.plan.changes import Change
+from verbatim.inspection.plan.changes import Suggestion
 from verbatim.inspection.plan.devices import GIB
 from verbatim.inspection.plan.live_memory import (
     ACTIVATIONS,
@@ -181,7 +181,7 @@ def _waiting(plan: Plan) -> str:
     )
 
 
-def show_changes(changes: Sequence[Change], console: Console) -> None:
+def show_changes(changes: Sequence[Suggestion], console: Console) -> None:
     """Print the changes that were tried."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     table.add_column("with", overflow="fold")

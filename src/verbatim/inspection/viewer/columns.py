@@ -1,4 +1,4 @@
-"""Defines the index's columns, and reads them from fate files.
+"""Defines the index's columns, and reads them from outcome files.
 
 A row of the index says what the table of trajectories shows, and where its record is: in the file of which step, and
 there at which row.
@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut
-from verbatim.logs.fates.files import refuse_other_columns
-from verbatim.logs.fates.schema import SCHEMA
+from verbatim.logs.outcomes.files import refuse_other_columns
+from verbatim.logs.outcomes.schema import SCHEMA
 
 TRAIN, EVAL = "train", "eval"
 _LONGEST_NAMES = 300
@@ -29,11 +29,11 @@ _LONGEST_NAMES = 300
 LONGEST_ERROR = 300
 """Characters of an error that the index keeps."""
 
-FATES, EVALUATED_FATES = 0, 1
-"""Where a record is: in a fate file of `trajectories/`, or of `evaluations/`."""
-FOLDERS = {FATES: "trajectories", EVALUATED_FATES: "evaluations"}
-"""The folders of fate files."""
-KINDS = {FATES: TRAIN, EVALUATED_FATES: EVAL}
+OUTCOMES, EVALUATED_OUTCOMES = 0, 1
+"""Where a record is: in a outcome file of `trajectories/`, or of `evaluations/`."""
+FOLDERS = {OUTCOMES: "trajectories", EVALUATED_OUTCOMES: "evaluations"}
+"""The folders of outcome files."""
+KINDS = {OUTCOMES: TRAIN, EVALUATED_OUTCOMES: EVAL}
 _KEY = re.compile(r"~(v?)(\d{1,9})\.(\d{1,18})", re.ASCII)
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
@@ -54,7 +54,7 @@ SHOWN = [name for name in COLUMNS.names if name not in ("source", "file", "place
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordLocation:
     """Where a record is."""
 
     source: int
@@ -65,13 +65,13 @@ class Place:
     def key(self) -> str:
         """As the API names it.
 
-        >>> Place(FATES, 12, 5).key, Place(EVALUATED_FATES, 20, 5).key
+        >>> RecordLocation(OUTCOMES, 12, 5).key, RecordLocation(EVALUATED_OUTCOMES, 20, 5).key
         ('~12.5', '~v20.5')
         """
         return f"~{'v' * self.source}{self.file}.{self.place}"
 
     @classmethod
-    def of(cls, key: str) -> Place | None:
+    def of(cls, key: str) -> RecordLocation | None:
         """The inverse of `key`; None for any other text."""
         match = _KEY.fullmatch(key)
         if match is None:
@@ -102,8 +102,8 @@ def group_of(key: str) -> tuple[str, str, int, str] | None:
     return kind, env, step, group_id
 
 
-def read_columns(path: Path, step: int, source: int = FATES) -> pa.Table:
-    """The index's rows of a fate file.
+def read_columns(path: Path, step: int, source: int = OUTCOMES) -> pa.Table:
+    """The index's rows of a outcome file.
 
     Raises:
         UsageError: it is damaged, or no file of ours.

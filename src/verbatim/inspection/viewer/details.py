@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
-from verbatim.core.trajectories.fate import TRAINED
+from verbatim.core.trajectories.outcome import TRAINED
 from verbatim.core.trajectory_json import plain
-from verbatim.logs.fates.table import StoredFate
+from verbatim.logs.outcomes.table import StoredOutcome
 
 MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
 """Tokens of one turn, and of all turns, in one answer."""
@@ -26,7 +26,7 @@ Arrays = Mapping[str, NDArray[Any] | None]
 Part = dict[str, Any]
 
 
-def turn_answers(found: StoredFate, breaks: Mapping[int, Mapping[str, Any]]) -> list[Part]:
+def turn_answers(found: StoredOutcome, breaks: Mapping[int, Mapping[str, Any]]) -> list[Part]:
     """Every turn, with the first tokens of each."""
     left, answers = MOST_OF_ALL, []
     prompts = prompt_lengths(found)
@@ -34,7 +34,7 @@ def turn_answers(found: StoredFate, breaks: Mapping[int, Mapping[str, Any]]) -> 
         length + len(_array(arrays, "completion_ids")) for length, arrays in zip(prompts, found.turns, strict=True)
     ]
     turns: Sequence[Mapping[str, Any]] = found.record["turns"]
-    for index, (turn, arrays, fate) in enumerate(zip(turns, found.turns, found.fates, strict=True)):
+    for index, (turn, arrays, outcome) in enumerate(zip(turns, found.turns, found.outcomes, strict=True)):
         prompt = turn["prompt"]
         part = tokens_part(arrays, 0, min(left, MOST_OF_A_TURN))
         left -= len(part["prompt_new_ids"]) + len(part["completion_ids"])
@@ -44,7 +44,7 @@ def turn_answers(found: StoredFate, breaks: Mapping[int, Mapping[str, Any]]) -> 
             {
                 "index": index,
                 "agent": turn["agent"],
-                "fate": fate,
+                "outcome": outcome,
                 "trained": turn["trained"],
                 "advantage": plain(turn["advantage"]),
                 "reward": plain(turn["reward"]),
@@ -55,7 +55,7 @@ def turn_answers(found: StoredFate, breaks: Mapping[int, Mapping[str, Any]]) -> 
                 "num_prompt_tokens": prompts[index],
                 "num_prompt_new": len(_array(arrays, "prompt_new_ids")),
                 "num_completion": completion,
-                "num_trained": completion if fate == TRAINED else 0,
+                "num_trained": completion if outcome == TRAINED else 0,
                 "break": breaks.get(index),
                 **part,
             }
@@ -63,7 +63,7 @@ def turn_answers(found: StoredFate, breaks: Mapping[int, Mapping[str, Any]]) -> 
     return answers
 
 
-def prompt_lengths(found: StoredFate) -> list[int]:
+def prompt_lengths(found: StoredOutcome) -> list[int]:
     """Tokens of the whole prompt of each turn."""
     return [
         turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
@@ -92,7 +92,7 @@ def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
     return part
 
 
-def one_part(found: StoredFate, turn: int, offset: int) -> Part:
+def one_part(found: StoredOutcome, turn: int, offset: int) -> Part:
     """More tokens of one turn.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.core.token_tree import Int32, TokenPath, common_prefix_length
-from verbatim.core.trajectories.fate import TRAINED
+from verbatim.core.trajectories.outcome import TRAINED
 from verbatim.core.types import Trajectory
 
 _SHOWN = 64
@@ -36,10 +36,12 @@ def group_tree(
     from 2 on 1 and 2 tokens.
 
     Args:
-        group: Each trajectory with the fates of its turns.
+        group: Each trajectory with the outcomes of its turns.
         text: Decodes the first ids of a node.
     """
-    leaves = [leaf for index, (trajectory, fates) in enumerate(group) for leaf in _leaves(trajectory, fates, index)]
+    leaves = [
+        leaf for index, (trajectory, outcomes) in enumerate(group) for leaf in _leaves(trajectory, outcomes, index)
+    ]
     leaves.sort(key=lambda leaf: leaf.ids.astype(">u4").tobytes())
     shared = [common_prefix_length(a.ids, b.ids) for a, b in pairwise(leaves)]
     nodes: list[dict[str, Any]] = []
@@ -51,7 +53,7 @@ def group_tree(
     return nodes
 
 
-def _leaves(trajectory: Trajectory, fates: Sequence[str], index: int) -> list[_Leaf]:
+def _leaves(trajectory: Trajectory, outcomes: Sequence[str], index: int) -> list[_Leaf]:
     turns = trajectory.turns
     ends: list[TokenPath] = []
     for place, turn in enumerate(turns):
@@ -64,8 +66,8 @@ def _leaves(trajectory: Trajectory, fates: Sequence[str], index: int) -> list[_L
     for end in ends:
         ids = end.ids()
         trained = np.zeros(len(ids), dtype=bool)
-        for turn, fate in zip(turns, fates, strict=True):
-            if fate == TRAINED and end.starts_with(turn.path):
+        for turn, outcome in zip(turns, outcomes, strict=True):
+            if outcome == TRAINED and end.starts_with(turn.path):
                 trained[turn.num_prompt_tokens : turn.path.length] = True
         leaves.append(_Leaf(ids, trained, index))
     return leaves

@@ -18,7 +18,7 @@ import pyarrow as pa
 from verbatim.core.disk import is_inside
 from verbatim.core.errors import UsageError
 from verbatim.inspection.viewer.columns import COLUMNS, FOLDERS, read_columns
-from verbatim.logs.fates.files import files_in
+from verbatim.logs.outcomes.files import files_in
 
 _PUBLISH_SECONDS = 0.25
 """How often the rows read so far are shown while a folder is indexed."""
@@ -44,7 +44,7 @@ class Snapshot:
 
 _Mark = tuple[int, int, int]
 _File = tuple[int, int]
-"""Source and step of a fate file."""
+"""Source and step of a outcome file."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class RunIndex:
     folder: Path
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(COLUMNS.empty_table()))
     _files: dict[_File, _Mark] = field(default_factory=dict)
-    """The fate files in the table."""
+    """The outcome files in the table."""
     _bad: dict[_File, tuple[_Mark, str]] = field(default_factory=dict)
     """Those that cannot be read, and why."""
     _new: list[pa.Table] = field(default_factory=list)
@@ -86,7 +86,7 @@ class RunIndex:
         self._publish()
 
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
-        """Fate files that are not in the table as they are now, the newest first."""
+        """TrajectoryOutcome files that are not in the table as they are now, the newest first."""
         found: dict[_File, tuple[Path, _Mark]] = {}
         linked: dict[_File, tuple[_Mark, str]] = {}
         oldest: dict[int, int] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
 from verbatim.core.trajectory_json import plain
-from verbatim.inspection.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, Place, group_key, group_of
+from verbatim.inspection.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, RecordLocation, group_key, group_of
 
 NONE = "(none)"
 """Stands for a missing value in facets and filters."""
@@ -142,7 +142,7 @@ def _has_flag(column: Any, values: Sequence[str]) -> NDArray[np.bool_]:
 
 def _of_group(table: pa.Table, group: str) -> NDArray[np.bool_]:
     parts = group_of(group)
-    if (place := Place.of(group)) is not None:
+    if (place := RecordLocation.of(group)) is not None:
         rows = np.flatnonzero(_at(table, place))
         names = [table.column(name) for name in ("kind", "env", "step", "group_id")]
         parts = tuple(column[rows[0]].as_py() for column in names) if len(rows) else None
@@ -154,7 +154,7 @@ def _of_group(table: pa.Table, group: str) -> NDArray[np.bool_]:
     return found if kind == TRAIN else found & (np.asarray(table.column("step")) == step)
 
 
-def _at(table: pa.Table, place: Place) -> NDArray[np.bool_]:
+def _at(table: pa.Table, place: RecordLocation) -> NDArray[np.bool_]:
     """The row at a place: one, or none."""
     found = np.ones(table.num_rows, dtype=bool)
     for column in ("source", "file", "place"):
@@ -164,7 +164,7 @@ def _at(table: pa.Table, place: Place) -> NDArray[np.bool_]:
 
 def rows_of(table: pa.Table, name: str) -> Rows:
     """The rows of a key, or of a trajectory's id, those of training before those of evaluations."""
-    if (place := Place.of(name)) is not None:
+    if (place := RecordLocation.of(name)) is not None:
         return np.flatnonzero(_at(table, place))
     rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
     sources = np.asarray(table.column("source"))[rows]
@@ -252,7 +252,7 @@ def shown(table: pa.Table, rows: Rows) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = part.select([name for name in COLUMNS.names if name in SHOWN]).to_pylist()
     places = zip(*(part.column(name).to_pylist() for name in ("source", "file", "place")), strict=True)
     for row, place in zip(found, places, strict=True):
-        row["key"] = Place(*place).key
+        row["key"] = RecordLocation(*place).key
         row["group_key"] = group_key(row["kind"], row["env"], row["step"], row["group_id"], row["key"])
         for name in ("reward", "advantage"):
             row[name] = plain(row[name])

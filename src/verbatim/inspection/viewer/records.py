@@ -11,12 +11,12 @@ from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut
 from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import Trajectory
-from verbatim.inspection.viewer.columns import FOLDERS, Place
-from verbatim.logs.fates.files import refuse_other_columns
-from verbatim.logs.fates.table import StoredFate, records_of
+from verbatim.inspection.viewer.columns import FOLDERS, RecordLocation
+from verbatim.logs.outcomes.files import refuse_other_columns
+from verbatim.logs.outcomes.table import StoredOutcome, records_of
 
 
-def trajectory_of(found: StoredFate) -> Trajectory:
+def trajectory_of(found: StoredOutcome) -> Trajectory:
     """A stored record as a trajectory.
 
     Raises:
@@ -30,7 +30,7 @@ def trajectory_of(found: StoredFate) -> Trajectory:
         ) from error
 
 
-def read_record(folder: Path, place: Place) -> StoredFate:
+def read_record(folder: Path, place: RecordLocation) -> StoredOutcome:
     """The trajectory at a place of a run folder.
 
     Raises:
@@ -39,7 +39,7 @@ def read_record(folder: Path, place: Place) -> StoredFate:
     path = folder / FOLDERS[place.source] / f"step-{place.file:06d}.parquet"
     where = f"row {place.place} of {path.parent.name}/{path.name}"
     try:
-        return _read_fate(path, place.place)
+        return _read_outcome(path, place.place)
     except FileNotFoundError:
         raise UsageError(f"{where}: the file is no longer there") from None
     except (
@@ -56,7 +56,7 @@ def read_record(folder: Path, place: Place) -> StoredFate:
         raise UsageError(f"{where} cannot be read ({type(error).__name__}: {cut(str(error), 200)})") from error
 
 
-def _read_fate(path: Path, row: int) -> StoredFate:
+def _read_outcome(path: Path, row: int) -> StoredOutcome:
     with pq.ParquetFile(path) as file:
         refuse_other_columns(file, "the file")
         first = 0

@@ -17,7 +17,7 @@ from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import plain
 from verbatim.inspection.viewer import details, query
 from verbatim.inspection.viewer.breaks import BreakReader
-from verbatim.inspection.viewer.columns import Place
+from verbatim.inspection.viewer.columns import RecordLocation
 from verbatim.inspection.viewer.group_tree import group_tree
 from verbatim.inspection.viewer.index import RunIndex, Snapshot
 from verbatim.inspection.viewer.messages_search import MessageSearch
@@ -26,8 +26,8 @@ from verbatim.inspection.viewer.query import Filters, Rows
 from verbatim.inspection.viewer.records import read_record, trajectory_of
 from verbatim.inspection.viewer.run_state import check_run, config_text, origin_in, read_state, summary_text
 from verbatim.inspection.viewer.tokenizer import RunTokenizer, find_tokenizer
-from verbatim.logs.fates.table import StoredFate
 from verbatim.logs.monitors.trajectory_log import trajectory_line
+from verbatim.logs.outcomes.table import StoredOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -253,13 +253,13 @@ class RunView:
         record: dict[str, Any] = plain(trajectory_line(found.row["step"], trajectory_of(found)))
         return record
 
-    def _found(self, name: str) -> tuple[dict[str, Any], StoredFate]:
+    def _found(self, name: str) -> tuple[dict[str, Any], StoredOutcome]:
         snapshot = self._index.snapshot
         rows = query.rows_of(snapshot.table, name)
         if not len(rows):
             raise LookupError(_MISSING.format(name[:100]))
         (shown,) = query.shown(snapshot.table, rows[:1])
-        place = Place.of(shown["key"])
+        place = RecordLocation.of(shown["key"])
         assert place is not None
         return shown, read_record(self.folder, place)
 
@@ -279,10 +279,10 @@ class RunView:
         rows = query.shown(table, order[:_LARGEST_GROUP])
         members = []
         for row in rows:
-            place = Place.of(row["key"])
+            place = RecordLocation.of(row["key"])
             assert place is not None
             found = read_record(self.folder, place)
-            members.append((trajectory_of(found), found.fates))
+            members.append((trajectory_of(found), found.outcomes))
         tokenizer, _ = self._tokenizer
         nodes = group_tree(members, lambda ids: None if tokenizer is None else tokenizer.decode(ids)[:_TEXT_OF_NODE])
         return {"rows": rows, "num_rows": len(order), "tree": {"nodes": nodes}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import ranges
-from verbatim.logs.checkpoints.seal import find_damage
+from verbatim.logs.checkpoints.manifest import find_damage
 from verbatim.logs.checkpoints.store import Checkpoint, CheckpointStore
 
 

@@ -36,7 +36,7 @@ from verbatim.core.disk import (
 from verbatim.core.errors import CheckpointError, CheckpointNotWritten
 from verbatim.core.machine_faults import describe
 from verbatim.logs.checkpoints.json_files import write_record
-from verbatim.logs.checkpoints.seal import MANIFEST, find_damage, listed_files, read_manifest, seal
+from verbatim.logs.checkpoints.manifest import MANIFEST, find_damage, listed_files, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,9 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
-            seal(temporary, {"step": step, LOGS: dict(logs or {}), **({BEST: dict(best)} if best is not None else {})})
+            write_manifest(
+                temporary, {"step": step, LOGS: dict(logs or {}), **({BEST: dict(best)} if best is not None else {})}
+            )
             _put_in_place(temporary, final)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)

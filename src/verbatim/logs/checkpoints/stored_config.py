@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import dump_config
-from verbatim.config.origins import leaves
+from verbatim.config.key_locations import leaves
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import ConfigError, UsageError
 from verbatim.core.redaction import redacted_at
-from verbatim.logs.checkpoints.seal import was_changed
+from verbatim.logs.checkpoints.manifest import was_changed
 
 CONFIG = "config.toml"
 
@@ -27,7 +27,7 @@ def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConf
     """
     try:
         loaded = load(file)
-        if file.name != CONFIG or (cut := _cut_off(file)) is None:
+        if file.name != CONFIG or (cut := _missing_end(file)) is None:
             return loaded
         raise ConfigError(f"{file} is damaged: {cut}")
     except ConfigError as error:
@@ -64,10 +64,10 @@ def damage_of_config(path: Path) -> str | None:
 def damage_of_stored(path: Path) -> str | None:
     """The damage of a run's own configuration as a sentence, or None: also of one that was cut off between two keys,
     which is still TOML."""
-    return damage_of_config(path) or _cut_off(path)
+    return damage_of_config(path) or _missing_end(path)
 
 
-def _cut_off(path: Path) -> str | None:
+def _missing_end(path: Path) -> str | None:
     """Where a run's configuration, which is TOML, has only the beginning of its copy in the newest checkpoint."""
     copy = newest_copy(path.parent)
     if copy is None:

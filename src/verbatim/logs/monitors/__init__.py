@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from verbatim.logs.monitors.alarm import Alarm, Detector
 from verbatim.logs.monitors.alarm_log import AlarmLog, read_alarms
-from verbatim.logs.monitors.base import Monitor, Monitors, RunInfo
 from verbatim.logs.monitors.console import Console
 from verbatim.logs.monitors.jsonl import JsonlWriter, read_jsonl
 from verbatim.logs.monitors.learning_curve import LearningCurve
 from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.monitors.monitor import Monitor, Monitors, RunInfo
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
 MONITORS: Mapping[str, str] = {
@@ -16,7 +16,7 @@ MONITORS: Mapping[str, str] = {
     "tensorboard": "verbatim.logs.monitors.tensorboard:Tensorboard",
     "wandb": "verbatim.logs.monitors.wandb:Wandb",
 }
-"""By the name of their table, [monitor.NAME]. The table's keys are the knobs; called with a `RunInfo` as the run
+"""By the name of their table, [monitor.NAME]. The table's keys are the parameters; called with a `RunInfo` as the run
 starts, a component gives a `Monitor`."""
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 
 State = Literal["raised", "cleared"]
 
@@ -30,7 +30,7 @@ class Alarm:
     evidence: Mapping[str, float] = field(default_factory=dict)
     """Metrics that show it, by name."""
     env: str | None = None
-    """The environment that it is about; None = the run."""
+    """The environment that it is about; None: the run."""
     trajectory_ids: tuple[str, ...] = ()
     """Trajectories that show it."""
 
@@ -63,8 +63,10 @@ class Detector(Protocol):
     monitors, and passes what it returns to their `on_alarm`. One that raises an exception is reported, and the run goes
     on without it."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> Iterable[Alarm]:
-        """What this step shows. Metrics and fates are those of `Monitor.on_step` and `Monitor.on_trajectories`."""
+    def on_step(
+        self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]
+    ) -> Iterable[Alarm]:
+        """What this step shows. Metrics and outcomes are those of `Monitor.on_step` and `Monitor.on_trajectories`."""
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> Iterable[Alarm]:
         """What this evaluation shows; metrics are those of `Monitor.on_eval`."""

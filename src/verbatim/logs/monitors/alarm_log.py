@@ -8,8 +8,8 @@ from typing import Any
 
 from verbatim.core.formats import content_of, stamped
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.base import Monitor
 from verbatim.logs.monitors.jsonl import JsonlLog, read_log
+from verbatim.logs.monitors.monitor import Monitor
 
 ALARMS = "alarms.jsonl"
 

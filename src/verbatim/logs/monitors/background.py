@@ -39,7 +39,7 @@ class Background(Generic[Handle]):
         finish: Ends it.
         how_to_recover: What people can do about what was not delivered, as the end of a sentence.
         retry_seconds: Until a service that could not be opened is tried again, what was put meanwhile waiting in the
-            queue; None = it is tried once.
+            queue; None: it is tried once.
     """
 
     def __init__(

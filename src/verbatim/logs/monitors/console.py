@@ -13,9 +13,9 @@ from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import number
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarm_log import standing_alarms
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 from verbatim.logs.monitors.learning_curve import reward_is_success, reward_parts
 from verbatim.logs.monitors.live import LiveView
+from verbatim.logs.monitors.monitor import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 
 Column = tuple[str, str, str]
 

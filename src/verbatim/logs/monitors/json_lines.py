@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from verbatim.core.trajectory_json import plain
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
+from verbatim.logs.monitors.monitor import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 
 logger = logging.getLogger(__name__)
 

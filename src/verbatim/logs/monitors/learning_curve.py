@@ -11,8 +11,8 @@ from typing import Any
 
 from verbatim.core.disk import replacing
 from verbatim.core.imports import is_installed, refuse_without
-from verbatim.logs.monitors.base import Metrics, Monitor
 from verbatim.logs.monitors.metrics_log import Rows, read_history
+from verbatim.logs.monitors.monitor import Metrics, Monitor
 
 logger = logging.getLogger(__name__)
 

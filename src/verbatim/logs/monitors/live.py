@@ -22,7 +22,7 @@ _REMEMBERED = 50
 """Updates over which the speed is measured: an evaluation now and then does not change the time left by much."""
 
 
-class Stage:
+class ProgressStage:
     """One thing that goes on.
 
     Args:
@@ -103,7 +103,7 @@ class LiveView:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self._lines, self._now = console, lines, now
-        self._stages: list[Stage] = []
+        self._stages: list[ProgressStage] = []
         self._is_drawn = console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._live: Live | None = None
 
@@ -115,9 +115,9 @@ class LiveView:
         done: int = 0,
         count: Callable[[], int] | None = None,
         side_by_side: bool = False,
-    ) -> Stage:
+    ) -> ProgressStage:
         """Draw a bar until `close`."""
-        stage = Stage(what, total, done=done, count=count, side_by_side=side_by_side, now=self._now)
+        stage = ProgressStage(what, total, done=done, count=count, side_by_side=side_by_side, now=self._now)
         self._stages.append(stage)
         if self._is_drawn and self._live is None:
             self._live = Live(
@@ -129,7 +129,7 @@ class LiveView:
             self._live.start(refresh=True)
         return stage
 
-    def close(self, stage: Stage) -> None:
+    def close(self, stage: ProgressStage) -> None:
         """Take the bar away; with the last one the view ends, and the terminal is as it was. Work that waited for this
         (the steps of a run, for the sampler's start) begins now."""
         self._stages.remove(stage)
@@ -139,7 +139,9 @@ class LiveView:
             self.stop()
 
     @contextlib.contextmanager
-    def stage(self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None) -> Iterator[Stage]:
+    def stage(
+        self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
+    ) -> Iterator[ProgressStage]:
         """A bar while the block runs; what is counted goes on side by side."""
         stage = self.open(what, total, count=count, side_by_side=count is not None)
         try:

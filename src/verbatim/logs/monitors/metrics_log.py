@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.formats import FORMATS, KEY, stamped
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 from verbatim.logs.monitors.jsonl import JsonlLog, LogMark, read_log
+from verbatim.logs.monitors.monitor import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 
 METRICS = "metrics.jsonl"
 Rows = list[tuple[int, Mapping[str, Any]]]

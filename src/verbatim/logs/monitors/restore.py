@@ -31,7 +31,7 @@ class Restored:
 
 
 @dataclass(kw_only=True)
-class _Kept:
+class _ReadableLog:
     """What could be read of a log."""
 
     mark: LogMark = field(default_factory=LogMark)
@@ -62,7 +62,7 @@ def restore(
     Args:
         path: The log.
         step: The checkpoint's; 0 empties the log.
-        mark: How far the log was at the checkpoint; None = the checkpoint does not say, because the log was not
+        mark: How far the log was at the checkpoint; None: the checkpoint does not say, because the log was not
             written then.
         is_record: Whether a JSON value is a line of this log; such a value has an int `step`.
         checkpoints: Steps of all checkpoints, whose marks are corrected after a fault.
@@ -88,7 +88,7 @@ def restore(
         why = _what_is_wrong(path, kept, step, mark, every_step=every_step)
     except (IsADirectoryError, PermissionError) as error:
         temporary = None
-        kept = _Kept(earlier=dict.fromkeys((n for n in checkpoints if n <= step), LogMark()))
+        kept = _ReadableLog(earlier=dict.fromkeys((n for n in checkpoints if n <= step), LogMark()))
         why = f"{path} cannot be read ({error.strerror}); the log begins anew"
     if why is None:
         assert temporary is not None
@@ -105,8 +105,10 @@ def restore(
     return Restored(mark=kept.mark, fault=why, earlier=kept.earlier)
 
 
-def _copy(path: Path, new: BinaryIO, step: int, is_record: Callable[[Any], bool], checkpoints: Sequence[int]) -> _Kept:
-    kept, ahead = _Kept(), list(checkpoints)
+def _copy(
+    path: Path, new: BinaryIO, step: int, is_record: Callable[[Any], bool], checkpoints: Sequence[int]
+) -> _ReadableLog:
+    kept, ahead = _ReadableLog(), list(checkpoints)
     if path.exists():
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -135,7 +137,7 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-def _what_is_wrong(path: Path, kept: _Kept, step: int, mark: LogMark | None, *, every_step: bool) -> str | None:
+def _what_is_wrong(path: Path, kept: _ReadableLog, step: int, mark: LogMark | None, *, every_step: bool) -> str | None:
     left = kept.mark.records
     absent = [number for number in range(1, step + 1) if number not in kept.steps] if every_step else []
     is_short = bool(absent) if mark is None else left < mark.records

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from verbatim.core.redaction import without_secrets
 from verbatim.core.texts import printable
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors.conversation import conversation_text
 
 LONGEST = 10_000
@@ -25,7 +25,7 @@ class SampleRow:
     reward: float | None
     advantage: float | None
     """None where turns have advantages of their own, or none was computed."""
-    fate: str
+    outcome: str
     """"trained", or why nothing of it was."""
     stop_reason: str
     turns: int
@@ -37,34 +37,34 @@ class SampleRow:
 COLUMNS = tuple(f.name for f in fields(SampleRow))
 
 
-def sample_rows(step: int, fates: Sequence[Fate], *, count: int, interval: int) -> list[SampleRow]:
+def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int, interval: int) -> list[SampleRow]:
     """The rows of a step's table; empty where it has none.
 
     Args:
         step: The step; the first one has a table too.
-        fates: Its trajectories.
-        count: Rows of a table; 0 = no tables.
+        outcomes: Its trajectories.
+        count: Rows of a table; 0: no tables.
         interval: Steps between two tables.
     """
     if count == 0 or not (step == 1 or step % interval == 0):
         return []
-    return [sample_row(step, fate) for fate in chosen(fates, count)]
+    return [sample_row(step, outcome) for outcome in chosen(outcomes, count)]
 
 
-def chosen(fates: Iterable[Fate], count: int) -> list[Fate]:
+def chosen(outcomes: Iterable[TrajectoryOutcome], count: int) -> list[TrajectoryOutcome]:
     """Trajectories spread evenly over the rewards, from the highest to the lowest; those without a reward come last.
 
     Of equal ones the first by trajectory id, so that the same step gives the same rows.
     """
     ordered = sorted(
-        fates,
-        key=lambda fate: (
-            fate.trajectory.reward is None,
-            -(fate.trajectory.reward or 0.0),
-            fate.trajectory.trajectory_id,
+        outcomes,
+        key=lambda outcome: (
+            outcome.trajectory.reward is None,
+            -(outcome.trajectory.reward or 0.0),
+            outcome.trajectory.trajectory_id,
         ),
     )
-    with_reward = [fate for fate in ordered if fate.trajectory.reward is not None]
+    with_reward = [outcome for outcome in ordered if outcome.trajectory.reward is not None]
     found = with_reward if len(with_reward) >= count else ordered
     if len(found) <= count:
         return found
@@ -73,9 +73,9 @@ def chosen(fates: Iterable[Fate], count: int) -> list[Fate]:
     return [found[round(index * (len(found) - 1) / (count - 1))] for index in range(count)]
 
 
-def sample_row(step: int, fate: Fate) -> SampleRow:
+def sample_row(step: int, outcome: TrajectoryOutcome) -> SampleRow:
     """The row of one trajectory."""
-    trajectory = fate.trajectory
+    trajectory = outcome.trajectory
     stopped = "error" if trajectory.error is not None else str(getattr(trajectory.stop_reason, "value", "") or "")
     return SampleRow(
         step=step,
@@ -84,7 +84,7 @@ def sample_row(step: int, fate: Fate) -> SampleRow:
         trajectory_id=trajectory.trajectory_id,
         reward=trajectory.reward,
         advantage=trajectory.advantage,
-        fate=fate.reason or _fate_of_turns(fate),
+        outcome=outcome.reason or _outcome_of_turns(outcome),
         stop_reason=stopped,
         turns=len(trajectory.turns),
         sampled_tokens=trajectory.num_sampled_tokens,
@@ -92,9 +92,9 @@ def sample_row(step: int, fate: Fate) -> SampleRow:
     )
 
 
-def _fate_of_turns(fate: Fate) -> str:
-    """`trained`, or the fates of its tokens: `trained 12, over_length 3`."""
-    counts = fate.num_tokens
+def _outcome_of_turns(outcome: TrajectoryOutcome) -> str:
+    """`trained`, or the outcomes of its tokens: `trained 12, over_length 3`."""
+    counts = outcome.num_tokens
     if len(counts) <= 1:
         return next(iter(counts), "trained")
     return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,4 +1,4 @@
-"""What the monitors of services have in common: knobs, a thread that talks to the service, and the record's id."""
+"""What the monitors of services have in common: parameters, a thread that talks to the service, and the record's id."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any, ClassVar, Generic
 
 from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.background import Background, Handle
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.logs.monitors.monitor import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
 from verbatim.logs.monitors.samples import SampleRow, sample_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """The knobs of every service.
+    """The parameters of every service.
 
     Raises:
-        UsageError: its package is not installed, or a knob has a value that makes no sense.
+        UsageError: its package is not installed, or a parameter has a value that makes no sense.
     """
 
     package: ClassVar[str]
     """What is imported, and the extra that installs it; the settings are those of [monitor.PACKAGE]."""
     samples: int = 4
-    """Trajectories in the table of a step; 0 = no tables."""
+    """Trajectories in the table of a step; 0: no tables."""
     sample_interval: int = 10
     """Steps between two tables."""
 
@@ -71,9 +71,9 @@ class ServiceMonitor(Monitor, Generic[Handle]):
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         self._put(self._log_metrics, step, "", dict(metrics), distributions)
 
-    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
+    def on_trajectories(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
         asked = self._tables
-        if rows := sample_rows(step, fates, count=asked.samples, interval=asked.sample_interval):
+        if rows := sample_rows(step, outcomes, count=asked.samples, interval=asked.sample_interval):
             self._put(self._log_table, step, rows)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:

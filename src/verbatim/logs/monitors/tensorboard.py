@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from verbatim.core.disk import replacing
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
 from verbatim.logs.monitors.metric_table import about
+from verbatim.logs.monitors.monitor import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
 from verbatim.logs.monitors.samples import COLUMNS, SampleRow
 from verbatim.logs.monitors.service import ServiceMonitor, ServiceSettings
 from verbatim.logs.monitors.values import finite, flat

@@ -31,7 +31,7 @@ class Marks:
     axes: tuple[str, str, str, str]
     """Labelled row, row, corner, bottom."""
     line: str | None
-    """What the curve of rewards is drawn with; None = the dots of braille characters, two columns and four rows in
+    """What the curve of rewards is drawn with; None: the dots of braille characters, two columns and four rows in
     each."""
 
 

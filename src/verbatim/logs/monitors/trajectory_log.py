@@ -16,7 +16,7 @@ from verbatim.core.types import Trajectory
 from verbatim.logs.monitors.jsonl import JsonlLog, read_log
 
 TRAJECTORIES = "trajectories"
-"""The folder of a run's fate files."""
+"""The folder of a run's outcome files."""
 EVALUATIONS = "evaluations"
 """The folder of those of evaluated episodes."""
 
@@ -44,11 +44,11 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
         files = path / TRAJECTORIES
         refuse_link(files)
         refuse_without("pyarrow", extra="train", what=f"reading {path}")
-        from verbatim.logs.fates.files import read_fates
+        from verbatim.logs.outcomes.files import read_outcomes
 
-        for step, fate in read_fates(files if files.is_dir() else path):
-            assert isinstance(fate.trajectory, Trajectory)
-            yield step, fate.trajectory
+        for step, outcome in read_outcomes(files if files.is_dir() else path):
+            assert isinstance(outcome.trajectory, Trajectory)
+            yield step, outcome.trajectory
         return
     for number, record in enumerate(read_log(path, LINES), start=1):
         try:

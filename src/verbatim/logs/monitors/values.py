@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.config.origins import leaves
+from verbatim.config.key_locations import leaves
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 """By their names in metrics of services that have no histograms."""

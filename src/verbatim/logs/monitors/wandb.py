@@ -22,7 +22,7 @@ from verbatim.core.errors import UsageError
 from verbatim.logs.monitors import background
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.background import reason, warn
-from verbatim.logs.monitors.base import Distributions, Metrics, RunInfo
+from verbatim.logs.monitors.monitor import Distributions, Metrics, RunInfo
 from verbatim.logs.monitors.samples import COLUMNS, SampleRow
 from verbatim.logs.monitors.service import ServiceMonitor, ServiceSettings, known_id
 from verbatim.logs.monitors.values import finite

@@ -24,7 +24,7 @@ from verbatim.models.native.ownership import read_own, why_not_own
 logger = logging.getLogger(__name__)
 
 SWITCH = "VERBATIM_NATIVE"
-"""Environment variable: 0 = nothing is compiled, and nothing compiled is used."""
+"""Environment variable: 0: nothing is compiled, and nothing compiled is used."""
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())

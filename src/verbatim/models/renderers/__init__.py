@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from verbatim.core.errors import ModelError, TemplateFault, UsageError
 from verbatim.core.imports import import_without
 from verbatim.core.texts import nearest
-from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
 from verbatim.models.renderers.message_support import LaterSystem
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 
 if TYPE_CHECKING:
-    from verbatim.models.renderers.guard import GuardedTokenizer
+    from verbatim.models.renderers.special_token_escaping import EscapingTokenizer
 
 _PACKAGE = "verbatim.models.renderers.package:PackageRenderer"
 
@@ -94,17 +94,17 @@ def create_renderer(
         ]
         raise UsageError(f"there is no renderer {name!r}{hint} There are: auto, {', '.join(spelt)}")
     import_without("renderers", "openai")
-    from verbatim.models.renderers.guard import GuardedTokenizer
-    from verbatim.models.renderers.recognise import check_guarded, first_difference
+    from verbatim.models.renderers.detect_family import check_escaping, first_difference
+    from verbatim.models.renderers.special_token_escaping import EscapingTokenizer
 
-    guarded = GuardedTokenizer(tokenizer)
+    escaping = EscapingTokenizer(tokenizer)
     try:
         if tools is not None:
-            renderer = _make_with_hermes(name, known, guarded, kept)
+            renderer = _make_with_hermes(name, known, escaping, kept)
         else:
-            renderer = _recognise(guarded, kept) if known == "auto" else _make(known, guarded, kept)
-        check_guarded(renderer, guarded)
-        differs = first_difference(renderer, guarded) if known not in ("auto", "template") else None
+            renderer = _detect_family(escaping, kept) if known == "auto" else _make(known, escaping, kept)
+        check_escaping(renderer, escaping)
+        differs = first_difference(renderer, escaping) if known not in ("auto", "template") else None
     except TemplateFault as error:
         raise ModelError(str(error)) from error
     if differs is not None:
@@ -118,7 +118,7 @@ def create_renderer(
     return renderer
 
 
-def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
+def _make_with_hermes(name: str, known: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
     from verbatim.models.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
@@ -134,14 +134,14 @@ def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer, kept: 
     return renderer
 
 
-def _make(name: str, tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
+def _make(name: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
     module, _, attribute = RENDERERS[name].partition(":")
     renderer: Renderer = getattr(importlib.import_module(module), attribute)(tokenizer, name, **kept)
     return renderer
 
 
-def _recognise(tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
-    from verbatim.models.renderers.recognise import family_by_name, first_difference
+def _detect_family(tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
+    from verbatim.models.renderers.detect_family import family_by_name, first_difference
 
     named = family_by_name(tokenizer)
     if named is not None:

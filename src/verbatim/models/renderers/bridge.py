@@ -37,22 +37,22 @@ import numpy as np
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Int32, Message, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.bounded_cache import MOST_BYTES, BoundedCache
 from verbatim.models.renderers.callable_tools import CallableTools
 from verbatim.models.renderers.conversation import (
     BreakReason,
     Conversation,
     History,
-    Said,
+    SampledReply,
     ThinkingRetention,
     same_tools,
 )
-from verbatim.models.renderers.guard import GuardedTokenizer
 from verbatim.models.renderers.message_support import LaterSystem, MessageSupport
 from verbatim.models.renderers.messages import check_messages
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, calling
-from verbatim.models.renderers.remembered import MOST_BYTES, Remembered
+from verbatim.models.renderers.renderer import ParsedResponse, Schemas
 from verbatim.models.renderers.sampled_text import SampledText
+from verbatim.models.renderers.special_token_escaping import EscapingTokenizer
 from verbatim.models.renderers.tool_support import COMPLETE, ToolSupport
 
 _CONTINUED_ROLES = frozenset({"tool", "user"})
@@ -79,7 +79,7 @@ class ContinuingRenderer(abc.ABC):
         later_system: LaterSystem = "fold",
     ) -> None:
         self.name = name
-        self.tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
+        self.tokenizer = tokenizer if isinstance(tokenizer, EscapingTokenizer) else EscapingTokenizer(tokenizer)
         self._sampled = SampledText(self.tokenizer)
         self.thinking_retention: ThinkingRetention = thinking_retention
         """At a user's message: whether thoughts go where the format drops them, or stay."""
@@ -87,7 +87,7 @@ class ContinuingRenderer(abc.ABC):
         """Whether prompts continue what was sampled."""
         self.later_system: LaterSystem = later_system
         """What becomes of system and developer messages that the format does not write."""
-        self._prompts: Remembered[bytes, Conversation] = Remembered(_KNOWN_PROMPTS, MOST_BYTES)
+        self._prompts: BoundedCache[bytes, Conversation] = BoundedCache(_KNOWN_PROMPTS, MOST_BYTES)
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -220,7 +220,13 @@ class ContinuingRenderer(abc.ABC):
         return thinks and self._writes_thoughts
 
     def _reason_before(
-        self, conversation: Conversation, said: Said, body: Int32, ended: bool, new: Sequence[Message], tools: Schemas
+        self,
+        conversation: Conversation,
+        said: SampledReply,
+        body: Int32,
+        ended: bool,
+        new: Sequence[Message],
+        tools: Schemas,
     ) -> BreakReason | None:
         """(a), (c), (d), (e) and (f): what is known before anything is rendered."""
         if not same_tools(conversation.tools, tools):
@@ -301,7 +307,7 @@ class ContinuingRenderer(abc.ABC):
         """What the format writes behind a turn with these calls, after one question; nothing where it is not known."""
         prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
         nothing = np.empty(0, dtype=np.int32)
-        said = Said(
+        said = SampledReply(
             completion_ids=nothing,
             message={"role": "assistant", "content": ""},
             calls=tuple(calls),

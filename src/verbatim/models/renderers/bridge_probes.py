@@ -20,7 +20,7 @@ from verbatim.core.errors import RolloutError
 from verbatim.core.texts import cut, error_text
 from verbatim.core.types import Int32, Message
 from verbatim.models.renderers.conversation import BreakReason, Conversation
-from verbatim.models.renderers.guard import BREAK, GuardedTokenizer
+from verbatim.models.renderers.special_token_escaping import BREAK, EscapingTokenizer
 from verbatim.models.renderers.template import TemplateRenderer
 
 Outcome = Literal["bridged", "refused", "left out", "raises"]
@@ -52,7 +52,7 @@ class BridgeProbe:
     """Refused: both texts from there on. Raises: what the template says."""
 
 
-def probe_bridges(renderer: TemplateRenderer, tokenizer: GuardedTokenizer) -> list[BridgeProbe]:
+def probe_bridges(renderer: TemplateRenderer, tokenizer: EscapingTokenizer) -> list[BridgeProbe]:
     """Every kind of appended message in every situation, in the order of `APPENDED` and `SITUATIONS`.
 
     Args:
@@ -60,14 +60,16 @@ def probe_bridges(renderer: TemplateRenderer, tokenizer: GuardedTokenizer) -> li
         tokenizer: What the renderer encodes with.
     """
     return [
-        _Player(renderer, tokenizer, appended, situation).outcome() for appended in APPENDED for situation in SITUATIONS
+        _ProbePlayer(renderer, tokenizer, appended, situation).outcome()
+        for appended in APPENDED
+        for situation in SITUATIONS
     ]
 
 
-class _Player:
+class _ProbePlayer:
     """Plays one probe."""
 
-    def __init__(self, renderer: TemplateRenderer, tokenizer: GuardedTokenizer, appended: str, situation: str) -> None:
+    def __init__(self, renderer: TemplateRenderer, tokenizer: EscapingTokenizer, appended: str, situation: str) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._appended, self._situation = appended, situation

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Message, ToolCall
-from verbatim.models.renderers.conversation import Said
+from verbatim.models.renderers.conversation import SampledReply
 from verbatim.models.renderers.message_windows import turns
 from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, Render, calling, tried
 
@@ -63,7 +63,7 @@ class CallIds:
         return found
 
     def continuing(
-        self, messages: Sequence[Message], said: Said, new: Sequence[Message]
+        self, messages: Sequence[Message], said: SampledReply, new: Sequence[Message]
     ) -> tuple[Sequence[ToolCall], Sequence[Message]]:
         """The calls of a sampled turn with the ids that it was sampled with, and the new messages with the same.
 

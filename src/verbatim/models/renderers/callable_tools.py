@@ -16,8 +16,8 @@ import numpy as np
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Int32, ToolCall
-from verbatim.models.renderers.base import Schemas
 from verbatim.models.renderers.probe_messages import ASK, NAME, VALUE, calling
+from verbatim.models.renderers.renderer import Schemas
 
 Write = Callable[[Sequence[Any], bool], Int32]
 """(messages, add_generation_prompt) -> ids; raises EnvironmentFault where the format refuses them."""

@@ -8,9 +8,9 @@ import numpy as np
 
 from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.core.types import Message, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
 from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 
 _CALL = ToolCall(name=NAME, arguments={"zqat": "zq"}, id=RESULT["tool_call_id"])
 KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = {
@@ -24,7 +24,7 @@ KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = 
 
 
 def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:
-    """Each kind that the format writes, and why its prompt is rendered anew; None = it continues what was sampled."""
+    """Each kind that the format writes, and why its prompt is rendered anew; None: it continues what was sampled."""
     nothing = np.empty(0, dtype=np.int32)
     for kind, (calls, thought, new) in KINDS.items():
         tools = [TOOL] if calls else None

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, Self, TypeGuard
 import numpy as np
 
 from verbatim.core.types import Int32, Message, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Renderer, Schemas
+from verbatim.models.renderers.renderer import ParsedResponse, Renderer, Schemas
 
 ThinkingRetention = Literal["tool_cycle", "all"]
 """At a user's message, whether thoughts go where the format drops them, or stay."""
@@ -107,7 +107,7 @@ class ContinuesConversations(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Said:
+class SampledReply:
     """A sampled turn."""
 
     completion_ids: Int32
@@ -139,8 +139,8 @@ class Conversation:
     """The prompt: int32 [P]."""
     thinks: bool = False
     """Whether the prompt holds a thought that is not empty, behind its last user's message."""
-    said: Said | None = None
-    """The turn that was sampled after the prompt; None = none yet."""
+    said: SampledReply | None = None
+    """The turn that was sampled after the prompt; None: none yet."""
     extends: bool = False
     """Whether the prompt continues the turn before it, as it was sampled."""
     broken: BreakReason | None = None
@@ -173,14 +173,14 @@ class Conversation:
 
         Args:
             completion_ids: As sampled, the token that ended it included: int32 [C].
-            parsed: How the renderer read them; None = it reads them now.
-            message: What stands for the turn in later messages; None = what was read.
-            calls: The attempted calls with the ids that answers will name; None = as they were read.
+            parsed: How the renderer read them; None: it reads them now.
+            message: What stands for the turn in later messages; None: what was read.
+            calls: The attempted calls with the ids that answers will name; None: as they were read.
         """
         if parsed is None:
             parsed = self.renderer.parse_response(completion_ids, self.prompt_ids, self.tools)
         readable = tuple(call for call in (parsed.tool_calls if calls is None else calls) if call.status == "ok")
-        said = Said(
+        said = SampledReply(
             completion_ids=completion_ids,
             message=parsed.message() if message is None else message,
             calls=readable,

@@ -13,10 +13,9 @@ from renderers.parsing import parse_gpt_oss
 
 from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.core.types import Int32, Message, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.conversation import Conversation
-from verbatim.models.renderers.guard import GuardedTokenizer, Marked
+from verbatim.models.renderers.renderer import ParsedResponse, Schemas
 from verbatim.models.renderers.responses import (
     NOT_JSON,
     arguments_as_value,
@@ -26,6 +25,7 @@ from verbatim.models.renderers.responses import (
     unreadable,
 )
 from verbatim.models.renderers.sampled_text import shown
+from verbatim.models.renderers.special_token_escaping import EscapingTokenizer, Marked
 from verbatim.models.renderers.stand_ins import StandIns
 from verbatim.models.renderers.stop_ids import turn_ends
 
@@ -134,10 +134,10 @@ class HarmonyRenderer(ContinuingRenderer):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes, marked by the guard; `marked` as of `Guard.messages`."""
-        guard = self.tokenizer.guard
-        fields = [_as_template_reads(message) for message in guard.messages(messages, marked)]
-        return self.tokenizer.chat_text(fields, guard.tools(tools), add_generation_prompt)
+        """What the template writes, marked by the escaping; `marked` as of `SpecialTokenEscaper.messages`."""
+        escaper = self.tokenizer.escaper
+        fields = [_as_template_reads(message) for message in escaper.messages(messages, marked)]
+        return self.tokenizer.chat_text(fields, escaper.tools(tools), add_generation_prompt)
 
     def _check_format(self) -> None:
         """Check that a call which the chat template writes is read back as the same call."""
@@ -171,7 +171,7 @@ class HarmonyRenderer(ContinuingRenderer):
 class _Parser:
     """The package's own parser of harmony, in the shape of a family."""
 
-    tokenizer: GuardedTokenizer
+    tokenizer: EscapingTokenizer
     """Decodes names and bodies."""
     header: list[int]
     """How the generation prompt begins the first message."""

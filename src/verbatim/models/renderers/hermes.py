@@ -1,7 +1,7 @@
 """Writes tools in the Hermes format as plain messages, so that a chat template without tools can carry them.
 
-The messages are wrapped before the template sees them, behind the guard, so that the tags are ours and the text inside
-them is not:
+The messages are wrapped before the template sees them, behind the escaping, so that the tags are ours and the text
+inside them is not:
 
 - the schemas of the tools join the system message, or the first user's message where the template has no system role;
 - a call is text of the assistant: `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.core.errors import EnvironmentFault, ModelError
-from verbatim.models.renderers.base import Schemas
-from verbatim.models.renderers.guard import BREAK, ESCAPE, LITERAL
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, Render, calling, tried
+from verbatim.models.renderers.renderer import Schemas
+from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, LITERAL
 from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 SYNTAX = ToolSyntax(form="whole", before="", opens="<tool_call>", closes="</tool_call>")
@@ -49,7 +49,7 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat:
-    """The messages in which one chat template can carry tools and their answers. All texts are marked by the guard."""
+    """The messages in which one chat template can carry tools and their answers. All texts are escaped."""
 
     opening: Literal["system", "user"]
     """The role whose first message holds the schemas."""

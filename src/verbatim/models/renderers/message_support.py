@@ -30,14 +30,14 @@ from typing import Any, Literal, NamedTuple
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Message
-from verbatim.models.renderers.base import Schemas
+from verbatim.models.renderers.bounded_cache import BoundedCache
 from verbatim.models.renderers.message_windows import (
     MOST_ALIKE,
     SYSTEM_ROLES,
     CallKind,
     Lost,
+    MessageWindow,
     TurnShape,
-    Window,
     WindowProbes,
     call_kind,
     collapsed,
@@ -46,7 +46,7 @@ from verbatim.models.renderers.message_windows import (
     turns,
 )
 from verbatim.models.renderers.probe_messages import Render
-from verbatim.models.renderers.remembered import Remembered
+from verbatim.models.renderers.renderer import Schemas
 
 LaterSystem = Literal["fold", "refuse"]
 """What becomes of a system or developer message that the format does not write: see above, or an EnvironmentFault."""
@@ -63,7 +63,7 @@ class Folded(NamedTuple):
     """Where each of them, or the first that it is made of, stands in what was given."""
 
 
-class _Plan(NamedTuple):
+class _WindowPlan(NamedTuple):
     """How the system messages of one window, and answers to no call, are written. A run is several of them in a row."""
 
     leads: bool = False
@@ -74,7 +74,7 @@ class _Plan(NamedTuple):
     """Such a message joins the users' messages beside it."""
 
 
-_AS_GIVEN = _Plan()
+_AS_GIVEN = _WindowPlan()
 
 
 class MessageSupport:
@@ -89,7 +89,7 @@ class MessageSupport:
     def __init__(self, render: Render, who: str, later_system: LaterSystem) -> None:
         self._probes = WindowProbes(render)
         self._who, self._later_system = who, later_system
-        self._plans: Remembered[Window, _Plan | int] = Remembered(_PLANS, _BYTES)
+        self._plans: BoundedCache[MessageWindow, _WindowPlan | int] = BoundedCache(_PLANS, _BYTES)
 
     def folded(self, messages: Sequence[Message], tools: Schemas) -> Folded:
         """The conversation with its system and developer messages where the format writes them.
@@ -179,12 +179,12 @@ class MessageSupport:
             return EnvironmentFault(f"messages[{given.places[places[refused]]}]: {fault}")
         return fault
 
-    def _refuses(self, window: Window, size: int) -> bool:
+    def _refuses(self, window: MessageWindow, size: int) -> bool:
         """Whether the format refuses the window with so many of the messages behind the turn."""
         shorter = window._replace(roles=window.roles[:size], end="prompt" if size < len(window.roles) else window.end)
         return self._probes.lost(shorter) is None
 
-    def _refused_call(self, window: Window, turn: Message) -> str:
+    def _refused_call(self, window: MessageWindow, turn: Message) -> str:
         """Of a refused window: the first call whose arguments are no JSON object, if it is not refused with objects; or
         the second call, if one is not refused. Without either: ""."""
         assert window.turn is not None
@@ -199,7 +199,7 @@ class MessageSupport:
             return "tool_calls[1]: expected one call"
         return ""
 
-    def _is_thought(self, window: Window) -> bool:
+    def _is_thought(self, window: MessageWindow) -> bool:
         """Whether a text beside a call is written until the turn has an answer, as thoughts are."""
         if window.turn is None or not window.turn.calls or window.end != "more":
             return False
@@ -277,11 +277,11 @@ class MessageSupport:
             return f"; {_FOLD}"
         return ", and no user's message instead of it; say it elsewhere"
 
-    def _plan(self, window: Window) -> _Plan | int:
+    def _plan(self, window: MessageWindow) -> _WindowPlan | int:
         """How the system messages of a window are written; the place of one that is not."""
         return self._plans.of(window, self._found_plan, _BYTES_OF_A_ROLE * len(window.roles))
 
-    def _found_plan(self, window: Window) -> _Plan | int:
+    def _found_plan(self, window: MessageWindow) -> _WindowPlan | int:
         foldable = (*SYSTEM_ROLES, *(("tool",) if self._folds_answers(window) else ()))
         places = [place for place, role in enumerate(window.roles) if role in foldable]
         lost = self._probes.lost(window)
@@ -293,7 +293,7 @@ class MessageSupport:
             return _AS_GIVEN  # what the format refuses in every form, it refuses in its own words
         return missing[0] if plan is None or self._later_system == "refuse" else plan
 
-    def _folds_answers(self, window: Window) -> bool:
+    def _folds_answers(self, window: MessageWindow) -> bool:
         """Whether the answers of a window are to no call, on a format that writes those to a call."""
         if "tool" not in window.roles or window.turn is None or window.turn.calls:
             return False
@@ -301,27 +301,27 @@ class MessageSupport:
         lost = self._probes.lost(window._replace(before="user", turn=call, roles=("tool",)))
         return lost is not None and lost.nothing
 
-    def _is_written(self, plan: _Plan, window: Window) -> bool:
+    def _is_written(self, plan: _WindowPlan, window: MessageWindow) -> bool:
         roles = _roles(plan, window.roles)
         lost = self._probes.lost(window._replace(roles=roles))
         return lost is not None and all(roles[place] == "tool" for place in lost.messages)
 
 
-def _plans(window: Window, missing: set[int]) -> Iterator[_Plan]:
+def _plans(window: MessageWindow, missing: set[int]) -> Iterator[_WindowPlan]:
     """The ways to fold a window, best first."""
     runs = _runs(window.roles)
     hit = {number for number, (_, run) in enumerate(runs) if missing.intersection(run)}
     systems = hit | {number for number, (kind, _) in enumerate(runs) if kind == "system"}
     if window.turn is None and runs[0][0] == "system":
         for folded in (hit - {0}, systems - {0}):
-            yield _Plan(leads=True, folded=frozenset(folded))
-            yield _Plan(leads=True, folded=frozenset(folded), joins=True)
+            yield _WindowPlan(leads=True, folded=frozenset(folded))
+            yield _WindowPlan(leads=True, folded=frozenset(folded), joins=True)
     for folded in (hit, systems):
-        yield _Plan(folded=frozenset(folded))
-        yield _Plan(folded=frozenset(folded), joins=True)
+        yield _WindowPlan(folded=frozenset(folded))
+        yield _WindowPlan(folded=frozenset(folded), joins=True)
 
 
-def _apply(plan: _Plan, given: Folded) -> Folded:
+def _apply(plan: _WindowPlan, given: Folded) -> Folded:
     """Messages without a turn, written by a plan."""
     if plan == _AS_GIVEN:
         return given
@@ -346,7 +346,7 @@ def _apply(plan: _Plan, given: Folded) -> Folded:
     return Folded(written, places)
 
 
-def _roles(plan: _Plan, roles: Sequence[str]) -> tuple[str, ...]:
+def _roles(plan: _WindowPlan, roles: Sequence[str]) -> tuple[str, ...]:
     messages: list[Message] = [{"role": role, "content": "zq"} for role in roles]
     folded = _apply(plan, Folded(messages, range(len(messages)))).messages
     return tuple(role for role, _ in collapsed(message["role"] for message in folded))
@@ -385,7 +385,7 @@ def _may_fold(messages: Sequence[Message]) -> bool:
     return False
 
 
-def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Iterator[tuple[Window, int, int]]:
+def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Iterator[tuple[MessageWindow, int, int]]:
     """The windows of a folded conversation, each with its first message and the one behind its last."""
     below = _below_system(messages)
     for first, turn, behind in turns(messages):
@@ -398,9 +398,9 @@ def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Itera
 
 def _window(
     about: tuple[bool, bool, str, Message | None], roles: Sequence[str], end: Literal["prompt", "end", "more"]
-) -> Window:
+) -> MessageWindow:
     below, has_tools, before, turn = about
-    return Window(
+    return MessageWindow(
         below_system=below and turn is not None,
         has_tools=has_tools,
         before=before,

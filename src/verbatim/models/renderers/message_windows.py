@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from verbatim.core.errors import EnvironmentFault, TemplateFault
 from verbatim.core.types import Message
+from verbatim.models.renderers.bounded_cache import BoundedCache
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, TOOL, Render, calling
-from verbatim.models.renderers.remembered import Remembered
 from verbatim.models.renderers.responses import arguments_as_value
 
 CallKind = Literal["object", "json", "text"]
@@ -52,7 +52,7 @@ class TurnShape(NamedTuple):
     """Its calls, with at most two equal neighbours."""
 
 
-class Window(NamedTuple):
+class MessageWindow(NamedTuple):
     """The shape of a turn and the messages behind it."""
 
     below_system: bool
@@ -62,7 +62,7 @@ class Window(NamedTuple):
     before: str
     """The role before the turn; "" where it is the first message, or the first behind a leading system message."""
     turn: TurnShape | None
-    """None = the window opens the conversation."""
+    """None: the window opens the conversation."""
     roles: tuple[str, ...]
     """Of the messages behind the turn, with at most two equal neighbours."""
     end: Literal["prompt", "end", "more"]
@@ -94,11 +94,11 @@ class WindowProbes:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._found: Remembered[Window, Lost | None] = Remembered(_WINDOWS, _BYTES)
+        self._found: BoundedCache[MessageWindow, Lost | None] = BoundedCache(_WINDOWS, _BYTES)
         self.writes_name: Callable[[str], bool] = lru_cache(maxsize=_ROLES)(self._writes_name)
         """Whether the format writes who speaks in a message of this role: its field `name`."""
 
-    def lost(self, window: Window) -> Lost | None:
+    def lost(self, window: MessageWindow) -> Lost | None:
         """What the format leaves out, or writes in another order; None where it refuses the window."""
         return self._found.of(window, self._probed, _BYTES_OF_A_ROLE * len(window.roles))
 
@@ -110,7 +110,7 @@ class WindowProbes:
         except (EnvironmentFault, TemplateFault):
             return False
 
-    def _probed(self, window: Window) -> Lost | None:
+    def _probed(self, window: MessageWindow) -> Lost | None:
         before, turn, text, calls = _turn(window)
         behind = _behind(window.roles)
         others = [message["content"] for message in behind]
@@ -178,7 +178,7 @@ def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:
     return [(value, place) for run in runs for place, value in run[:MOST_ALIKE]]
 
 
-def _turn(window: Window) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
+def _turn(window: MessageWindow) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
     """The messages before the turn, the turn, and the words to look for: of its text, of its calls."""
     shape = window.turn
     if shape is None:

@@ -1,4 +1,4 @@
-"""Adapts the model families of the PyPI package `renderers` to our protocol: guarded, and exact."""
+"""Adapts the model families of the PyPI package `renderers` to our protocol: escaping, and exact."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from renderers.configs import config_from_name
 
 from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.core.types import Int32, Message, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.bounded_cache import BoundedCache
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.call_ids import CallIds, find_call_ids
 from verbatim.models.renderers.conversation import Conversation
 from verbatim.models.renderers.derived_syntax import derive
 from verbatim.models.renderers.probe_messages import ASK
-from verbatim.models.renderers.remembered import Remembered
+from verbatim.models.renderers.renderer import ParsedResponse, Schemas
 from verbatim.models.renderers.responses import read_completion
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stop_ids import turn_ends
@@ -69,8 +69,8 @@ class PackageRenderer(ContinuingRenderer):
         self._own_stop_ids = frozenset(own)
         self._keeping = self._keeping_thoughts(config)
         self._thoughts = find_thoughts(self._family, self.tokenizer)
-        self._rendered: Remembered[str, Int32] = Remembered(_REMEMBERED)
-        self._bridged: Remembered[bytes, list[int]] = Remembered(_REMEMBERED_BRIDGES)
+        self._rendered: BoundedCache[str, Int32] = BoundedCache(_REMEMBERED)
+        self._bridged: BoundedCache[bytes, list[int]] = BoundedCache(_REMEMBERED_BRIDGES)
 
     @cached_property
     def tool_support(self) -> ToolSupport:
@@ -110,10 +110,10 @@ class PackageRenderer(ContinuingRenderer):
         key = repr((messages, tools, add_generation_prompt))
         ids = self._rendered.get(key)
         if ids is None:
-            guard = self.tokenizer.guard
-            marked = guard.messages(self._call_ids.rewritten(messages))
+            escaper = self.tokenizer.escaper
+            marked = escaper.messages(self._call_ids.rewritten(messages))
             try:
-                values = self._family_ids(marked, guard.tools(tools), add_generation_prompt)
+                values = self._family_ids(marked, escaper.tools(tools), add_generation_prompt)
             except _REFUSALS as error:
                 raise self._refusal(error, messages, tools) from error
             ids = np.asarray(values, dtype=np.int32)
@@ -151,9 +151,9 @@ class PackageRenderer(ContinuingRenderer):
 
     def _writes(self, tool: Any) -> bool:
         """Whether the family takes a tool's schema."""
-        guard = self.tokenizer.guard
+        escaper = self.tokenizer.escaper
         try:
-            self._family_ids(guard.messages([ASK]), guard.tools([tool]), True)  # type: ignore[list-item]
+            self._family_ids(escaper.messages([ASK]), escaper.tools([tool]), True)  # type: ignore[list-item]
         except _REFUSALS:
             return False
         return True
@@ -234,11 +234,11 @@ class PackageRenderer(ContinuingRenderer):
 
         The family is the one that keeps thoughts: whether one may stay is decided before.
         """
-        guard = self.tokenizer.guard
+        escaper = self.tokenizer.escaper
         num_prompt = len(before) - num_sampled
         try:
             rendered = self._keeping.bridge_to_next_turn(
-                before[:num_prompt], before[num_prompt:], guard.messages(new_messages), tools=guard.tools(tools)
+                before[:num_prompt], before[num_prompt:], escaper.messages(new_messages), tools=escaper.tools(tools)
             )
         except _REFUSALS:
             return []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from verbatim.core.errors import UsageError
 from verbatim.models.renderers import create_renderer
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class RendererSpec:
     settings: Mapping[str, Any]
     """`create_renderer`'s other ones."""
     tokenizer: Any
-    """The model's own, without the guard that renderers put around it."""
+    """The model's own, without the escaping that renderers put around it."""
     stop_token_ids: tuple[int, ...]
     """The ids that end a turn where it comes from; it must have the same here."""
 
@@ -44,13 +44,13 @@ class RendererSpec:
 
 def renderer_spec(renderer: Any) -> Any:
     """The spec of a renderer over a guarded tokenizer, whose caches stay behind; any other object as it is."""
-    guarded: Any = getattr(renderer, "tokenizer", None)
-    if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
+    escaping: Any = getattr(renderer, "tokenizer", None)
+    if type(escaping).__name__ != "EscapingTokenizer":  # by name: its module is heavy, and loaded only where it is used
         return renderer
     return RendererSpec(
         name=renderer.name,
         tools=getattr(renderer, "tool_format", None),
         settings={name: getattr(renderer, name) for name in ("thinking_retention", "history", "later_system")},
-        tokenizer=guarded.unguarded,
+        tokenizer=escaping.unescaped,
         stop_token_ids=tuple(renderer.stop_token_ids),
     )

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from verbatim.core.types import ParseStatus, ToolCall
-from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.nesting import is_shallow, levels
+from verbatim.models.renderers.renderer import ParsedResponse, Schemas
 
 if TYPE_CHECKING:
-    from verbatim.models.renderers.guard import GuardedTokenizer
+    from verbatim.models.renderers.special_token_escaping import EscapingTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _NAMES: Mapping[type, frozenset[str]] = {
 
 def read_completion(
     family: Any,
-    tokenizer: GuardedTokenizer,
+    tokenizer: EscapingTokenizer,
     ids: Sequence[int],
     prompt_ids: Sequence[int] | None,
     tools: Schemas,
@@ -93,7 +93,7 @@ def read_completion(
     )
 
 
-def _may_think(tokenizer: GuardedTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
+def _may_think(tokenizer: EscapingTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
     """Whether the first call may stand in a thought: one was read, or a mark stands before it or ends the prompt."""
     if parsed.reasoning_content is not None or parsed.reasoning_complete is False:
         return True
@@ -104,7 +104,7 @@ def _may_think(tokenizer: GuardedTokenizer, ids: Sequence[int], parsed: Any, pro
 
 
 def _open_thought(
-    family: Any, tokenizer: GuardedTokenizer, ids: Sequence[int], call: int, prompt_ids: Sequence[int] | None
+    family: Any, tokenizer: EscapingTokenizer, ids: Sequence[int], call: int, prompt_ids: Sequence[int] | None
 ) -> str | None:
     """The thought that nothing closes and that holds the first call, which begins at `ids[call]`; None without one.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.special_token_escaping import EscapingTokenizer
 
 _HIDDEN = "\ufdd5"
 _SHOWN = re.compile(f"{_HIDDEN}({_HIDDEN}?)")
@@ -25,7 +25,7 @@ def shown(text: str) -> str:
 class SampledText:
     """Reads ids of one tokenizer."""
 
-    def __init__(self, tokenizer: GuardedTokenizer) -> None:
+    def __init__(self, tokenizer: EscapingTokenizer) -> None:
         self._tokenizer = tokenizer
         self.control_tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
         """The longest first."""

@@ -23,13 +23,13 @@ from itertools import product
 from typing import Any
 
 from verbatim.core.types import ToolCall
-from verbatim.models.renderers.guard import Marked
+from verbatim.models.renderers.bounded_cache import BoundedCache
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, SYSTEM, TOOL, calling, tried
-from verbatim.models.renderers.remembered import Remembered
+from verbatim.models.renderers.special_token_escaping import Marked
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, Marked], str]
 """(messages, tools, messages that are marked already) -> what the template writes, with a generation prompt, marked by
-the guard. Raises EnvironmentFault where it refuses them."""
+the escaping. Raises EnvironmentFault where it refuses them."""
 _Messages = Sequence[Mapping[str, Any]]
 
 _SHORT = 16
@@ -58,7 +58,7 @@ class StandIns:
     def __init__(self, render: Render, ends: Sequence[str]) -> None:
         self._render = render
         self._end = re.compile("|".join(map(re.escape, sorted(filter(None, ends), key=len, reverse=True))) or r"(?!)")
-        self._same_everywhere: Remembered[Any, bool] = Remembered(_SHAPES)
+        self._same_everywhere: BoundedCache[Any, bool] = BoundedCache(_SHAPES)
 
     def behind(self, messages: _Messages, tools: Any, calls: Sequence[ToolCall], new: _Messages) -> str | None:
         """What the template writes from the end of a turn on: marked text that begins with a token that ends turns.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.errors import ModelError
-from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.models.source import base_of, is_adapter
 
 _FILE = "generation_config.json"

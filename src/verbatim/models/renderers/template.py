@@ -12,16 +12,16 @@ import numpy as np
 
 from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.core.types import Int32, Message
-from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.call_ids import CallIds, find_call_ids
 from verbatim.models.renderers.conversation import Conversation
 from verbatim.models.renderers.derived_syntax import derive
-from verbatim.models.renderers.guard import Marked
 from verbatim.models.renderers.hermes import SYNTAX, HermesFormat, fit
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling, tried
+from verbatim.models.renderers.renderer import ParsedResponse, Schemas
 from verbatim.models.renderers.responses import arguments_as_value
 from verbatim.models.renderers.sampled_text import shown
+from verbatim.models.renderers.special_token_escaping import Marked
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stand_ins import StandIns
 from verbatim.models.renderers.stop_ids import turn_ends
@@ -153,10 +153,10 @@ class TemplateRenderer(ContinuingRenderer):
     def _marked(
         self, messages: Sequence[Message], tools: Schemas, marked: Marked | None = None
     ) -> tuple[list[dict[str, Any]], Any]:
-        """(messages, schemas) behind the guard; the messages as the template is given them."""
-        guard = self.tokenizer.guard
-        shown_tools = guard.tools(tools)
-        return self._wrapped(guard.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
+        """(messages, schemas) behind the escaping; the messages as the template is given them."""
+        escaper = self.tokenizer.escaper
+        shown_tools = escaper.tools(tools)
+        return self._wrapped(escaper.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
 
     def _wrapped(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Marked messages as the template is given them."""
@@ -189,7 +189,7 @@ class TemplateRenderer(ContinuingRenderer):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes, marked by the guard; `marked` as of `Guard.messages`."""
+        """What the template writes, marked by the escaping; `marked` as of `SpecialTokenEscaper.messages`."""
         shown, shown_tools = self._marked(messages, tools, marked)
         return self._render(shown, self._given(shown_tools), add_generation_prompt)
 

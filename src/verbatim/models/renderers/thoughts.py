@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verbatim.models.renderers.base import ParsedResponse
+from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.models.renderers.responses import read_completion
 
 _LONGEST_OPENING = 8

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.core.errors import ModelError
-from verbatim.models.renderers.base import Schemas
 from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, VALUE, Render, calling, tried
+from verbatim.models.renderers.renderer import Schemas
 
 USE_HERMES = (
     'set tools = "hermes" under [orchestrator.renderer], which writes tools as text of the messages, or give '

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from verbatim.core.errors import NoDemonstrations, UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Agent, AgentScores, Demonstration, Episode, Score, check_split
+from verbatim.environments.environment import Agent, AgentScores, Demonstration, Episode, Score, check_split
 from verbatim.rollouts.games.game import Game, fewest_players
 from verbatim.rollouts.games.opponents import Opponent, Plays, PolicyPlays, read_opponent
 from verbatim.rollouts.games.package import GameSpec, find_game, games

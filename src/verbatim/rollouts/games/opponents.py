@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from verbatim.config.knobs import check_knobs
+from verbatim.config.parameters import check_parameters
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import EnvironmentFault, RolloutError, UsageError
 from verbatim.core.sampling import SamplingParams
@@ -48,7 +48,7 @@ class RandomPlays:
 
     def make(self, seed: int, player: int) -> Opponent:
         """A player with random numbers of its own."""
-        return _RandomPlayer(random.Random(derive_seed(seed, "opponent", player)))
+        return _RandomOpponent(random.Random(derive_seed(seed, "opponent", player)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
     """
     if isinstance(given, Mapping):
         kind: Any = FrozenPlays if "frozen" in given else ApiPlays
-        values, wrong = check_knobs(kind, given, num_inputs=0, label="opponent")
+        values, wrong = check_parameters(kind, given, num_inputs=0, label="opponent")
         if wrong:
             raise UsageError("textarena: opponent: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
         plays: Plays = kind(**values)
@@ -148,7 +148,7 @@ def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
     return RandomPlays()
 
 
-class _RandomPlayer:
+class _RandomOpponent:
     info: Mapping[str, Any] = {}
 
     def __init__(self, rng: random.Random) -> None:
@@ -214,7 +214,7 @@ class _ApiPlayer(_Speaker):
         return await super().say(talk, game)
 
 
-Opponent: TypeAlias = _RandomPlayer | _Speaker
+Opponent: TypeAlias = _RandomOpponent | _Speaker
 """Speaks for one player of one game."""
 
 _LOADING = threading.Lock()

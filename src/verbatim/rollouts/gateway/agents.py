@@ -12,7 +12,7 @@ LONGEST = 2**18
 """Characters of a system prompt up to which it is looked at for what a clock or a counter has changed."""
 
 
-class Opening:
+class SystemPrompt:
     """A system prompt. What is only compared is found when it is asked for."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -36,7 +36,7 @@ class Agents:
         self._said: dict[tuple[bytes, bytes], dict[bytes, str]] = {}
         """Who was given an answer: by the digests of the tools that were shown and of the answer, then by the system
         prompt's digest, the newest last."""
-        self._openings: dict[bytes, Opening] = {}
+        self._openings: dict[bytes, SystemPrompt] = {}
 
     def name_of(self, identity: bytes) -> str:
         """The name that goes with an identity: a thread, or the opening of a conversation."""
@@ -44,7 +44,7 @@ class Agents:
             self._names[identity] = f"sub/{len(self._names)}" if self._names else "main"
         return self._names[identity]
 
-    def answered(self, agent: str, opening: Opening, tools: bytes, answer: bytes) -> None:
+    def answered(self, agent: str, opening: SystemPrompt, tools: bytes, answer: bytes) -> None:
         """An agent was given an answer.
 
         Args:
@@ -58,7 +58,7 @@ class Agents:
         said[opening.digest] = agent
         self._openings.setdefault(opening.digest, opening)
 
-    def whose_clock_went_on(self, opening: Opening, tools: bytes, answers: Sequence[bytes]) -> str | None:
+    def whose_clock_went_on(self, opening: SystemPrompt, tools: bytes, answers: Sequence[bytes]) -> str | None:
         """The agent whose conversation goes on under a system prompt that is another one in numbers and dates alone;
         None where there is none.
 

@@ -12,16 +12,16 @@ from typing import TypeAlias
 from starlette.requests import Request
 
 from verbatim.core.types import Int32
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
-from verbatim.inference.http.exchange import Reply
+from verbatim.inference.http.exchange import ResponseWriter
 from verbatim.inference.http.json_size import LARGE
 from verbatim.inference.http.limits import most_text
 from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.request_body import read_json
-from verbatim.rollouts.gateway.delivery import Progress
+from verbatim.rollouts.gateway.delivery import AnswerProgress
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.wire import headers_of
 from verbatim.rollouts.turn_arguments import LONGEST_NAME
@@ -133,7 +133,7 @@ async def read_chat(session: Session, request: Request, body: bytearray, protoco
         raise
 
 
-async def answer_chat(session: Session, request: Request, chat: ReadChat, reply: Reply) -> None:
+async def answer_chat(session: Session, request: Request, chat: ReadChat, reply: ResponseWriter) -> None:
     """Answer a chat request.
 
     Args:
@@ -149,7 +149,7 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
     asked, given, sender, protocol = chat.asked, chat.given, chat.sender, reply.protocol
     key, is_retry = sent_before(headers_of(request))
 
-    async def work(progress: Progress) -> Replies:
+    async def work(progress: AnswerProgress) -> Replies:
         return await session.answer(
             asked, agent=sender.agent, thread=sender.thread, trained=sender.trained, body=given, progress=progress
         )
@@ -159,7 +159,7 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
 
     stamp = Stamp(created=int(time.time()), model=asked.model or MODEL)
     exchange = await session.exchanges.open(
-        work, chat.digest, key=key, is_retry=is_retry, progress=Progress(stamp, asked.n)
+        work, chat.digest, key=key, is_retry=is_retry, progress=AnswerProgress(stamp, asked.n)
     )
     progress = exchange.progress
     with session.exchanges.attend(exchange):

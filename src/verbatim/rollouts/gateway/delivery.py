@@ -10,7 +10,7 @@ from verbatim.inference.chat.protocol import Stamp
 from verbatim.rollouts.recorder import Recorder
 
 
-class Progress(LiveAnswer):
+class AnswerProgress(LiveAnswer):
     """One answer, for every client that asks for it.
 
     Args:
@@ -36,7 +36,7 @@ class Delivery:
     def __init__(self) -> None:
         self._under_way: set[int] = set()
 
-    def sends(self, turn: int, progress: Progress | None) -> None:
+    def sends(self, turn: int, progress: AnswerProgress | None) -> None:
         """A turn is recorded, whose answer is sent now; without progress it is returned to the caller."""
         if progress is not None:
             progress.turns.append(turn)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from verbatim.inference.cut_off import settle
-from verbatim.rollouts.gateway.delivery import Progress
+from verbatim.inference.cancelled import settle
+from verbatim.rollouts.gateway.delivery import AnswerProgress
 
 T = TypeVar("T")
 
@@ -37,17 +37,17 @@ class OtherRequest(Exception):
     """An idempotency key came with another request than before."""
 
 
-class Ended(Exception):
+class SessionEnded(Exception):
     """The session ended while an answer was waited for."""
 
 
 @dataclass(eq=False)
-class Exchange(Generic[T]):
+class RequestExchange(Generic[T]):
     """One request and its answer, for all that ask for it."""
 
     task: asyncio.Task[T]
     digest: bytes
-    progress: Progress
+    progress: AnswerProgress
     delivered: bool = False
     """Whether a client has been sent the whole answer."""
     leaving: asyncio.TimerHandle | None = None
@@ -79,9 +79,9 @@ class Exchanges(Generic[T]):
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._by_digest: dict[bytes, list[Exchange[T]]] = {}
-        self._by_key: OrderedDict[str, Exchange[T]] = OrderedDict()
-        self._over: deque[Exchange[T]] = deque()
+        self._by_digest: dict[bytes, list[RequestExchange[T]]] = {}
+        self._by_key: OrderedDict[str, RequestExchange[T]] = OrderedDict()
+        self._over: deque[RequestExchange[T]] = deque()
         self._under_way: set[asyncio.Task[T]] = set()
         self.num_repeated = 0
         """Requests that were answered by an earlier one."""
@@ -92,13 +92,13 @@ class Exchanges(Generic[T]):
 
     async def open(
         self,
-        work: Callable[[Progress], Coroutine[Any, Any, T]],
+        work: Callable[[AnswerProgress], Coroutine[Any, Any, T]],
         digest: bytes,
         *,
-        progress: Progress,
+        progress: AnswerProgress,
         key: str = "",
         is_retry: bool = False,
-    ) -> Exchange[T]:
+    ) -> RequestExchange[T]:
         """The exchange of a request, begun now unless the request was sent before.
 
         Args:
@@ -122,7 +122,7 @@ class Exchanges(Generic[T]):
             self.num_repeated += 1
             return found
         task = asyncio.create_task(work(progress), name="gateway-exchange")
-        exchange = Exchange(task=task, digest=digest, progress=progress)
+        exchange = RequestExchange(task=task, digest=digest, progress=progress)
         self._under_way.add(exchange.task)
         exchange.task.add_done_callback(lambda task: self._ended(exchange, task, is_keyed=bool(key)))
         if key:
@@ -135,7 +135,7 @@ class Exchanges(Generic[T]):
         return exchange
 
     @contextlib.contextmanager
-    def attend(self, exchange: Exchange[T]) -> Iterator[None]:
+    def attend(self, exchange: RequestExchange[T]) -> Iterator[None]:
         """Someone waits for the answer, inside of the block. Once none does, its generation is cancelled after the
         patience."""
         self.num_waiting += 1
@@ -152,13 +152,13 @@ class Exchanges(Generic[T]):
                 loop = asyncio.get_running_loop()
                 exchange.leaving = loop.call_later(self._patience, self._leave, exchange)
 
-    async def wait(self, exchange: Exchange[T], seconds: float | None = None) -> T:
+    async def wait(self, exchange: RequestExchange[T], seconds: float | None = None) -> T:
         """The answer. Called inside of `attend`.
 
         Raises:
             TimeoutError: it is not there after this many seconds; the caller may wait again.
             asyncio.CancelledError: the client has gone.
-            Ended: the session has ended.
+            SessionEnded: the session has ended.
             Exception: what answering raised.
         """
         try:
@@ -167,7 +167,7 @@ class Exchanges(Generic[T]):
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if exchange.task.done() and not (task is not None and task.cancelling()):
-                raise Ended from None
+                raise SessionEnded from None
             raise
 
     async def end(self) -> None:
@@ -177,12 +177,12 @@ class Exchanges(Generic[T]):
             task.cancel()
         await settle(under_way)
 
-    def _left(self, digest: bytes) -> Exchange[T] | None:
+    def _left(self, digest: bytes) -> RequestExchange[T] | None:
         """The oldest equal one that all clients left without an answer."""
         return next((found for found in self._by_digest.get(digest, ()) if found.is_missed), None)
 
-    async def _retried(self, digest: bytes) -> Exchange[T] | None:
-        """The one that a retry repeats; None = it has to be answered anew."""
+    async def _retried(self, digest: bytes) -> RequestExchange[T] | None:
+        """The one that a retry repeats; None: it has to be answered anew."""
         found, failed = self._left(digest), self._failed(digest)
         if found is None and failed is None and self._by_digest.get(digest):
             await asyncio.sleep(_NOTICED)
@@ -193,18 +193,18 @@ class Exchanges(Generic[T]):
         usable = [one for one in self._by_digest.get(digest, ()) if one.is_usable]
         return found or next((one for one in usable if not one.delivered), usable[-1] if usable else None)
 
-    def _failed(self, digest: bytes) -> Exchange[T] | None:
+    def _failed(self, digest: bytes) -> RequestExchange[T] | None:
         """The oldest equal one that has no answer, and was not retried."""
         known = self._by_digest.get(digest, ())
         return next((one for one in known if not one.is_usable and not one.was_retried), None)
 
-    def _leave(self, exchange: Exchange[T]) -> None:
+    def _leave(self, exchange: RequestExchange[T]) -> None:
         if exchange.progress.num_waiting == 0 and not exchange.task.done():
             self.num_left += 1
             exchange.was_left = True
             exchange.task.cancel()
 
-    def _ended(self, exchange: Exchange[T], task: asyncio.Task[T], *, is_keyed: bool) -> None:
+    def _ended(self, exchange: RequestExchange[T], task: asyncio.Task[T], *, is_keyed: bool) -> None:
         self._under_way.discard(task)
         exchange.progress.wake()
         if not task.cancelled():

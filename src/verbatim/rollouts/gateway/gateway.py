@@ -11,10 +11,11 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, RolloutIdentity, StopReason, Trajectory
-from verbatim.inference.base import Sampler
 from verbatim.inference.chat.protocol import Options
-from verbatim.models.renderers.base import Renderer
+from verbatim.inference.sampler import Sampler
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.episode_stats import NO_TURNS
 from verbatim.rollouts.gateway.service import Service, ServiceLimits
 from verbatim.rollouts.gateway.session import INFO, Session
 from verbatim.rollouts.gateway.session_settings import SessionSettings
@@ -22,7 +23,6 @@ from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.tally import NO_TURNS
 
 
 class Gateway:
@@ -40,13 +40,13 @@ class Gateway:
     Args:
         sampler: Token in, token out; it stays open afterwards.
         renderer: Of the sampler's model.
-        params: How turns are sampled, whatever requests ask for. None = requests say how, and their seeds hold.
+        params: How turns are sampled, whatever requests ask for. None: requests say how, and their seeds hold.
         limits: Of each episode; by default 1000 turns and the sampler's whole context.
         host: Where to listen: loopback by default.
         port: 0 takes a free one.
         seed: Of the sampling; each episode draws differently.
         restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
-            None = where the renderer continues what was sampled.
+            None: where the renderer continues what was sampled.
         train_undelivered: Whether an answer is trained that no client has received to its end.
         patience: Seconds for which an answer is still generated when its client has gone.
         options: Fields of requests that are let pass without effect.
@@ -163,7 +163,7 @@ class GatewayEpisode:
         """Close the episode: what is under way is cancelled.
 
         Args:
-            reward: A number, named parts, or `AgentScores`. None = what was posted to `/v1/reward`, if anything.
+            reward: A number, named parts, or `AgentScores`. None: what was posted to `/v1/reward`, if anything.
             error: What went wrong, for an episode that is not to be trained. One in which nothing was sampled has
                 failed (`no_turns`), and has no reward.
 

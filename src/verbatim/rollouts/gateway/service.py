@@ -14,7 +14,7 @@ from typing import Any
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import RolloutError, UsageError
 from verbatim.core.texts import cut
-from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.chat_protocol import ChatProtocol
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols, model_card, model_list
 from verbatim.inference.elsewhere import key_of
@@ -34,7 +34,14 @@ try:
     from verbatim.inference.http.acceptor import Acceptor
     from verbatim.inference.http.connections import Server
     from verbatim.inference.http.doors import ConnectionTable, Door
-    from verbatim.inference.http.exchange import ClientGone, Reply, StopEvent, check_head, read_whole, while_there
+    from verbatim.inference.http.exchange import (
+        ClientGone,
+        ResponseWriter,
+        StopEvent,
+        check_head,
+        read_whole,
+        while_there,
+    )
     from verbatim.rollouts.gateway.chat import MODEL, ReadChat, answer_chat, read_chat
     from verbatim.rollouts.gateway.token_ids import ROUTE, answer_ids, read_ids
     from verbatim.rollouts.gateway.wire import told
@@ -203,7 +210,7 @@ class Service:
             await asyncio.sleep(delay)
         request = Request(scope, receive)
         key, route = _split(request)
-        reply = Reply(scope, send, self._protocol(request, route))
+        reply = ResponseWriter(scope, send, self._protocol(request, route))
         try:
             await self._answer(request, key, route, reply)
         except (ConnectionError, ClientDisconnect, ClientGone):  # it may ask again
@@ -212,7 +219,7 @@ class Service:
             with contextlib.suppress(ConnectionError):
                 await reply.refuse(told(error))
 
-    async def _answer(self, request: Request, key: str | None, route: str, reply: Reply) -> None:
+    async def _answer(self, request: Request, key: str | None, route: str, reply: ResponseWriter) -> None:
         if route in ("", "health") and key is None:
             await reply.whole(200, {"status": "ok"})
             return
@@ -234,7 +241,9 @@ class Service:
             raise Refused(404, f"there is no {request.method} {cut(request.url.path, 200)}; there are {known}")
         await while_there(request.receive, self._stopped, await self._read(session, request, route, reply))
 
-    async def _read(self, session: Session, request: Request, route: str, reply: Reply) -> Coroutine[Any, Any, None]:
+    async def _read(
+        self, session: Session, request: Request, route: str, reply: ResponseWriter
+    ) -> Coroutine[Any, Any, None]:
         """Read a request; returns what answers it, when its body is let go of."""
         kind = {COUNT: "token_counts", "reward": None}.get(route, "requests")
         async with self._body(session, request, kind) as body:
@@ -276,7 +285,7 @@ class Service:
         is_right = hmac.compare_digest(parts[-1].encode(), secret.encode())
         return entry if entry is not None and is_right else None
 
-    async def _reward(self, session: Session, given: Any, reply: Reply) -> None:
+    async def _reward(self, session: Session, given: Any, reply: ResponseWriter) -> None:
         """Take the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
         refuse_lone_surrogates(given)
         reward = given.get("reward") if isinstance(given, dict) else None
@@ -291,7 +300,7 @@ class Service:
         session.reward = reward
         await reply.whole(200, {"reward": reward})
 
-    async def _count_tokens(self, session: Session, chat: ReadChat, reply: Reply) -> None:
+    async def _count_tokens(self, session: Session, chat: ReadChat, reply: ResponseWriter) -> None:
         """Count the tokens of a prompt that is not sent, as Anthropic's clients ask."""
         await reply.whole(200, self._chats.anthropic.count(await session.count_tokens(chat.asked)))
 

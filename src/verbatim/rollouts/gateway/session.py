@@ -17,18 +17,17 @@ from verbatim.core.errors import RecordError, RolloutError, SamplerFault
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.tasks import run_together
 from verbatim.core.types import Int32, Message, StopReason
-from verbatim.inference import base
-from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import watch_for
 from verbatim.inference.http.refused import Refused
+from verbatim.inference.sampler import Completion, SampleRequest, Watch
 from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.gateway.delivery import Delivery, Progress
-from verbatim.rollouts.gateway.exchanges import Exchange, Exchanges
+from verbatim.rollouts.gateway.delivery import AnswerProgress, Delivery
+from verbatim.rollouts.gateway.exchanges import Exchanges, RequestExchange
 from verbatim.rollouts.gateway.readable import readable
-from verbatim.rollouts.gateway.session_settings import SessionSettings, Watch
+from verbatim.rollouts.gateway.session_settings import AnswerWatch, SessionSettings
 from verbatim.rollouts.gateway.threads import BranchReason, Match, Threads
 from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
 from verbatim.rollouts.seeds import derive_seed
@@ -42,7 +41,7 @@ _MOST_FRESH = 32
 
 
 @dataclass(eq=False)
-class _Kept:
+class _ContinuableTurn:
     """A sampled turn that may be continued."""
 
     thread: Thread
@@ -62,7 +61,7 @@ class Session:
         self.settings = settings or SessionSettings()
         self.exchanges: Exchanges[Any] = Exchanges(self.settings.patience)
         self.reward: Any = None
-        """What was posted as the reward; None = nothing."""
+        """What was posted as the reward; None: nothing."""
         self.over = False
         """Whether nothing is answered any more."""
         self.counts: Counter[str] = Counter()
@@ -71,12 +70,12 @@ class Session:
         self._sampler_faults: dict[object, SamplerFault] = {}
         self.first_request: float | None = None
         """When the first request came, by the clock of `time.monotonic`."""
-        self.watch: Watch | None = None
-        """Is told of requests and answers; None = nothing is."""
+        self.watch: AnswerWatch | None = None
+        """Is told of requests and answers; None: nothing is."""
         self.last_stop: StopReason = StopReason.STOP
         """Why the last reply ended, or was refused."""
-        self._threads: Threads[_Kept] = Threads(restores_reasoning=self._restores_reasoning())
-        self._fresh: OrderedDict[int, _Kept] = OrderedDict()
+        self._threads: Threads[_ContinuableTurn] = Threads(restores_reasoning=self._restores_reasoning())
+        self._fresh: OrderedDict[int, _ContinuableTurn] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
         self._num_open = 0
         self._num_arriving = 0
@@ -151,7 +150,7 @@ class Session:
         thread: str = "",
         trained: bool = True,
         body: Mapping[str, Any] | None = None,
-        progress: Progress | None = None,
+        progress: AnswerProgress | None = None,
     ) -> list[ChatReply]:
         """Sample and record as many replies as are asked for.
 
@@ -192,7 +191,7 @@ class Session:
             self._threads.close(match, answered=answered, forget=not answered and not may_come_again)
 
     async def complete(
-        self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: Progress | None = None
+        self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: AnswerProgress | None = None
     ) -> Completion:
         """Sample and record one turn of exact ids, for a client that renders by itself. It continues whatever turns its
         prompt extends.
@@ -226,7 +225,7 @@ class Session:
             return completion
 
     @contextlib.contextmanager
-    def _answering(self, prompt: object, progress: Progress | None) -> Iterator[None]:
+    def _answering(self, prompt: object, progress: AnswerProgress | None) -> Iterator[None]:
         """A prompt is answered in the block: one of the requests at a time, whose failure is noted.
 
         Raises:
@@ -265,7 +264,7 @@ class Session:
         finally:
             self._num_open -= 1
 
-    def delivered(self, exchange: Exchange[Any]) -> None:
+    def delivered(self, exchange: RequestExchange[Any]) -> None:
         """A client has been sent the whole answer."""
         exchange.delivered = True
         self._delivery.arrived(*exchange.progress.turns)
@@ -279,17 +278,17 @@ class Session:
 
     async def _one(
         self,
-        match: Match[_Kept],
+        match: Match[_ContinuableTurn],
         prompt: Prompt,
         params: SamplingParams,
         request: ChatRequest,
-        progress: Progress | None,
+        progress: AnswerProgress | None,
         number: int,
     ) -> ChatReply:
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
             return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)
 
-        def watching(prompt_ids: Int32) -> base.Watch | None:
+        def watching(prompt_ids: Int32) -> Watch | None:
             show = None
             if progress is not None and request.stream:
                 progress.prompt_ids = prompt_ids
@@ -306,7 +305,7 @@ class Session:
         self._delivery.sends(thread.turn, progress)
         # The messages are in the tree of the session's threads.
         without_messages = _changed(thread, answer={}, conversation={"messages": ()}, messages=())
-        kept = _Kept(thread=without_messages, schemas=tuple(prompt.schemas))
+        kept = _ContinuableTurn(thread=without_messages, schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
         self._refresh(kept)
         if self.watch is not None:
@@ -322,7 +321,7 @@ class Session:
             self._note_branch(thread.turn, match, reason, found)
         return reply
 
-    def _not_extended(self, match: Match[_Kept], turn: int) -> int | None:
+    def _not_extended(self, match: Match[_ContinuableTurn], turn: int) -> int | None:
         """The turn that this one should continue, where its prompt does not begin with that turn's ids."""
         if match.known is None or match.known.turn is None:
             return None
@@ -339,7 +338,7 @@ class Session:
         self._num_calls += 1
         return f"call_{self._num_calls - 1}"
 
-    def _prompt(self, match: Match[_Kept], request: ChatRequest, *, trained: bool) -> Prompt:
+    def _prompt(self, match: Match[_ContinuableTurn], request: ChatRequest, *, trained: bool) -> Prompt:
         """The request as the agent loop takes it; a matched one with the messages and tools of its thread."""
         messages: tuple[Message, ...] = tuple(map(readable, match.messages))
         if match.known is None or not match.bridges:
@@ -366,7 +365,7 @@ class Session:
             trained=trained,
         )
 
-    def _refresh(self, kept: _Kept) -> None:
+    def _refresh(self, kept: _ContinuableTurn) -> None:
         """Keep the prompt of this turn as one array, and let go of the one not used longest."""
         index = kept.thread.turn
         if kept.thread.answer.prompt_ids is None:
@@ -418,7 +417,7 @@ class Session:
             return Refused(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
         return Refused(503, f"the episode is over: {over.stop_reason}", "episode_over")
 
-    def _note_branch(self, turn: int, match: Match[_Kept], reason: BranchReason, found: str) -> None:
+    def _note_branch(self, turn: int, match: Match[_ContinuableTurn], reason: BranchReason, found: str) -> None:
         self.counts[f"branches/{reason}"] += 1
         if len(self._branches) < _MOST_BRANCHES:
             after = None if match.known is None or match.known.turn is None else match.known.turn.thread.turn

@@ -16,7 +16,7 @@ class SessionSettings:
     sampling: Literal["run", "client"] = "run"
     """Whose temperature, top_p, top_k, min_p and seed hold. With "run" those of requests are counted, not honoured."""
     restores_reasoning: bool | None = None
-    """Whether an answer that comes back without its reasoning is taken for the whole answer. None = where prompts
+    """Whether an answer that comes back without its reasoning is taken for the whole answer. None: where prompts
     continue what was sampled, which then decides what becomes of the reasoning."""
     train_undelivered: bool = False
     """Whether an answer is trained that no client has received to its end, and that none went on from."""
@@ -28,7 +28,7 @@ class SessionSettings:
     """Most requests of one session at a time."""
 
 
-class Watch(Protocol):
+class AnswerWatch(Protocol):
     """Is told of every request of a session that is answered, and of every answer."""
 
     def placed(self, request: ChatRequest, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:

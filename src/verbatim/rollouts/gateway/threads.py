@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from verbatim.rollouts.gateway.agents import Agents, Opening
+from verbatim.rollouts.gateway.agents import Agents, SystemPrompt
 from verbatim.rollouts.gateway.canonical import Digester, identity_of, text_of, tools_digest
 
 T = TypeVar("T")
@@ -87,18 +87,18 @@ class Match(Generic[T]):
     end: Node[T]
     """Its last message."""
     known: Node[T] | None
-    """The last sampled message before its end, whose turn it continues; None = it continues nothing."""
+    """The last sampled message before its end, whose turn it continues; None: it continues nothing."""
     bridges: bool
     """Whether the prompt may be built from that turn's ids: the tools are the same."""
     agent: str
     reason: BranchReason | None
-    """None = it goes on where a conversation ended."""
+    """None: it goes on where a conversation ended."""
     found: str
     """The evidence for the reason."""
     digester: Digester
     """Has digested the request: digests its answers."""
     tools: bytes
-    opening: Opening
+    opening: SystemPrompt
 
     @property
     def messages(self) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class Threads(Generic[T]):
             agent: The agent's name, where the request says it.
             thread: What tells the client's agents apart, where the request says it.
         """
-        shown, opening = tools_digest(tools), Opening(messages)
+        shown, opening = tools_digest(tools), SystemPrompt(messages)
         walk = self._walk(messages)
         known = walk.known
         continued = known.agent if known is not None and not thread else ""
@@ -339,7 +339,7 @@ class _Walk(Generic[T]):
     digester: Digester
     known: Node[T] | None = None
     new_from: int | None = None
-    """The index of the first message that was not there; None = all were."""
+    """The index of the first message that was not there; None: all were."""
     first_new: Mapping[str, Any] | None = None
     first_said: Mapping[str, Any] | None = None
     """The first of the new ones that is no system prompt."""

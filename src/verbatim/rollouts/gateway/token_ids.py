@@ -10,16 +10,16 @@ from typing import Any
 from starlette.requests import Request
 
 from verbatim.core.sampling import MOST_STOP_IDS
-from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.fields import read_text
 from verbatim.inference.chat.protocol import Stamp
 from verbatim.inference.http.completions import completion_body
-from verbatim.inference.http.exchange import Reply
+from verbatim.inference.http.exchange import ResponseWriter
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle
 from verbatim.inference.http.request_body import read_json, read_request
+from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.rollouts.gateway.chat import MODEL, Sender, digest_of, sender_of, sent_before
-from verbatim.rollouts.gateway.delivery import Progress
+from verbatim.rollouts.gateway.delivery import AnswerProgress
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.wire import headers_of
 
@@ -64,7 +64,7 @@ async def read_ids(session: Session, request: Request, body: bytearray) -> ReadI
     return await asyncio.to_thread(read) if len(body) > LARGE else read()
 
 
-async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: Reply) -> None:
+async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: ResponseWriter) -> None:
     """Sample and record a turn whose prompt is given as ids.
 
     Args:
@@ -81,10 +81,12 @@ async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: Re
     key, is_retry = sent_before(headers_of(request))
     asked, sender = ids.asked, ids.sender
 
-    async def work(progress: Progress) -> Completion:
+    async def work(progress: AnswerProgress) -> Completion:
         return await session.complete(asked, agent=sender.agent, trained=sender.trained, progress=progress)
 
-    exchange = await session.exchanges.open(work, ids.digest, key=key, is_retry=is_retry, progress=Progress(Stamp()))
+    exchange = await session.exchanges.open(
+        work, ids.digest, key=key, is_retry=is_retry, progress=AnswerProgress(Stamp())
+    )
     with session.exchanges.attend(exchange):
         completion: Completion = await session.exchanges.wait(exchange)
         found: dict[str, Any] = completion_body(

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from verbatim.core.errors import EngineDead, RolloutError, SamplerFault, TemplateFault, UsageError
 from verbatim.core.texts import cut, error_text
 from verbatim.inference.http.refused import Refused
-from verbatim.rollouts.gateway.exchanges import Ended, OtherRequest
+from verbatim.rollouts.gateway.exchanges import OtherRequest, SessionEnded
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def told(error: Exception) -> Refused:
         return error
     if isinstance(error, OtherRequest):
         return Refused(422, "this idempotency key came with another request before", "idempotency_key_reused")
-    if isinstance(error, Ended):
+    if isinstance(error, SessionEnded):
         return Refused(503, "the session is over", "session_over")
     if isinstance(error, (SamplerFault, EngineDead)):
         return Refused(500, f"the sampler failed: {error}", "sampler_failed")

@@ -22,7 +22,7 @@ _PRICES = ("prompt", "completion")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EndpointSettings:
     """The settings of a judge and of a reward model that are those of its endpoint."""
 
     cache: str | Path | None = "memory"
@@ -33,7 +33,7 @@ class Asked:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the request; a judge's None leaves one out: `{"temperature": None}`."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; None = no key is sent, but OPENAI_API_KEY to OpenAI's own server."""
+    """The environment variable that holds the key; None: no key is sent, but OPENAI_API_KEY to OpenAI's own server."""
     request_timeout: float = 120.0
     """Seconds for one try."""
     max_retries: int = 5

@@ -15,10 +15,10 @@ from verbatim.core.errors import JudgeFailed, UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import shown
 from verbatim.core.types import Message
-from verbatim.inference.chat.client import Connection, OpenAI
+from verbatim.inference.chat.client import ChatConnection, OpenAI
 from verbatim.inference.chat.request import chat_body
 from verbatim.inference.http.connection_settings import key_variable
-from verbatim.rollouts.judges.endpoint import Answer, Asked
+from verbatim.rollouts.judges.endpoint import Answer, EndpointSettings
 
 _OPENAI = "https://api.openai.com/v1"
 PROMPT = (
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge(Asked):
+class Judge(EndpointSettings):
     """Grades a conversation by criteria; the reward is their weighted sum, from 0 to the sum of the weights.
 
     Every answer is one request with all criteria. It is retried where the server fails, and asked for again where it
@@ -62,7 +62,7 @@ class Judge(Asked):
     """Fields of the example's payload that it is shown: the right answer, for instance."""
     temperature: float = 0.0
     max_tokens: int = 1024
-    _connection: Connection = field(init=False, repr=False, compare=False)
+    _connection: ChatConnection = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_criteria(self.criteria, self.weights)

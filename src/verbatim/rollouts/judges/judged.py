@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from verbatim.config.knobs import check_knobs
+from verbatim.config.parameters import check_parameters
 from verbatim.core.errors import JudgeFailed, UsageError
 from verbatim.core.texts import shown
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Environment, Episode, Score
+from verbatim.environments.environment import Environment, Episode, Score
 from verbatim.environments.resolve import create_environment
 from verbatim.rollouts.judges.judge import Judge
 from verbatim.rollouts.judges.reward_model import RewardModel
@@ -117,7 +117,7 @@ class _JudgedEpisode:
 def _read_judge(given: Any) -> Grades:
     if isinstance(given, Mapping):
         made: Any = RewardModel if "url" in given else Judge
-        settings, wrong = check_knobs(made, dict(given), num_inputs=0, label="judge")
+        settings, wrong = check_parameters(made, dict(given), num_inputs=0, label="judge")
         if wrong:
             raise UsageError("judge: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
         return made(**settings)  # type: ignore[no-any-return]

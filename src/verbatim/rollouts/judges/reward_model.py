@@ -13,13 +13,13 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import shown
 from verbatim.core.types import Message
-from verbatim.inference.http.client import Answer as HttpAnswer
 from verbatim.inference.http.client import AttemptFailed, HttpClient, status_failure
-from verbatim.rollouts.judges.endpoint import Answer, Asked
+from verbatim.inference.http.client import HttpResponse as HttpAnswer
+from verbatim.rollouts.judges.endpoint import Answer, EndpointSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModel(Asked):
+class RewardModel(EndpointSettings):
     """Posts `{"model": ..., "messages": [...]}` to a URL and takes a number out of the answer.
 
     Example: vLLM serves a reward model with `RewardModel(url="http://localhost:8000/classify", model="my/reward-model",

@@ -24,9 +24,9 @@ from verbatim.core.errors import SamplerFault, UsageError, VerbatimError
 from verbatim.core.redaction import WithoutSecrets
 from verbatim.core.texts import error_text
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.rollouts.main_loop import run_main
-from verbatim.rollouts.processes.peer import Peer
+from verbatim.rollouts.processes.rpc_connection import RpcConnection
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes
 from verbatim.rollouts.workers.worker import WorkerContext, loaded
@@ -66,11 +66,11 @@ def _prepare_process() -> None:
 
 
 async def _serve(connection: socket.socket) -> None:
-    child = _Child()
-    await asyncio.get_running_loop().create_unix_connection(lambda: child.peer, sock=connection)
-    await child.peer.closed
+    child = _RpcServer()
+    await asyncio.get_running_loop().create_unix_connection(lambda: child.rpc, sock=connection)
+    await child.rpc.closed
     # So that running episodes are closed.
-    await asyncio.gather(*child.peer.cancel(), return_exceptions=True)
+    await asyncio.gather(*child.rpc.cancel(), return_exceptions=True)
     await child.open.aclose()
 
 
@@ -105,11 +105,11 @@ class ParentSampler:
         """Do nothing: the sampler belongs to the run."""
 
 
-class _Child:
+class _RpcServer:
     """Answers the calls of the run."""
 
     def __init__(self) -> None:
-        self.peer = Peer({"begin": self._begin, "run": self._run})
+        self.rpc = RpcConnection({"begin": self._begin, "run": self._run})
         self.open = contextlib.AsyncExitStack()
         """What the environments hold until the end."""
         self._run_episode: RunEpisode | None = None
@@ -118,7 +118,7 @@ class _Child:
         """Create everything that episodes need. Returns the id of this process."""
         with users_errors(lambda error: UsageError(error_text(error)), UsageError, asyncio.CancelledError):
             context.apply_exactly()
-            sampler = ParentSampler(self.peer.call, **facts)
+            sampler = ParentSampler(self.rpc.call, **facts)
             self._run_episode = await self.open.enter_async_context(open_episodes(packed, sampler))
         return os.getpid()
 
@@ -131,5 +131,5 @@ class _Child:
         except VerbatimError:
             raise
         except Exception as error:  # a fault of this package: the run ends this process
-            await self.peer.call("broke", error_text(error))
+            await self.rpc.call("broke", error_text(error))
             raise

@@ -16,9 +16,9 @@ import verbatim
 from verbatim.core.children import how_it_ended, kill_group, open_log, start_async
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.core.texts import end_of_file
-from verbatim.inference.base import nothing_sampled
+from verbatim.inference.sampler import nothing_sampled
 from verbatim.rollouts.draws import CountingSampler
-from verbatim.rollouts.processes.peer import Peer
+from verbatim.rollouts.processes.rpc_connection import RpcConnection
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.worker import WorkerContext, WorkerLost, dumped
@@ -53,7 +53,7 @@ class ProcessWorker:
         sampler: Answers its requests.
         context: Working directory and search path of this process.
         log: The file for its output.
-        memory_mb: Most memory in MB (2**20 bytes); None = no limit.
+        memory_mb: Most memory in MB (2**20 bytes); None: no limit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ProcessWorker:
         self._log, self._memory_mb = log, memory_mb
         self._process: asyncio.subprocess.Process | None = None
         self._overseeing: asyncio.Task[None] | None = None
-        self._peer = Peer(
+        self._peer = RpcConnection(
             {
                 "generate": functools.partial(self._asked, sampler.generate),
                 "prompt_logprobs": functools.partial(self._asked, sampler.prompt_logprobs),

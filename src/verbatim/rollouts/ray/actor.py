@@ -9,8 +9,8 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Trajectory
 from verbatim.models.renderers.renderer_spec import RendererSpec, renderer_spec
-from verbatim.rollouts.base import Conversation
 from verbatim.rollouts.ray.cluster import connect, import_ray
+from verbatim.rollouts.rollout import Conversation
 from verbatim.rollouts.workers.worker import WorkerContext
 
 

@@ -15,11 +15,11 @@ from verbatim.core.errors import ComponentError, RecordError, UsageError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import error_text
 from verbatim.core.types import Trajectory
-from verbatim.environments.base import Environment
+from verbatim.environments.environment import Environment
 from verbatim.environments.resolve import create_environment
-from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
-from verbatim.models.renderers.base import Renderer
+from verbatim.inference.sampler import Sampler
+from verbatim.models.renderers.renderer import Renderer
 from verbatim.models.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
@@ -42,7 +42,7 @@ class RemoteSetup:
     params: SamplingParams
     limits: EpisodeLimits
     teacher: OpenAI | None = None
-    """A chat client that answers in place of the sampler; None = the sampler."""
+    """A chat client that answers in place of the sampler; None: the sampler."""
 
 
 def packed_plan(

@@ -35,7 +35,7 @@ LONGEST_PAUSE = 10.0
 
 
 @dataclass(eq=False)
-class _Started:
+class _StartedWorker:
     """A started worker."""
 
     worker: Worker
@@ -56,12 +56,12 @@ class WorkerPool:
 
     def __init__(self, make: Callable[[bool], Worker], sampler: CountingSampler, *, workers: int, what: str) -> None:
         self._make, self._sampler, self._num_wanted, self._what = make, sampler, workers, what
-        self._workers: list[_Started] = []
+        self._workers: list[_StartedWorker] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._alone = asyncio.Semaphore(max(workers, MOST_ALONE))
         self._num_to_run_alone = 0
-        self._spare: list[_Started] = []
+        self._spare: list[_StartedWorker] = []
         self._changed = asyncio.Event()
         self._why = ""
         self._num_lost_in_a_row = 0
@@ -117,7 +117,7 @@ class WorkerPool:
         error = f"worker: {why} (the last of {MOST_ATTEMPTS} workers that were lost with it)"
         return _failed_record(task, recorder, error)
 
-    async def _least_busy(self) -> _Started:
+    async def _least_busy(self) -> _StartedWorker:
         while not self._workers:
             if not self._starting:
                 raise RunStopped(f"no {self._what} is left to run episodes, and no other can be started: {self._why}")
@@ -148,7 +148,7 @@ class WorkerPool:
                 self._close_spare()
 
     async def _run_on(
-        self, started: _Started, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder
+        self, started: _StartedWorker, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder
     ) -> Trajectory:
         current = self._sampler.open(recorder)
         started.num_running += 1
@@ -179,20 +179,20 @@ class WorkerPool:
 
     # ---- workers come and go
 
-    async def _start(self, *, alone: bool = False) -> _Started:
+    async def _start(self, *, alone: bool = False) -> _StartedWorker:
         worker = self._make(alone)
         try:
             pid = await worker.start()
         except BaseException:
             self._close(worker)  # by a task of the pool, because the caller may be cancelled meanwhile
             raise
-        return _Started(worker, pid)
+        return _StartedWorker(worker, pid)
 
     async def _add(self) -> None:
         self._workers.append(await self._start())
         self._changed.set()
 
-    def _lose(self, started: _Started, why: str) -> None:
+    def _lose(self, started: _StartedWorker, why: str) -> None:
         """Record a lost worker and replace it; several episodes may report the same loss."""
         if started.is_lost:
             return
@@ -257,7 +257,7 @@ def _received(
     else:  # a lost answer was requested and drawn again
         recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
         # Only this process knows what was cut off: the worker got no answer.
-        unrecorded = trajectory.num_unrecorded_tokens + ended.num_cut_off
+        unrecorded = trajectory.num_unrecorded_tokens + ended.num_cancelled
         trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
     assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
     recorder.close()

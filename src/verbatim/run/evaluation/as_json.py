@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.run.evaluation.intervals import Estimate
-from verbatim.run.evaluation.pairs import Difference
+from verbatim.run.evaluation.pairs import PairedDifference
 from verbatim.run.evaluation.results import EnvResult, ExampleResult
 
 
@@ -57,7 +57,7 @@ def example_to_json(example: ExampleResult) -> dict[str, Any]:
     }
 
 
-def difference_to_json(found: Difference) -> dict[str, Any]:
+def difference_to_json(found: PairedDifference) -> dict[str, Any]:
     """The second minus the first."""
     is_compared = found.is_paired and not any(found.too_many_failed)
     return {

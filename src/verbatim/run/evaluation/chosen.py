@@ -13,7 +13,7 @@ def chosen(examples: Sequence[Example], *, episodes: int, most: int | None) -> t
     Args:
         examples: Those of the environment.
         episodes: Most episodes in all; where it is fewer than `most`, each example is played once.
-        most: Most examples; None = as many as can be played once.
+        most: Most examples; None: as many as can be played once.
 
     Example: of 120 examples, 24 episodes play the first 24 once; of 7 examples they play each 3 times, 21 episodes.
     """

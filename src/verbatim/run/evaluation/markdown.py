@@ -28,7 +28,7 @@ NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ReportedModel:
     """A model of a report."""
 
     letter: str
@@ -43,7 +43,7 @@ class Subject:
 def markdown(
     title: str,
     conditions: Mapping[str, object],
-    subjects: Sequence[Subject],
+    subjects: Sequence[ReportedModel],
     compared: Sequence[Compared] = (),
     errors: Mapping[str, Mapping[str, tuple[int, str]]] = MappingProxyType({}),
 ) -> str:
@@ -74,7 +74,7 @@ def markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def _environment(subjects: Sequence[Subject], compared: Sequence[Compared], env: str) -> list[str]:
+def _environment(subjects: Sequence[ReportedModel], compared: Sequence[Compared], env: str) -> list[str]:
     letters = [subject.letter for subject in subjects]
     results = [subject.results.get(env) for subject in subjects]
     parts = [_table(("", *letters), result_rows(results)), NOTE]

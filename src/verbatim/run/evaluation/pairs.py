@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode
 from verbatim.run.evaluation.intervals import (
     UNKNOWN,
     Estimate,
@@ -15,17 +16,16 @@ from verbatim.run.evaluation.intervals import (
     unpaired_mean,
     unpaired_share,
 )
-from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.results import rewards_of, successes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class PairedDifference:
     """The second policy minus the first."""
 
     env: str
     num_pairs: int
-    """Episodes of the same example, number and seed; 0 = the two have none in common, and are compared as wholes."""
+    """Episodes of the same example, number and seed; 0: the two have none in common, and are compared as wholes."""
     num_unpaired: tuple[int, int]
     """Episodes of each that have no counterpart; where there are pairs they are left out."""
     success: Estimate = UNKNOWN
@@ -46,8 +46,8 @@ class Difference:
 
 
 def difference(
-    env: str, before: Iterable[Outcome], after: Iterable[Outcome], max_failed: float = MAX_FAILED
-) -> Difference:
+    env: str, before: Iterable[EvaluatedEpisode], after: Iterable[EvaluatedEpisode], max_failed: float = MAX_FAILED
+) -> PairedDifference:
     """What the second policy does better than the first.
 
     Episodes that failed count as no success, and have no reward.
@@ -64,16 +64,16 @@ def difference(
     left = (len(first) - len(pairs), len(second) - len(pairs))
     failed = (_too_many_failed(first, max_failed), _too_many_failed(second, max_failed))
     if any(failed):
-        return Difference(env=env, num_pairs=len(pairs), num_unpaired=left, too_many_failed=failed)
+        return PairedDifference(env=env, num_pairs=len(pairs), num_unpaired=left, too_many_failed=failed)
     if not pairs:
-        return Difference(
+        return PairedDifference(
             env=env,
             num_pairs=0,
             num_unpaired=left,
             success=unpaired_share(successes(first), successes(second)),
             reward=unpaired_mean(rewards_of(first), rewards_of(second)),
         )
-    return Difference(
+    return PairedDifference(
         env=env,
         num_pairs=len(pairs),
         num_unpaired=left,
@@ -84,11 +84,11 @@ def difference(
     )
 
 
-def _too_many_failed(outcomes: Sequence[Outcome], most: float) -> str | None:
+def _too_many_failed(outcomes: Sequence[EvaluatedEpisode], most: float) -> str | None:
     return too_many_failed(sum(outcome.error is not None for outcome in outcomes), len(outcomes), most)
 
 
-def _paired_reward(pairs: Sequence[tuple[Outcome, Outcome]]) -> Estimate:
+def _paired_reward(pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]]) -> Estimate:
     """Rewards that are all 0 or 1 are compared as successes are."""
     found = _differences(pairs, lambda outcome: outcome.reward)
     both = [rewards_of(side) for side in zip(*pairs, strict=True)]
@@ -96,7 +96,7 @@ def _paired_reward(pairs: Sequence[tuple[Outcome, Outcome]]) -> Estimate:
 
 
 def _differences(
-    pairs: Sequence[tuple[Outcome, Outcome]], value_of: Callable[[Outcome], float | None]
+    pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]], value_of: Callable[[EvaluatedEpisode], float | None]
 ) -> dict[str, list[float]]:
     """Of the pairs in which both have a value, by example."""
     found: dict[str, list[float]] = {}

@@ -15,18 +15,18 @@ from verbatim.config.schema import EnvConfig, EvalConfig, RunConfig
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, Trajectory
-from verbatim.environments.base import Environment, succeeded
+from verbatim.environments.environment import Environment, succeeded
 from verbatim.environments.resolve import examples_of
-from verbatim.rollouts import EpisodeTally, GroupRun, RolloutSetup
+from verbatim.rollouts import EpisodeStats, GroupRun, RolloutSetup
 from verbatim.rollouts.chat_runner import ChatRunner, chat_setup
-from verbatim.rollouts.turnstile import turnstile
+from verbatim.rollouts.turn_limiter import turn_limiter
 from verbatim.run.environments import Environments, check_tools
 from verbatim.run.episode_log import Conditions, EpisodeLog
 from verbatim.run.eval_models import EvalModel
 from verbatim.run.evaluation.chosen import chosen
-from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode
 from verbatim.run.evaluation.results import EnvResult, env_result
-from verbatim.run.orchestrator.collector import group_is_over, seldom_collected, spot_checks
+from verbatim.run.orchestrator.gc_policy import group_is_over, seldom_collected, spot_checks
 from verbatim.run.precision import resolve_sampler
 from verbatim.run.rollouts import (
     check_backend,
@@ -49,13 +49,13 @@ class EvalSettings:
     """How much is played, with which seed."""
 
     num_examples: int | None = None
-    """The first so many examples of each environment; None = orchestrator.eval.examples."""
+    """The first so many examples of each environment; None: orchestrator.eval.examples."""
     episodes_per_example: int | None = None
-    """None = as many as orchestrator.eval.episodes allows."""
+    """None: as many as orchestrator.eval.episodes allows."""
     seed: int = 0
     """Of all episodes."""
     concurrency: int | None = None
-    """Most episodes at a time; None = orchestrator.max_concurrent, and 8 with an API."""
+    """Most episodes at a time; None: orchestrator.max_concurrent, and 8 with an API."""
     ks: Sequence[int] | None = None
     """The k of pass@k; None = 1, 2, 4, 8."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class ModelResult:
     model: EvalModel
     environments: Mapping[str, EnvResult]
     """By label."""
-    outcomes: Mapping[str, Sequence[Outcome]]
+    outcomes: Mapping[str, Sequence[EvaluatedEpisode]]
     """The episodes behind them."""
 
 
@@ -181,23 +181,23 @@ class _Playing:
     async def run(self) -> ModelResult:
         """Play what is left."""
         if any(True for plan in self._plans for _ in plan.units(self._played[plan.env])):
-            tally = EpisodeTally("eval")
-            async with self._open(tally) as setups:
+            episode_stats = EpisodeStats("eval")
+            async with self._open(episode_stats) as setups:
                 for plan in self._plans:
                     await self._play(plan, setups[plan.env])
-            tally.log_summary()
+            episode_stats.log_summary()
         outcomes = {plan.env: list(self._asked(plan)) for plan in self._plans}
         results = {env: env_result(env, found, ks=self._settings.ks) for env, found in outcomes.items()}
         return ModelResult(model=self._model, environments=results, outcomes=outcomes)
 
-    def _asked(self, plan: EnvPlan) -> Iterator[Outcome]:
+    def _asked(self, plan: EnvPlan) -> Iterator[EvaluatedEpisode]:
         """The episodes that were asked for; the log may have more."""
         played = self._played[plan.env]
         for example in plan.examples:
             yield from (played[example.id, k] for k in range(plan.episodes_each))
 
     @contextlib.asynccontextmanager
-    async def _open(self, tally: EpisodeTally) -> AsyncIterator[Mapping[str, RolloutSetup]]:
+    async def _open(self, episode_stats: EpisodeStats) -> AsyncIterator[Mapping[str, RolloutSetup]]:
         """How episodes are run, by environment."""
         orchestrator, model = self._config.orchestrator, self._model
         made = {plan.env: (plan.config, plan.environment) for plan in self._plans}
@@ -220,7 +220,7 @@ class _Playing:
                         params=(env.sampling or orchestrator.sampling).params,
                         limits=limits_of(orchestrator, env),
                         slots=slots,
-                        tally=tally,
+                        episode_stats=episode_stats,
                     )
                     for label, (env, environment) in made.items()
                 }
@@ -233,7 +233,9 @@ class _Playing:
         sampler = await make_sampler(resolve_sampler(self._config, model.source), model.source)
         try:
             async with open_runner(orchestrator, {"eval": made}, sampler, renderer) as local:
-                yield make_setups(orchestrator, made, sampler, renderer, slots, runner=local, tally=tally)
+                yield make_setups(
+                    orchestrator, made, sampler, renderer, slots, runner=local, episode_stats=episode_stats
+                )
         finally:
             await sampler.close()
 
@@ -243,7 +245,7 @@ class _Playing:
 
         async def work() -> None:
             for index, samples in units:
-                await turnstile().enter()
+                await turn_limiter().enter()
                 group = await GroupRun(
                     setup,
                     plan.examples[index],

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verbatim.core.records.equality import deviation
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode
 from verbatim.run.evaluation.intervals import UNKNOWN, ByExample, Estimate, mean_interval, share_interval
-from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.pass_at_k import pass_at_k, pass_hat_k, powers_up_to
 
 
@@ -85,7 +85,7 @@ class EnvResult:
         }
 
 
-def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | None = None) -> EnvResult:
+def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[int] | None = None) -> EnvResult:
     """What these episodes come to.
 
     Args:
@@ -94,7 +94,7 @@ def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | Non
         ks: The k of pass@k and pass^k; None = 1, 2, 4 and 8. A k that an example has too few episodes for is left out.
     """
     listed = list(outcomes)
-    groups: dict[str, list[Outcome]] = {}
+    groups: dict[str, list[EvaluatedEpisode]] = {}
     for outcome in listed:
         groups.setdefault(outcome.example_id, []).append(outcome)
     attempts = min(map(len, groups.values()), default=0)
@@ -127,17 +127,19 @@ def std(values: Sequence[float]) -> float:
     return deviation(values) if values else math.nan
 
 
-def successes(outcomes: Iterable[Outcome]) -> ByExample:
+def successes(outcomes: Iterable[EvaluatedEpisode]) -> ByExample:
     """1 or 0 for each episode, by example."""
     return _by_example(outcomes, lambda outcome: float(outcome.success))
 
 
-def rewards_of(outcomes: Iterable[Outcome]) -> ByExample:
+def rewards_of(outcomes: Iterable[EvaluatedEpisode]) -> ByExample:
     """The rewards of the episodes that have one, by example."""
     return _by_example(outcomes, lambda outcome: outcome.reward)
 
 
-def _by_example(outcomes: Iterable[Outcome], value_of: Callable[[Outcome], float | None]) -> ByExample:
+def _by_example(
+    outcomes: Iterable[EvaluatedEpisode], value_of: Callable[[EvaluatedEpisode], float | None]
+) -> ByExample:
     found: dict[str, list[float]] = {}
     for outcome in outcomes:
         value = value_of(outcome)
@@ -147,7 +149,7 @@ def _by_example(outcomes: Iterable[Outcome], value_of: Callable[[Outcome], float
 
 
 def _over_examples(
-    groups: Mapping[str, Sequence[Outcome]], estimate: Callable[[int, int, int], float], k: int
+    groups: Mapping[str, Sequence[EvaluatedEpisode]], estimate: Callable[[int, int, int], float], k: int
 ) -> Estimate:
     return share_interval(
         {
@@ -157,7 +159,7 @@ def _over_examples(
     )
 
 
-def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> ExampleResult:
+def _example(example_id: str, group: Sequence[EvaluatedEpisode], ks: Sequence[int]) -> ExampleResult:
     rewards = [outcome.reward for outcome in group if outcome.reward is not None]
     errors = [outcome.error for outcome in group if outcome.error is not None]
     won = sum(outcome.success for outcome in group)
@@ -172,7 +174,7 @@ def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> Ex
     )
 
 
-def means(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def means(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
     """The figures of episodes: `reward_part/{part}` and `agent_reward/{agent}` have `/mean` and `/std`; everything else
     is a mean. `valid_format` is there where a call was tried."""
     values: dict[str, list[float]] = {}
@@ -189,7 +191,7 @@ def means(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return found | ({"valid_format": valid / of} if of else {})
 
 
-def totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def totals(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
     """What the episodes spent in all."""
     total: Counter[str] = Counter()
     for outcome in outcomes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.texts import counted, number
 from verbatim.run.evaluation.intervals import Estimate
-from verbatim.run.evaluation.pairs import Difference
+from verbatim.run.evaluation.pairs import PairedDifference
 from verbatim.run.evaluation.results import EnvResult, ExampleResult
 from verbatim.run.evaluation.texts import with_interval
 
@@ -35,12 +35,12 @@ class Compared:
     """The letter of the first."""
     after: str
     """The letter of the second, from which the first is subtracted."""
-    environments: Mapping[str, Difference]
+    environments: Mapping[str, PairedDifference]
     """By label."""
 
 
 def result_rows(results: Sequence[EnvResult | None]) -> list[Row]:
-    """One row for each figure, one column for each result; None = this one was not evaluated there. Figures that no
+    """One row for each figure, one column for each result; None: this one was not evaluated there. Figures that no
     result has are left out."""
     there = [result for result in results if result is not None]
 
@@ -96,7 +96,7 @@ def difference_rows(compared: Sequence[Compared], env: str) -> list[Row]:
     return rows
 
 
-def _counts(pair: Compared, found: Difference) -> str:
+def _counts(pair: Compared, found: PairedDifference) -> str:
     """What became of the pairs, or why the two are not compared."""
     if any(found.too_many_failed):
         sides = zip((pair.before, pair.after), found.too_many_failed, strict=True)

@@ -9,26 +9,26 @@ from pathlib import Path
 from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
 from verbatim.logs.monitors.trajectory_log import EVALUATIONS
-from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json
+from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode, evaluated_episode_from_json
 
 
-def read_outcomes(run: Path, steps: Collection[int] | None = None) -> Iterator[tuple[int, Outcome]]:
+def read_evaluated_episodes(run: Path, steps: Collection[int] | None = None) -> Iterator[tuple[int, EvaluatedEpisode]]:
     """Step and outcome of each evaluated episode of a run folder.
 
     Args:
         run: The folder.
-        steps: Only evaluations after these steps; None = all.
+        steps: Only evaluations after these steps; None: all.
 
     Raises:
         UsageError: a file that holds no evaluated episodes, and says which; a link; a Parquet file without pyarrow.
     """
     for step, path in evaluation_files(run).items():
         if steps is None or step in steps:
-            from verbatim.logs.fates.files import read_records
+            from verbatim.logs.outcomes.files import read_records
 
             for record in read_records(path):
                 try:
-                    outcome = outcome_from_json(record)
+                    outcome = evaluated_episode_from_json(record)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise UsageError(
                         f"{path}: no evaluated episode of ours ({type(error).__name__}: {error})"
@@ -46,6 +46,6 @@ def evaluation_files(run: Path) -> Mapping[int, Path]:
     if not folder.is_dir():
         return {}
     refuse_without("pyarrow", extra="train", what=f"reading {folder}")
-    from verbatim.logs.fates.files import own_files_in
+    from verbatim.logs.outcomes.files import own_files_in
 
     return own_files_in(folder)

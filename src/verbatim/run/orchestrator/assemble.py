@@ -14,12 +14,12 @@ import numpy as np
 from verbatim.algorithms.credit import AdvantageFunction, assign_advantages
 from verbatim.algorithms.filters import Filter, apply_filters
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.core.trajectories import Fate, OnBreak, age, build
+from verbatim.core.trajectories import OnBreak, TrajectoryOutcome, age, build
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import Group, StopReason, TrainingSample, Trajectory
 from verbatim.models.renderers.conversation import BreakReason
 from verbatim.rollouts.loop import rendered_anew
-from verbatim.run.evaluation.outcomes import FIGURES, Outcome, outcome_of
+from verbatim.run.evaluation.evaluated_episode import FIGURES, EvaluatedEpisode, evaluated_episode_of
 from verbatim.run.evaluation.results import mean, means, std, totals
 from verbatim.run.orchestrator.staleness import age_metrics
 
@@ -60,7 +60,7 @@ class AssembledGroup:
     group: Group
     samples: tuple[TrainingSample, ...]
     """What is trained of it."""
-    fates: tuple[Fate, ...]
+    outcomes: tuple[TrajectoryOutcome, ...]
     """What becomes of each trajectory, in order, with its advantages."""
 
     @property
@@ -72,8 +72,8 @@ class AssembledGroup:
     def dropped(self) -> dict[str, int]:
         """Sampled tokens that are not trained, by reason."""
         dropped: Counter[str] = Counter()
-        for fate in self.fates:
-            dropped.update(fate.dropped)
+        for outcome in self.outcomes:
+            dropped.update(outcome.dropped)
         return dict(dropped)
 
 
@@ -85,7 +85,7 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
     """
     credited = _credited(group, rules)
     samples: list[TrainingSample] = []
-    fates: list[Fate] = []
+    outcomes: list[TrajectoryOutcome] = []
     for trajectory in credited.trajectories:
         reason: str | None = None
         flags: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
             elif verdict.dropped_by is not None:
                 reason = f"filter:{verdict.dropped_by}"
         if reason is not None:
-            fates.append(Fate.of_dropped(trajectory, reason, flags))
+            outcomes.append(TrajectoryOutcome.of_dropped(trajectory, reason, flags))
             continue
         built = build(
             trajectory,
@@ -109,8 +109,8 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
             needs_logprobs=rules.needs_logprobs,
         )
         samples.extend(built.samples)
-        fates.append(dataclasses.replace(built.fate, flags=flags))
-    assembled = AssembledGroup(group=credited, samples=tuple(samples), fates=tuple(fates))
+        outcomes.append(dataclasses.replace(built.outcome, flags=flags))
+    assembled = AssembledGroup(group=credited, samples=tuple(samples), outcomes=tuple(outcomes))
     sampled = sum(t.num_sampled_tokens for t in credited.trajectories)
     settled = assembled.num_trained_tokens + sum(assembled.dropped.values())
     assert settled == sampled, f"group {group.group_id}: {sampled} tokens sampled, {settled} settled"
@@ -141,8 +141,8 @@ def rollout_metrics(
     """
     everything = [t for g in groups for t in g.group.trajectories]
     completed = [t for t in everything if t.error is None]
-    outcomes = [outcome_of(t, succeeded[t.trajectory_id]) for t in everything]
-    ended = [outcome for outcome in outcomes if outcome.error is None]
+    episodes = [evaluated_episode_of(t, succeeded[t.trajectory_id]) for t in everything]
+    ended = [episode for episode in episodes if episode.error is None]
     num_failed = len(everything) - len(completed)
     metrics: dict[str, float] = {
         "rollouts": len(everything),
@@ -154,30 +154,30 @@ def rollout_metrics(
     metrics |= _earned("", ended)
     metrics |= dict.fromkeys(FIGURES, math.nan)
     metrics |= {name: value for name, value in means(ended).items() if "/" not in name}
-    metrics |= {name: value for name, value in totals(outcomes).items() if name.startswith("judge/")}
-    for env in dict.fromkeys(outcome.env for outcome in ended):
-        own = [outcome for outcome in ended if outcome.env == env]
+    metrics |= {name: value for name, value in totals(episodes).items() if name.startswith("judge/")}
+    for env in dict.fromkeys(episode.env for episode in ended):
+        own = [episode for episode in ended if episode.env == env]
         metrics |= _earned(f"/{env}", own)
         for name, value in means(own).items():
             kind, part, rest = name.partition("/")
             if part:  # of a part of the reward, or of an agent's
                 metrics[f"{kind}/{env}/{rest}"] = value
-    fates = [fate for g in groups for fate in g.fates]
-    let_through = [age(fate.trajectory, step) for fate in fates if fate.reason not in ("error", "stale")]
+    outcomes = [outcome for g in groups for outcome in g.outcomes]
+    let_through = [age(outcome.trajectory, step) for outcome in outcomes if outcome.reason not in ("error", "stale")]
     metrics |= age_metrics(let_through, max_off_policy_steps)
-    reasons = Counter(fate.reason for fate in fates)
+    reasons = Counter(outcome.reason for outcome in outcomes)
     metrics["staleness/dropped"] = reasons["stale"]
-    for name in dict.fromkeys(name for fate in fates for name in fate.flags):
-        metrics[f"filters/{name}/flagged"] = sum(name in fate.flags for fate in fates)
+    for name in dict.fromkeys(name for outcome in outcomes for name in outcome.flags):
+        metrics[f"filters/{name}/flagged"] = sum(name in outcome.flags for outcome in outcomes)
         metrics[f"filters/{name}/dropped"] = reasons[f"filter:{name}"]
     metrics["samples"] = sum(len(g.samples) for g in groups)
     metrics["breaks"] = sum(t.num_breaks for t in completed)
     metrics.update(break_metrics(completed))
-    metrics.update(cut_off_metrics(completed))
+    metrics.update(length_limit_metrics(completed))
     return metrics
 
 
-def _earned(where: str, ended: Sequence[Outcome]) -> dict[str, float]:
+def _earned(where: str, ended: Sequence[EvaluatedEpisode]) -> dict[str, float]:
     rewards = [outcome.reward for outcome in ended if outcome.reward is not None]
     return {
         f"reward{where}/mean": mean(rewards),
@@ -186,7 +186,7 @@ def _earned(where: str, ended: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
-def cut_off_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
+def length_limit_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     """`truncated/{reason}`: the share of episodes that were cut off for each stop reason; empty without."""
     counts = Counter(t.stop_reason for t in completed if t.truncated and t.stop_reason is not None)
     return {f"truncated/{reason}": counts[reason] / len(completed) for reason in StopReason if counts[reason]}

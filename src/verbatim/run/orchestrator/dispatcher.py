@@ -18,7 +18,7 @@ from verbatim.core.trajectories import Ledger
 from verbatim.core.types import Group, Trajectory
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import MOST_IN_LINE
-from verbatim.run.orchestrator.in_flight import Begun, Ended, InFlight, Launched
+from verbatim.run.orchestrator.in_flight import Begun, FinishedGroup, InFlight, Launched
 from verbatim.run.orchestrator.staleness import newest_batch, too_old
 
 MOST_FILTERED_BATCHES = 50
@@ -88,8 +88,8 @@ class Dispatcher:
         """Both, by the weights that they were launched with."""
         self._goes_on = self._begins = False
         """Whether `_draw`, or `_begin`, was put off to the next turn of the event loop."""
-        self._ready: list[Ended] = []
-        self._taken: deque[list[Ended]] = deque()
+        self._ready: list[FinishedGroup] = []
+        self._taken: deque[list[FinishedGroup]] = deque()
         self._failures_in_a_row = 0
         self._failure: BaseException | None = None
         self.drained: str | None = None
@@ -293,7 +293,7 @@ class Dispatcher:
         run, drawn = begun.run, begun.drawn
         kind = flatness(group) if self.online_difficulty_filtering else None
         if kind is None:
-            ended = Ended(run=run, drawn=drawn, version=begun.version, group=group)
+            ended = FinishedGroup(run=run, drawn=drawn, version=begun.version, group=group)
             insort(self._ready, ended, key=lambda one: one.drawn.index)
             self._not_running(task)  # until here it is held, whatever goes wrong: its tokens stay pending
             self._filtered_in_a_row = 0
@@ -327,7 +327,7 @@ class Dispatcher:
                 "other examples, or switch it off: orchestrator.buffer.online_difficulty_filtering = false"
             )
 
-    def _drop_stale(self, waiting: Sequence[Ended]) -> None:
+    def _drop_stale(self, waiting: Sequence[FinishedGroup]) -> None:
         """Those of these finished groups that would be too old in the next batch end here, before one takes the place
         of a group that is not."""
         if self._next_batch >= self.max_steps:

@@ -61,7 +61,7 @@ class BestEvaluation:
 
     criterion: CriterionConfig
     step: int | None = None
-    """The step that it came after; None = nothing was measured yet."""
+    """The step that it came after; None: nothing was measured yet."""
     value: float | None = None
 
     def observe(self, step: int, value: float) -> bool:
@@ -131,9 +131,9 @@ class EvalProgress:
     """What follows from the evaluations of a run: the best of them, and whether the run ends early."""
 
     best: BestEvaluation | None = None
-    """None = it is not asked for."""
+    """None: it is not asked for."""
     early_stopping: EarlyStopping | None = None
-    """None = it is not asked for."""
+    """None: it is not asked for."""
     played: Mapping[str, Any] = field(default_factory=dict)
     """What says which episodes an evaluation plays, by name; plain JSON values."""
     max_failed: float = MAX_FAILED

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from verbatim.core.errors import UsageError
 from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, Group, Trajectory
-from verbatim.environments.base import succeeded
+from verbatim.environments.environment import succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import MOST_IN_LINE
 from verbatim.run.evaluation.chosen import chosen
-from verbatim.run.evaluation.outcomes import outcome_of
+from verbatim.run.evaluation.evaluated_episode import evaluated_episode_of
 from verbatim.run.evaluation.results import env_result
 
 
@@ -42,7 +42,7 @@ def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
     try:
         examples = examples_of(setup.environment, setup.env, "eval")
     except UsageError as error:
-        setup.tally.not_evaluated(str(error))
+        setup.episode_stats.not_evaluated(str(error))
         return (), 0
     return chosen(examples, episodes=episodes, most=most)
 
@@ -71,7 +71,7 @@ async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluati
 
     ended = await run_together(play(index, example) for index, example in enumerate(examples))
     trajectories = tuple(t for group in ended for t in group.trajectories)
-    result = env_result(setup.env, [outcome_of(t, succeeded(setup.environment, t)) for t in trajectories])
+    result = env_result(setup.env, [evaluated_episode_of(t, succeeded(setup.environment, t)) for t in trajectories])
     return Evaluation(
         env=setup.env,
         num_episodes=result.num_episodes,

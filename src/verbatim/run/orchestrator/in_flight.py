@@ -38,7 +38,7 @@ class Begun(Launched):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ended(Begun):
+class FinishedGroup(Begun):
     """A group whose episodes have ended."""
 
     group: Group

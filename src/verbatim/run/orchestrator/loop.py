@@ -34,21 +34,21 @@ from typing import Any
 from verbatim.core.errors import VerbatimError
 from verbatim.core.tasks import cancel_all
 from verbatim.core.trajectories import Ledger
-from verbatim.environments.base import Environment
-from verbatim.inference.base import Sampler, watch_engine
+from verbatim.environments.environment import Environment
+from verbatim.inference.sampler import Sampler, watch_engine
 from verbatim.inference.teacher import Teacher
-from verbatim.rollouts import EpisodeTally, RolloutSetup
-from verbatim.run.orchestrator import collector
+from verbatim.rollouts import EpisodeStats, RolloutSetup
+from verbatim.run.orchestrator import gc_policy
 from verbatim.run.orchestrator.assemble import GroupRules
-from verbatim.run.orchestrator.base import Checkpointer, Observer, RunSchedule
+from verbatim.run.orchestrator.device_handoff import DeviceHandoff
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.eval_progress import EvalProgress
 from verbatim.run.orchestrator.evaluate import Evaluation, evaluate, plan
 from verbatim.run.orchestrator.loop_lag import LoopLag
 from verbatim.run.orchestrator.producer import Producer, Submitted
+from verbatim.run.orchestrator.schedule import Checkpointer, Observer, RunSchedule
 from verbatim.run.orchestrator.sending_trainer import SendingTrainer
 from verbatim.run.orchestrator.step_metrics import StepMetrics
-from verbatim.run.orchestrator.turns import Turns
 from verbatim.run.orchestrator.weight_sync import WeightSync
 from verbatim.trainer.transport import StepReport, TrainerLink
 from verbatim.trainer.transport.canary import Probes
@@ -70,25 +70,25 @@ class Orchestrator:
     observer: Observer
     checkpointer: Checkpointer
     probes: Probes | None = None
-    """Logprobs of the weights that the sampler begins with; None = nothing is compared then."""
+    """Logprobs of the weights that the sampler begins with; None: nothing is compared then."""
     logprob_models: Mapping[str, Teacher] = field(default_factory=dict)
     sending: SendingTrainer | None = None
     """The trainer, where it sends its weights to the sampler's servers."""
-    tally: EpisodeTally = field(default_factory=EpisodeTally)
+    episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
     progress: EvalProgress = field(default_factory=EvalProgress)
     """Told of every evaluation: which is the best, and whether the run ends early."""
 
     def __post_init__(self) -> None:
         self._stopping = asyncio.Event()
         self._asked_to_end = asyncio.Event()
-        self._turns = Turns(self.sampler, is_shared=self.schedule.shares_device)
+        self._turns = DeviceHandoff(self.sampler, is_shared=self.schedule.shares_device)
         self._producer = Producer(
             schedule=self.schedule,
             dispatcher=self.dispatcher,
             trainer=self.trainer,
             rules=self.rules,
             logprob_models=self.logprob_models,
-            tally=self.tally,
+            episode_stats=self.episode_stats,
             turns=self._turns,
             stopping=self._stopping,
         )
@@ -136,7 +136,7 @@ class Orchestrator:
             RunStopped: the run cannot go on. What was trained until then is settled, and in a checkpoint if the trainer
                 can still write one.
         """
-        lag, checks = LoopLag(), asyncio.create_task(collector.spot_checks(), name="spot-checks")
+        lag, checks = LoopLag(), asyncio.create_task(gc_policy.spot_checks(), name="spot-checks")
         try:
             await self._weight_sync.check_first()
             if self.step == 0:
@@ -179,7 +179,7 @@ class Orchestrator:
             while (submitted := await self._next_submitted(producer, watch)) is not None:
                 await self._finish_step(submitted)
                 self._turns.step_is_over()
-                collector.step_is_over(self.dispatcher.num_held)
+                gc_policy.step_is_over(self.dispatcher.num_held)
             await producer
         except (VerbatimError, OSError):
             # An external failure: completed batches are valid, so checkpoint them.
@@ -296,7 +296,7 @@ class Orchestrator:
     async def _keep_what_was_trained(self) -> None:
         """Settle the batches that the trainer still finishes, and write a checkpoint if it can."""
         if self.sending is not None:
-            self.sending.let_go()
+            self.sending.stop_sending()
         while self._producer.submitted:
             submitted = self._producer.submitted[0]
             try:
@@ -335,9 +335,9 @@ class Orchestrator:
 
     def _evaluating(self, setup: RolloutSetup, total: int) -> AbstractContextManager[object]:
         """Tell the observer how many episodes are over."""
-        before = setup.tally.num_episodes
+        before = setup.episode_stats.num_episodes
         return self.observer.stage(
-            f"evaluating {setup.env}", total, count=lambda: min(total, setup.tally.num_episodes - before)
+            f"evaluating {setup.env}", total, count=lambda: min(total, setup.episode_stats.num_episodes - before)
         )
 
     def _mark_best(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verbatim.core.trajectories import Ledger
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeStats
 
 _REMEDIES = {
     "filter:zero_advantage": "the rewards of each group were equal, so that every advantage was 0: give partial "
@@ -23,14 +23,14 @@ _REMEDIES = {
 """What to do, by the reason that took most tokens."""
 
 
-def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: int) -> str:
+def why_nothing_was_trained(ledger: Ledger, episode_stats: EpisodeStats, *, num_steps: int) -> str:
     """Which reason took the tokens of the whole run, which failures there were in this process, and what to do.
 
     Example:
-        >>> ledger, tally = Ledger(), EpisodeTally()
+        >>> ledger, episode_stats = Ledger(), EpisodeStats()
         >>> ledger.sampled_tokens(12)
         >>> ledger.drop({"stale": 12})
-        >>> print(why_nothing_was_trained(ledger, tally, num_steps=2))
+        >>> print(why_nothing_was_trained(ledger, episode_stats, num_steps=2))
         in 2 steps no token was trained.
           of 12 sampled tokens: 12 stale
           rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps
@@ -43,4 +43,4 @@ def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: i
     elif taken:
         lines.append(f"of {ledger.sampled} sampled tokens: {', '.join(f'{count} {name}' for name, count in taken)}")
         lines += [_REMEDIES[taken[0][0]]] if taken[0][0] in _REMEDIES else []
-    return "\n  ".join([*lines, *tally.summary()])
+    return "\n  ".join([*lines, *episode_stats.summary()])

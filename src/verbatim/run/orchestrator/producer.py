@@ -10,17 +10,17 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verbatim.algorithms.credit.base import function_name
+from verbatim.algorithms.credit.advantage import function_name
 from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM
 from verbatim.core.tasks import cancel_all
 from verbatim.core.types import Group
 from verbatim.inference.teacher import Teacher
-from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts import EpisodeStats
 from verbatim.run.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group
-from verbatim.run.orchestrator.base import RunSchedule
+from verbatim.run.orchestrator.device_handoff import DeviceHandoff
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.logprob_streams import add_logprob_streams
-from verbatim.run.orchestrator.turns import Turns
+from verbatim.run.orchestrator.schedule import RunSchedule
 from verbatim.trainer.transport import StepReport, TrainerLink
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Producer:
     """How groups become samples, by environment."""
     logprob_models: Mapping[str, Teacher]
     """Score the samples, by the name of their logprob stream."""
-    tally: EpisodeTally
+    episode_stats: EpisodeStats
     """Is told of episodes that credit finds unusable."""
-    turns: Turns
+    turns: DeviceHandoff
     """Says when the trainer may have the device."""
     stopping: asyncio.Event
     """Ends it before the next batch is handed over."""
@@ -121,7 +121,7 @@ class Producer:
             assembled = assemble_group(group, rules, number)
             for before, after in zip(group.trajectories, assembled.group.trajectories, strict=True):
                 if before.error is None and after.error is not None:
-                    self.tally.failed(after)
+                    self.episode_stats.failed(after)
             batch.append(assembled)
         return batch
 

@@ -73,7 +73,7 @@ class SendingTrainer:
         if version == self._held:
             self._may_train.set()
 
-    def let_go(self) -> None:
+    def stop_sending(self) -> None:
         """Nothing is sent any more: batches do not wait."""
         self._holds_back = False
         self._may_train.set()
@@ -100,5 +100,5 @@ class SendingTrainer:
 
     async def close(self) -> None:
         """As `TrainerLink.close`."""
-        self.let_go()
+        self.stop_sending()
         await self._link.close()

@@ -12,15 +12,15 @@ import numpy as np
 
 from verbatim.algorithms.curriculum import Flatness
 from verbatim.core.records.trained_tokens import TrainedTokens
-from verbatim.core.trajectories import Fate, Ledger
+from verbatim.core.trajectories import Ledger, TrajectoryOutcome
 from verbatim.core.types import Float32, Group, TrainingSample
-from verbatim.environments.base import Environment, succeeded
-from verbatim.inference.base import Sampler
+from verbatim.environments.environment import Environment, succeeded
+from verbatim.inference.sampler import Sampler
 from verbatim.run.orchestrator.assemble import GroupRules, kept_set_metrics, rollout_metrics, truncation_metrics
-from verbatim.run.orchestrator.base import Observer
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.loop_lag import LoopLag
 from verbatim.run.orchestrator.producer import Submitted
+from verbatim.run.orchestrator.schedule import Observer
 from verbatim.trainer.transport import StepReport
 
 
@@ -111,14 +111,14 @@ class StepMetrics:
             else:
                 counts[group.env, kind] += len(group.completed)
         everything |= {f"filtered_rollouts/{env}/{kind}": count for (env, kind), count in counts.items()}
-        fates = [fate for group in batch for fate in group.fates]
+        outcomes = [outcome for group in batch for outcome in group.outcomes]
         samples = [sample for group in batch for sample in group.samples]
         if tokens is not None:
-            fates = _with_tokens(fates, samples, tokens)
-        fates = _with_teacher(fates, samples)
+            outcomes = _with_tokens(outcomes, samples, tokens)
+        outcomes = _with_teacher(outcomes, samples)
         for kind, group in dropped:
-            fates += _dropped_fates(kind, group)
-        self.observer.on_step(number + 1, everything, fates)
+            outcomes += _dropped_outcomes(kind, group)
+        self.observer.on_step(number + 1, everything, outcomes)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:
         """The sampler's metrics since the last step. An engine that reports no busy time counts as always busy."""
@@ -134,21 +134,23 @@ class StepMetrics:
         }
 
 
-def _with_tokens(fates: Sequence[Fate], samples: Sequence[TrainingSample], tokens: TrainedTokens) -> list[Fate]:
-    """The fates of a batch, with what the trainer computed for its samples."""
+def _with_tokens(
+    outcomes: Sequence[TrajectoryOutcome], samples: Sequence[TrainingSample], tokens: TrainedTokens
+) -> list[TrajectoryOutcome]:
+    """The outcomes of a batch, with what the trainer computed for its samples."""
     found: dict[str, dict[int, tuple[Float32, Float32]]] = {}
     for sample, turn, logprobs, gradients in tokens.by_turn(samples):
         found.setdefault(sample.trajectory_id, {})[turn] = (logprobs, gradients)
     told = []
-    for fate in fates:
-        of_turn = found.get(fate.trajectory.trajectory_id, {})
-        said = [of_turn.get(turn, (None, None)) for turn in range(len(fate.turns))]
-        told.append(replace(fate, trainer_logprobs=tuple(t for t, _ in said), gradients=tuple(g for _, g in said)))
+    for outcome in outcomes:
+        of_turn = found.get(outcome.trajectory.trajectory_id, {})
+        said = [of_turn.get(turn, (None, None)) for turn in range(len(outcome.turns))]
+        told.append(replace(outcome, trainer_logprobs=tuple(t for t, _ in said), gradients=tuple(g for _, g in said)))
     return told
 
 
-def _with_teacher(fates: Sequence[Fate], samples: Sequence[TrainingSample]) -> list[Fate]:
-    """The fates of a batch, with the teacher's logprobs of what it was asked about."""
+def _with_teacher(outcomes: Sequence[TrajectoryOutcome], samples: Sequence[TrainingSample]) -> list[TrajectoryOutcome]:
+    """The outcomes of a batch, with the teacher's logprobs of what it was asked about."""
     found: dict[str, dict[int, Float32]] = {}
     for sample in samples:
         if sample.teacher_logprobs is not None:
@@ -156,15 +158,15 @@ def _with_teacher(fates: Sequence[Fate], samples: Sequence[TrainingSample]) -> l
                 said = sample.teacher_logprobs[sample.chunk_ids == turn]
                 found.setdefault(sample.trajectory_id, {})[turn] = said
     return [
-        replace(fate, teacher_logprobs=tuple(map(of_turn.get, range(len(fate.turns)))))
-        if (of_turn := found.get(fate.trajectory.trajectory_id)) is not None
-        else fate
-        for fate in fates
+        replace(outcome, teacher_logprobs=tuple(map(of_turn.get, range(len(outcome.turns)))))
+        if (of_turn := found.get(outcome.trajectory.trajectory_id)) is not None
+        else outcome
+        for outcome in outcomes
     ]
 
 
-def _dropped_fates(kind: Flatness | None, group: Group) -> list[Fate]:
-    """The fates of a group that the dispatcher dropped: by online difficulty filtering, or because it was too old."""
+def _dropped_outcomes(kind: Flatness | None, group: Group) -> list[TrajectoryOutcome]:
+    """The outcomes of a group that the dispatcher dropped, by online difficulty filtering or for its age."""
     if kind is not None:
-        return [Fate.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
-    return [Fate.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]
+        return [TrajectoryOutcome.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
+    return [TrajectoryOutcome.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]

@@ -10,7 +10,7 @@ import numpy as np
 from verbatim.core.errors import RunStopped
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32
-from verbatim.inference.base import AsksPrefixCache, Sampler, SampleRequest, as_replicated
+from verbatim.inference.sampler import AsksPrefixCache, Sampler, SampleRequest, as_replicated
 from verbatim.trainer.transport import StepReport
 from verbatim.trainer.transport.canary import (
     Probes,
@@ -32,7 +32,7 @@ class WeightSync:
 
     Args:
         sampler: Whose weights are updated.
-        probes: Logprobs of the weights that it begins with; None = nothing is compared then.
+        probes: Logprobs of the weights that it begins with; None: nothing is compared then.
         tolerance: Largest mean difference of logprobs, where the probes tell of no larger rounding.
         cuts: Whether top-p, top-k or min-p cut what is trained: kept sets are compared too.
     """
@@ -102,7 +102,7 @@ class Canary:
     cache that outlives its weights shows.
 
     Args:
-        published: The trainer's logprobs of the version to check; None = nothing is compared.
+        published: The trainer's logprobs of the version to check; None: nothing is compared.
         before: Those of the version before it; None at the start.
         tolerance: Largest mean difference of logprobs.
         cuts: Whether tokens are drawn from a cut distribution too, and their logprobs compared with those that the

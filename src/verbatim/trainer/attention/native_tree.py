@@ -50,9 +50,9 @@ class NativeForest:
     Args:
         depths: Of the tokens, in depth-first order: int32 [U].
         ends: Of their subtrees: int32 [U].
-        window: Tokens that a query sees, itself included; None = all its ancestors.
+        window: Tokens that a query sees, itself included; None: all its ancestors.
         groups: Query heads of each key/value head.
-        queries: The tokens that have queries, ascending: int32 [Q]; None = all of them.
+        queries: The tokens that have queries, ascending: int32 [Q]; None: all of them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class NativeForest:
     def attend(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> Tensor:
         """The attention output, [Q, H, E], in the dtype of the values; sums are in float32."""
         exact = [x.float() for x in (query_QHD, key_UKD, value_UKE)]
-        out_QHE: Tensor = _Attend.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
+        out_QHE: Tensor = _NativeTreeAttention.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
         return out_QHE.to(value_UKE.dtype)
 
     def shape(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
@@ -120,7 +120,7 @@ def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window
     return found
 
 
-class _Attend(torch.autograd.Function):
+class _NativeTreeAttention(torch.autograd.Function):
     """Softmax attention. Nothing is kept but the inputs, the output and one number for each token and query head."""
 
     @staticmethod

@@ -42,7 +42,7 @@ class RowsPlan:
             real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))
         self.wanted: Any = None
-        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None = all."""
+        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None: all."""
         self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
         self._row_lengths, self._device = row_lengths, torch.device(device)
 

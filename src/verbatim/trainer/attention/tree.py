@@ -54,7 +54,7 @@ class TreePlan:
         self._device = device
         self._blocks: dict[int | None, list[_Block]] = {}
         self.wanted: Any = None
-        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None = all."""
+        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None: all."""
         self._native: dict[tuple[int | None, int, bool], NativeForest] = {}
 
     def attend(
@@ -71,7 +71,7 @@ class TreePlan:
         _, heads, tokens, size = query_BHTD.shape
         query_KUGD = query_BHTD.reshape(num_keys, heads // num_keys, tokens, size).transpose(1, 2) * call.scale
         sinks_KG = None if call.sinks_H is None else call.sinks_H.reshape(num_keys, -1)
-        out_KUGE: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+        out_KUGE: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
             query_KUGD, key_BKTD[0], value_BKTD[0], sinks_KG, call.softcap, blocks
         )
         return out_KUGE.transpose(0, 1).flatten(1, 2)[None]
@@ -79,7 +79,7 @@ class TreePlan:
     def attend_some(
         self, tokens: Int32 | None, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
-        """The attention output of some tokens, ascending: int32 [Q]; None = of all. Their queries are [1, H, Q, D],
+        """The attention output of some tokens, ascending: int32 [Q]; None: of all. Their queries are [1, H, Q, D],
         keys and values those of all tokens; the output is [1, Q, H, E]. For inputs that compiled functions read
         (`suits`)."""
         window, groups = call.sliding_window, query_BHQD.shape[1] // key_BKTD.shape[1]
@@ -115,7 +115,7 @@ class TreePlan:
         return blocks
 
 
-class _Attend(torch.autograd.Function):
+class _TreeAttention(torch.autograd.Function):
     """Softmax attention in at least float32. Legend: R queries of a block, over all heads that share keys: R = Q G."""
 
     @staticmethod

@@ -27,7 +27,7 @@ class CostModel:
     """
 
     attention: tuple[tuple[int, float], ...] = ((0, 1 / 6144),)
-    """(window, cost of a pair of tokens) for each kind of layer; window 0 = every token before it. The default is a
+    """(window, cost of a pair of tokens) for each kind of layer; window 0: every token before it. The default is a
     dense model of width 1,024."""
     per_target: float = 0.0
     """Cost of the head's products for one target."""

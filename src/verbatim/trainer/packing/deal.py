@@ -23,7 +23,7 @@ class Piece:
     tokens: int
     """What it takes of a micro-batch's tokens, at least 1."""
     block: int | None = None
-    """Pieces of one block go to one rank; None = to any."""
+    """Pieces of one block go to one rank; None: to any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class _Pass:
         return cls(most_tokens, [(0.0, rank) for rank in ranks], [0] * num_ranks, [[] for _ in ranks])
 
     def put(self, piece: Piece, number: int, level: float, only: int | None) -> int | None:
-        """Take the piece, on this rank alone if one is given. Returns the rank that has it; None = it does not fit."""
+        """Take the piece, on this rank alone if one is given. Returns the rank that has it; None: it does not fit."""
         if self.fewest_tokens and self.fewest_tokens + piece.tokens > self.most_tokens:
             return None
         for at, (cost, rank) in enumerate(self.order):

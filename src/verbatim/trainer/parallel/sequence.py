@@ -87,11 +87,11 @@ class SequenceGroup:
         return values
 
     def _exchange(self, x_STF: Tensor) -> Tensor:
-        out: Tensor = _Exchange.apply(x_STF, self._group)  # type: ignore[no-untyped-call]
+        out: Tensor = _AllToAll.apply(x_STF, self._group)  # type: ignore[no-untyped-call]
         return out
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Rank r sends `x[s]` to rank s and gets what that one has for it as `out[s]`. Nothing is saved."""
 
     @staticmethod
@@ -140,7 +140,7 @@ class SequencePlan:
 
 
 def sequence_group(ranks: Ranks | None, size: int) -> SequenceGroup | None:
-    """The group of this process; None = each process has micro-batches of its own. All ranks call it.
+    """The group of this process; None: each process has micro-batches of its own. All ranks call it.
 
     Raises:
         UsageError: the processes are no multiple of `size`.

@@ -1,6 +1,6 @@
 """Moves batches to the trainer and weights to the sampler: through files, between hosts, or as broadcasts."""
 
-from verbatim.trainer.transport.base import StepReport, TrainerLink, TrainerReady
+from verbatim.trainer.transport.trainer_link import StepReport, TrainerLink, TrainerReady
 from verbatim.trainer.transport.weights import WeightFolders
 
 __all__ = ["StepReport", "TrainerLink", "TrainerReady", "WeightFolders"]

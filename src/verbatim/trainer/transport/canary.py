@@ -49,7 +49,7 @@ class Probes:
     """Logprob of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
     rounding: float | None = None
     """By how much these logprobs change, in the mean, where what each layer gives to the next one is rounded to
-    bfloat16; None = not measured. The trainer finds it with its own weights, whatever the sampler holds."""
+    bfloat16; None: not measured. The trainer finds it with its own weights, whatever the sampler holds."""
 
 
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:

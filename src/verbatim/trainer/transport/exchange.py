@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verbatim.trainer.transport.base import TrainerReady
 from verbatim.trainer.transport.files import publish_bytes, publish_json, read_published_json
 from verbatim.trainer.transport.heartbeat import read_beat
+from verbatim.trainer.transport.trainer_link import TrainerReady
 from verbatim.trainer.transport.trainer_messages import (
     TrainerMessage,
     message_parts,

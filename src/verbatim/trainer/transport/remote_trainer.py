@@ -12,8 +12,8 @@ from typing import Any
 from verbatim.core.errors import RunStopped
 from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport
-from verbatim.trainer.transport.base import StepReport
 from verbatim.trainer.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
+from verbatim.trainer.transport.trainer_link import StepReport
 from verbatim.trainer.transport.trainer_messages import TrainerMessage, path_from_json, report_from_json
 
 _LOOK_SECONDS = 0.25

@@ -37,9 +37,9 @@ from verbatim.core.errors import RunStopped
 from verbatim.core.records.trained_tokens import TrainedTokens
 from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, WeightStore
-from verbatim.trainer.transport.base import StepReport, TrainerReady
 from verbatim.trainer.transport.canary import Probes
 from verbatim.trainer.transport.sample_tensors import samples_from_tensors, samples_to_tensors
+from verbatim.trainer.transport.trainer_link import StepReport, TrainerReady
 
 _OF_TOKENS = ("logprobs", "gradients")
 """Fields of `TrainedTokens`, float32; in answers their bytes as base64."""

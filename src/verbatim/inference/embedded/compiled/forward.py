@@ -48,7 +48,7 @@ class CompiledForward:
     """
 
     num_rows = 0
-    """Rows of every pass; 0 = as many as there are tokens."""
+    """Rows of every pass; 0: as many as there are tokens."""
 
     def __init__(
         self,

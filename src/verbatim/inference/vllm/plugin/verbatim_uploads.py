@@ -33,7 +33,7 @@ async def take(root: Path | None, scope: Scope, receive: Receive) -> tuple[int, 
     """The status and the JSON to answer with.
 
     Args:
-        root: Uploads land here, in a folder for each version; None = this server takes none.
+        root: Uploads land here, in a folder for each version; None: this server takes none.
         scope: Of ASGI; its path begins with `PREFIX`.
         receive: Of ASGI.
     """

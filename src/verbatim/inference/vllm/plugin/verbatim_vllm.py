@@ -78,7 +78,7 @@ def _nccl() -> str | None:
 
 
 def _unsupported_heads(model: Any) -> str | None:
-    """Why the attention kernels of a CPU cannot compute this model; None = they can.
+    """Why the attention kernels of a CPU cannot compute this model; None: they can.
 
     vLLM asks its other backends before it takes one. Its only one for CPUs is taken unasked, and the server ends at the
     first request.

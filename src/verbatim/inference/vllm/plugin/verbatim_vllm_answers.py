@@ -31,7 +31,7 @@ _LOGPROBS = ("self", "token_ids", "top_logprobs", "num_output_top_logprobs")
 """Parameters of vLLM's methods that are replaced; a release that has others keeps its own answers."""
 
 _logprobs: ContextVar[list[np.ndarray] | None] = ContextVar("verbatim_packed_logprobs", default=None)
-"""Where the request at hand puts its logprobs; None = it is answered in vLLM's own form."""
+"""Where the request at hand puts its logprobs; None: it is answered in vLLM's own form."""
 
 
 def packed(token_ids: Sequence[int], logprobs: np.ndarray) -> dict[str, str]:
@@ -84,7 +84,7 @@ def install() -> str | None:
     """Teach this process's token endpoint; called once for each application, and possibly twice in a process.
 
     Returns:
-        Why it cannot be taught; None = it was.
+        Why it cannot be taught; None: it was.
     """
     try:
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 Piece = tuple[str | int | None, int, int, Tensor]
-"""A part of a parameter: the shard of a fused module ("q", 0; None = not fused), the dimension along which it is a part
+"""A part of a parameter: the shard of a fused module ("q", 0; None: not fused), the dimension along which it is a part
 of the checkpoint's tensor, where it begins there, and its values."""
 
 
@@ -82,7 +82,7 @@ class Watch:
         self.unmapped = sorted(f"{name} (of the server)" for _, name in missing)
 
     def _places(self) -> dict[str, tuple[str, str | int | None] | None]:
-        """Checkpoint tensor -> parameter and shard of it; None = not understood."""
+        """Checkpoint tensor -> parameter and shard of it; None: not understood."""
         known = {(param, shard) for _, param, shard in self._wanted()}
         found: dict[str, tuple[str, str | int | None] | None] = {}
         for name in self._shapes:

@@ -12,7 +12,7 @@ def truncated(d: Difference) -> str | None:
     """A truncated completion whose end differs in the prompt, or a prompt without its beginning."""
     change = d.change
     for span in d.spans:
-        if span.cut_off and span.start <= d.at <= span.end and (change.end >= span.end or d.at == span.end):
+        if span.truncated and span.start <= d.at <= span.end and (change.end >= span.end or d.at == span.end):
             length = counted(span.end - span.start, "token")
             return (
                 f"turn {span.turn}'s completion was cut off after {length}, and its end is written otherwise in "

@@ -1,8 +1,8 @@
 """Reads logs of trajectories of Verbatim and other frameworks."""
 
-from verbatim.inspection.doctor.logs.base import Format, LogFile, LoggedTrajectory, Problems, recognise
-from verbatim.inspection.doctor.logs.fates import FateFormat, is_fate_path
 from verbatim.inspection.doctor.logs.lines import VERBATIM, VERIFIERS
+from verbatim.inspection.doctor.logs.log_file import Format, LogFile, LoggedTrajectory, Problems, detect_format
+from verbatim.inspection.doctor.logs.outcomes import OutcomeFormat, is_outcome_path
 from verbatim.inspection.doctor.logs.vllm import VllmFormat
 
 
@@ -12,12 +12,12 @@ def known_formats() -> tuple[Format, ...]:
 
 
 __all__ = [
-    "FateFormat",
     "Format",
     "LogFile",
     "LoggedTrajectory",
+    "OutcomeFormat",
     "Problems",
-    "is_fate_path",
+    "detect_format",
+    "is_outcome_path",
     "known_formats",
-    "recognise",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from verbatim.core.formats import LINES, content_of
 from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import StopReason, Trajectory, Turn
-from verbatim.inspection.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
+from verbatim.inspection.doctor.logs.log_file import DAMAGED, LogFile, LoggedTrajectory
 
 
 @dataclass(kw_only=True)
@@ -19,7 +19,7 @@ class LineFormat:
     name: str
     expected: str
     about: str
-    recognises: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
     trajectory: Callable[[Mapping[str, Any], int], Trajectory]
     """Reads the record of a line, given the line's number."""
     kind: str | None = None
@@ -44,7 +44,7 @@ VERBATIM = LineFormat(
     name="verbatim",
     expected='{"format": 1, "step": 7, "trajectory": {"turns": [{"prompt": ..., "completion_ids": [...]}, ...], ...}}',
     about="trajectories of a run of Verbatim",
-    recognises=_is_ours,
+    matches=_is_ours,
     trajectory=lambda record, line: trajectory_from_json(record["trajectory"]),
     kind=LINES,
 )
@@ -71,7 +71,7 @@ def _rollout(record: Mapping[str, Any], line: int) -> Trajectory:
 
 def _turn(step: Mapping[str, Any], own: str | None) -> Turn:
     tokens = step["tokens"]
-    cut_off = bool(step.get("is_truncated") or tokens.get("is_truncated"))
+    truncated = bool(step.get("is_truncated") or tokens.get("is_truncated"))
     name = step.get("trajectory_id")
     # Steps of a sub-agent have another trajectory's name, or are marked as such.
     agent = "main" if not _is_sub(step) and name in (None, own) else str(name or "sub")
@@ -79,7 +79,7 @@ def _turn(step: Mapping[str, Any], own: str | None) -> Turn:
         prompt_ids=tokens["prompt_ids"],
         completion_ids=tokens["completion_ids"],
         agent=agent,
-        stop_reason=StopReason.LENGTH if cut_off else StopReason.STOP,
+        stop_reason=StopReason.LENGTH if truncated else StopReason.STOP,
     )
 
 
@@ -91,6 +91,6 @@ VERIFIERS = LineFormat(
     name="verifiers",
     expected='{"trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...], ...}, ...}, ...], ...}',
     about="rollouts of verifiers; steps without tokens are left out",
-    recognises=_is_verifiers,
+    matches=_is_verifiers,
     trajectory=_rollout,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 from verbatim.core.token_tree import as_ids
 from verbatim.core.types import StopReason, Trajectory, Turn
-from verbatim.inspection.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
+from verbatim.inspection.doctor.logs.log_file import DAMAGED, LogFile, LoggedTrajectory
 
 CONVERSATION_KEYS = (
     "trajectory_id",
@@ -34,7 +34,7 @@ _STOPS = {"length": StopReason.LENGTH, "abort": StopReason.CANCELLED}
 
 
 @dataclass
-class _Answer:
+class _LoggedChoice:
     """One choice of one response, assembled from its chunks."""
 
     prompt: Sequence[int]
@@ -55,13 +55,13 @@ class VllmFormat:
         self._key: str | None = None
         self._conversations = False
 
-    def recognises(self, record: Mapping[str, Any]) -> bool:
+    def matches(self, record: Mapping[str, Any]) -> bool:
         return any(True for _ in _responses(record))
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
         for name, places in self._group(file).items():
-            answers: dict[int, list[_Answer]] = {}
-            open_answers: dict[tuple[str, int], _Answer] = {}
+            answers: dict[int, list[_LoggedChoice]] = {}
+            open_answers: dict[tuple[str, int], _LoggedChoice] = {}
             for line in file.at(places):
                 try:
                     for request, response in _responses(line.record):
@@ -137,8 +137,8 @@ def _take(
     request: Mapping[str, Any],
     line: Mapping[str, Any],
     number: int,
-    answers: dict[int, list[_Answer]],
-    open_answers: dict[tuple[str, int], _Answer],
+    answers: dict[int, list[_LoggedChoice]],
+    open_answers: dict[tuple[str, int], _LoggedChoice],
 ) -> None:
     """Add a response, or a chunk to the response it belongs to."""
     choices = response.get("choices", response.get("outputs", [response]))
@@ -150,7 +150,7 @@ def _take(
         if prompt is not None:
             agent = next((p["agent"] for p in (line, request, response) if isinstance(p.get("agent"), str)), "main")
             tools = json.dumps(request["tools"], sort_keys=True) if request.get("tools") else ""
-            open_answers[key] = _Answer(prompt=prompt, agent=agent, tools=tools, line=number)
+            open_answers[key] = _LoggedChoice(prompt=prompt, agent=agent, tools=tools, line=number)
             answers.setdefault(index, []).append(open_answers[key])
         elif key not in open_answers:
             raise ValueError("an answer without prompt_token_ids; send the request with return_token_ids = true")
@@ -161,7 +161,7 @@ def _take(
             open_answers[key].stop_reason = _STOPS.get(choice["finish_reason"], StopReason.STOP)
 
 
-def _trajectory(name: str, answers: Sequence[_Answer]) -> LoggedTrajectory:
+def _trajectory(name: str, answers: Sequence[_LoggedChoice]) -> LoggedTrajectory:
     turns = [
         Turn(
             prompt_ids=as_ids(answer.prompt, "prompt_token_ids"),

@@ -1,7 +1,7 @@
 """Alarms: rules that look at a window of a run's steps and say what goes wrong, why, and which key to change."""
 
-from verbatim.logs.monitors.alarms.base import Finding, Rule, StepFigures, Window
 from verbatim.logs.monitors.alarms.engine import AlarmRow, AlarmWatch
+from verbatim.logs.monitors.alarms.rule import Finding, Rule, StepFigures, Window
 from verbatim.logs.monitors.alarms.table import ALARMS
 
 __all__ = ["ALARMS", "AlarmRow", "AlarmWatch", "Finding", "Rule", "StepFigures", "Window"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from verbatim.logs.monitors.alarms.base import Window
+from verbatim.logs.monitors.alarms.rule import Window
 from verbatim.models.renderers import BreakReason
 from verbatim.rollouts.loop import rendered_anew
 
@@ -28,7 +28,7 @@ def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
     what helps against each."""
     noted = [
         (reason, trajectory.turns[turn].num_prompt_tokens)
-        for trajectory in (fate.trajectory for fate in window.fates)
+        for trajectory in (outcome.trajectory for outcome in window.outcomes)
         if trajectory.env == env and trajectory.error is None
         for turn, reason in rendered_anew(trajectory.info)
         if 0 <= turn < len(trajectory.turns)

@@ -1,10 +1,10 @@
 """Decides whether a figure has risen or fallen: by ranks, so that single outliers and the figure's scale do not matter.
 
-Every rule that looks for a change asks two questions. Is it large enough to matter (a knob of the rule)? And is it more
-than the noise between steps? The second one is a one-sided Mann-Whitney test of the recent steps against the earlier
-ones, at `SURE`. If the figure does not change, each order of the values is equally likely, and the test is passed by
-chance in at most one of 1,000 windows; with 8 steps against 8, the 16 values have to be all but completely apart.
-"""
+Every rule that looks for a change asks two questions. Is it large enough to matter (a parameter of the rule)? And is
+it more than the noise between steps? The second one is a one-sided Mann-Whitney test of the recent steps against the
+earlier ones, at `SURE`. If the figure does not change, each order of the values is equally likely, and the test is
+passed by chance in at most one of 1,000 windows; with 8 steps against 8, the 16 values have to be all but completely
+apart."""
 
 from __future__ import annotations
 

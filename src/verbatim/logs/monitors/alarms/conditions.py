@@ -16,7 +16,9 @@ from itertools import accumulate
 from verbatim.config.sections import FinitePositive, Fraction, NonNegativeFloat, PositiveInt
 from verbatim.core.records.equality import are_equal
 from verbatim.core.trajectories import first_version
-from verbatim.logs.monitors.alarms.base import (
+from verbatim.logs.monitors.alarms.break_reasons import cause_and_advice
+from verbatim.logs.monitors.alarms.change import chance_of_rise
+from verbatim.logs.monitors.alarms.rule import (
     HOLD,
     UNTRAINED,
     Sight,
@@ -24,8 +26,6 @@ from verbatim.logs.monitors.alarms.base import (
     Window,
     over,
 )
-from verbatim.logs.monitors.alarms.break_reasons import cause_and_advice
-from verbatim.logs.monitors.alarms.change import chance_of_rise
 
 # -- the distance between the policy that sampled and the policy that is trained
 
@@ -83,7 +83,7 @@ def staleness(window: Window, *, beyond: NonNegativeFloat, dropped: Fraction, st
         return
     counts = window.together(("staleness/dropped", "rollouts"), steps)
     lost = statistics.median([lost / (lost + kept) if lost + kept else 0.0 for lost, kept in counts] or [0.0])
-    records = [fate.trajectory for fate in window.fates]
+    records = [outcome.trajectory for outcome in window.outcomes]
     version, env = min(((v, t.env) for t in records if (v := first_version(t)) is not None), default=(None, None))
     yield Sight(
         level=max(over(age, asked + beyond), over(lost, dropped)),

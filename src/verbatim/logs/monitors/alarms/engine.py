@@ -14,10 +14,10 @@ from typing import Any
 
 from verbatim.core.errors import ComponentError
 from verbatim.core.redaction import without_secrets
-from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.alarms.base import HOLD, Figures, Finding, Rule, Sight, StepFigures, Window, training_before
 from verbatim.logs.monitors.alarms.figures import error_counts, rollout_figures
+from verbatim.logs.monitors.alarms.rule import HOLD, Figures, Finding, Rule, Sight, StepFigures, Window, training_before
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +50,29 @@ class AlarmRow:
     name: str
     """Its table is [monitor.alarms.NAME]."""
     function: Callable[..., Iterable[Sight]]
-    """The condition: `function(window, **knobs)`; its keyword arguments are the knobs."""
-    knobs: Mapping[str, Any]
+    """The condition: `function(window, **parameters)`; its keyword arguments are the parameters."""
+    parameters: Mapping[str, Any]
     """Thresholds, and lengths of windows."""
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The smallest and the largest value of a knob with which the alarm can be raised."""
+    """The smallest and the largest value of a parameter with which the alarm can be raised."""
     message: str
     """One sentence: what is seen, with its numbers."""
     why: Mapping[str, Why] | Why
     """Cause and advice; by `Sight.why` where there are several, with "" for every other one."""
     evidence: Sequence[str] = ()
     """Metrics of the step that show it."""
-    trajectories: Callable[[Sequence[Fate], Sight], Sequence[Fate]] | None = None
-    """Which fates show it, of those of the sight's environment or of the run; the first ones are named."""
+    trajectories: Callable[[Sequence[TrajectoryOutcome], Sight], Sequence[TrajectoryOutcome]] | None = None
+    """Which outcomes show it, of those of the sight's environment or of the run; the first ones are named."""
     on_evaluations: bool = False
     """Whether it is looked for after each evaluation, and not after each step."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the window shows."""
-        for sight in self.function(window, **self.knobs):
+        for sight in self.function(window, **self.parameters):
             why = self.why if isinstance(self.why, Why) else self.why.get(sight.why) or self.why[""]
-            texts = _Texts(window, {**self.knobs, **sight.evidence, **sight.values, "env": sight.env})
+            texts = _Texts(window, {**self.parameters, **sight.evidence, **sight.values, "env": sight.env})
             metrics = {name: value for name in self.evidence if (value := window.metric(name)) is not None}
-            own = [fate for fate in window.fates if sight.env in (None, fate.trajectory.env)]
+            own = [outcome for outcome in window.outcomes if sight.env in (None, outcome.trajectory.env)]
             shown = self.trajectories(own, sight) if self.trajectories is not None and sight.level >= 1 else ()
             yield Finding(
                 message=texts.format(self.message, seen=texts.format(why.seen)),
@@ -81,7 +81,7 @@ class AlarmRow:
                 level=sight.level,
                 evidence={**metrics, **sight.evidence},
                 env=sight.env,
-                trajectory_ids=tuple(fate.trajectory.trajectory_id for fate in shown[:_SHOWN]),
+                trajectory_ids=tuple(outcome.trajectory.trajectory_id for outcome in shown[:_SHOWN]),
             )
 
 
@@ -140,22 +140,22 @@ class AlarmWatch:
         self.on_stop: Callable[[Alarm], None] | None = None
         """Is called with each alarm that is to end the run, as it is raised."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> list[Alarm]:
+    def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> list[Alarm]:
         """What this step raises and clears."""
         figures = StepFigures(
             step=step,
             metrics=_finite(metrics),
-            errors=error_counts(fates),
-            envs={env: _finite(own) for env, own in rollout_figures(metrics, fates).items()},
+            errors=error_counts(outcomes),
+            envs={env: _finite(own) for env, own in rollout_figures(metrics, outcomes).items()},
         )
-        return self.observe(figures, fates)
+        return self.observe(figures, outcomes)
 
-    def observe(self, figures: StepFigures, fates: Sequence[Fate] = ()) -> list[Alarm]:
+    def observe(self, figures: StepFigures, outcomes: Sequence[TrajectoryOutcome] = ()) -> list[Alarm]:
         """The same of figures that are known already."""
         self._steps.append(figures)
         if len(self._first) < KEPT_FIRST:
             self._first.append(figures)
-        return self._judge(figures.step, fates)
+        return self._judge(figures.step, outcomes)
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> list[Alarm]:
         """What this evaluation raises and clears."""
@@ -163,12 +163,14 @@ class AlarmWatch:
         kept.append((step, {**_finite(metrics), **training_before(list(self._steps)[-TRAINING_STEPS:], env)}))
         return self._judge(step, evaluated=env)
 
-    def _judge(self, step: int, fates: Sequence[Fate] = (), *, evaluated: str | None = None) -> list[Alarm]:
+    def _judge(
+        self, step: int, outcomes: Sequence[TrajectoryOutcome] = (), *, evaluated: str | None = None
+    ) -> list[Alarm]:
         """The alarms of the rules that are asked now; after an evaluation only those about its environment."""
         window = Window(
             steps=tuple(self._steps),
             first=tuple(self._first),
-            fates=fates,
+            outcomes=outcomes,
             config=self._config,
             evaluations={name: tuple(kept) for name, kept in self._evaluations.items()},
         )

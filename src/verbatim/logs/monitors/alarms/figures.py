@@ -13,13 +13,13 @@ from itertools import pairwise
 import numpy as np
 
 from verbatim.core.records.equality import deviation, is_at_least
-from verbatim.core.trajectories import TRAINED, Fate, first_version
+from verbatim.core.trajectories import TRAINED, TrajectoryOutcome, first_version
 from verbatim.core.trajectories.openings import breaks
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import StopReason
-from verbatim.logs.monitors.alarms.base import TOOL, UNTRAINED, Sight
+from verbatim.logs.monitors.alarms.rule import TOOL, UNTRAINED, Sight
+from verbatim.rollouts.episode_stats import failure_kind
 from verbatim.rollouts.loop import TOOLS_OFFERED
-from verbatim.rollouts.tally import failure_kind
 
 LOOKED_AT = 128
 """Trajectories of each environment whose tokens are looked at."""
@@ -36,7 +36,7 @@ _LIKE_A_CALL = re.compile(
 """What calls look like in the text of models' usual formats."""
 
 
-def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict[str, dict[str, float]]:
+def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, float]]:
     """Figures by environment and name; one that is a mean of nothing is left out. Names:
 
     - `rollouts`, `failed`, `completed`, `trained`: how many there are, failed, did not fail, have a trained token;
@@ -44,7 +44,7 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
     - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which is what `success` is where
       the environment does not say
     - `reward`, `reward_std`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means
-      over the completed ones; `cut_off`: share that ended at a limit of length
+      over the completed ones; `truncated`: share that ended at a limit of length
     - `repetition`: share of 4-grams that occur before in their turn
     - `credit/tokens_per_turn`, `credit/repetition`, `credit/tool/{name}`: correlation with the reward within groups
     - `offered`: rollouts that were offered tools; of those `called`: share with a readable call, `unread`: share of
@@ -53,11 +53,11 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
       `rewritten`: share of them that break and lose half of the completion before or more
     """
     found = {}
-    for env in dict.fromkeys(fate.trajectory.env for fate in fates):
-        own = [fate for fate in fates if fate.trajectory.env == env]
-        completed = [fate.trajectory for fate in own if fate.trajectory.error is None]
+    for env in dict.fromkeys(outcome.trajectory.env for outcome in outcomes):
+        own = [outcome for outcome in outcomes if outcome.trajectory.env == env]
+        completed = [outcome.trajectory for outcome in own if outcome.trajectory.error is None]
         figures = {
-            **_fate_figures(own),
+            **_outcome_figures(own),
             "success": metrics.get(f"success/{env}", math.nan),
             **_behaviour_figures(completed),
             **_tool_figures(completed),
@@ -67,21 +67,25 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
     return found
 
 
-def error_counts(fates: Sequence[Fate]) -> dict[str, dict[str, int]]:
+def error_counts(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, int]]:
     """Failed rollouts by environment and kind of error: the message without numbers and quoted values."""
-    failed = [(fate.trajectory.env, fate.trajectory.error) for fate in fates if fate.trajectory.error is not None]
+    failed = [
+        (outcome.trajectory.env, outcome.trajectory.error)
+        for outcome in outcomes
+        if outcome.trajectory.error is not None
+    ]
     kinds = {env: Counter[str]() for env, _ in failed}
     for env, error in failed:
         kinds[env][failure_kind(error)] += 1
     return {env: dict(counts.most_common(_KINDS)) for env, counts in kinds.items()}
 
 
-def main_reason(fate: Fate) -> str | None:
+def main_reason(outcome: TrajectoryOutcome) -> str | None:
     """Why nothing of a trajectory is trained; None where something is."""
-    tokens = fate.num_tokens
+    tokens = outcome.num_tokens
     if tokens.get(TRAINED):
         return None
-    return fate.reason or max(tokens, key=lambda reason: tokens[reason], default="empty")
+    return outcome.reason or max(tokens, key=lambda reason: tokens[reason], default="empty")
 
 
 def repetition(trajectory: TrajectoryRecord) -> float | None:
@@ -133,20 +137,22 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(listed) if listed else math.nan
 
 
-def _fate_figures(fates: Sequence[Fate]) -> dict[str, float]:
-    reasons = Counter(main_reason(fate) for fate in fates)
-    completed = [fate for fate in fates if fate.trajectory.error is None]
-    rewards = [reward for fate in completed if math.isfinite(reward := _reward(fate))]
-    in_batch = [fate for fate in completed if fate.reason not in _BEFORE_A_BATCH and math.isfinite(_reward(fate))]
+def _outcome_figures(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, float]:
+    reasons = Counter(main_reason(outcome) for outcome in outcomes)
+    completed = [outcome for outcome in outcomes if outcome.trajectory.error is None]
+    rewards = [reward for outcome in completed if math.isfinite(reward := _reward(outcome))]
+    in_batch = [
+        outcome for outcome in completed if outcome.reason not in _BEFORE_A_BATCH and math.isfinite(_reward(outcome))
+    ]
     return {
-        "rollouts": len(fates),
-        "failed": len(fates) - len(completed),
+        "rollouts": len(outcomes),
+        "failed": len(outcomes) - len(completed),
         "completed": len(completed),
         "trained": reasons.pop(None, 0),
         **{f"{UNTRAINED}{reason}": count for reason, count in reasons.items()},
         "reward": _mean(rewards),
         "reward_std": deviation(rewards) if rewards else math.nan,
-        "full_reward": _mean(is_at_least(_reward(fate), 1.0) for fate in in_batch),
+        "full_reward": _mean(is_at_least(_reward(outcome), 1.0) for outcome in in_batch),
     }
 
 
@@ -154,8 +160,8 @@ _BEFORE_A_BATCH = ("difficulty", "stale")
 """Rollouts that are dropped for these reasons are not in the metric `success`."""
 
 
-def _reward(fate: Fate) -> float:
-    return math.nan if fate.trajectory.reward is None else fate.trajectory.reward
+def _reward(outcome: TrajectoryOutcome) -> float:
+    return math.nan if outcome.trajectory.reward is None else outcome.trajectory.reward
 
 
 def _behaviour_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
@@ -166,7 +172,7 @@ def _behaviour_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float
         "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
         "tokens_per_turn": _mean(per_turn),
         "credit/tokens_per_turn": Groups(completed).credit(per_turn),
-        "cut_off": _mean(t.stop_reason is StopReason.LENGTH for t in completed),
+        "truncated": _mean(t.stop_reason is StopReason.LENGTH for t in completed),
         "repetition": _mean(value for value in repeated if value is not None),
         "credit/repetition": Groups(looked_at).credit(repeated),
     }
@@ -230,74 +236,79 @@ def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
 # -- which of them show an alarm: those of its environment, or of the run, the clearest first
 
 
-def furthest(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def furthest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those whose logprobs differ most between trainer and sampler, by the mean over their tokens."""
-    known = [(moved, fate) for fate in fates if (moved := _moved(fate)) is not None]
-    return [fate for _, fate in sorted(known, key=lambda pair: -pair[0])]
+    known = [(moved, outcome) for outcome in outcomes if (moved := _moved(outcome)) is not None]
+    return [outcome for _, outcome in sorted(known, key=lambda pair: -pair[0])]
 
 
-def _moved(fate: Fate) -> float | None:
+def _moved(outcome: TrajectoryOutcome) -> float | None:
     moved = [
         np.abs(trainer - turn.logprobs)
-        for trainer, turn in zip(fate.trainer_logprobs, fate.trajectory.turns, strict=False)
+        for trainer, turn in zip(outcome.trainer_logprobs, outcome.trajectory.turns, strict=False)
         if trainer is not None and turn.logprobs is not None and len(turn.logprobs)
     ]
     return float(np.concatenate(moved).mean()) if moved else None
 
 
-def oldest(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those that the oldest policy sampled."""
     return sorted(
-        (fate for fate in fates if fate.trajectory.turns), key=lambda fate: first_version(fate.trajectory) or 0
+        (outcome for outcome in outcomes if outcome.trajectory.turns),
+        key=lambda outcome: first_version(outcome.trajectory) or 0,
     )
 
 
-def without_a_call(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those that were offered tools and called none, first those whose text looks like a call."""
     found = [
-        fate
-        for fate in fates
-        if fate.trajectory.error is None
-        and fate.trajectory.info.get(TOOLS_OFFERED)
-        and not any(call.status == "ok" for turn in fate.trajectory.turns for call in turn.tool_calls)
+        outcome
+        for outcome in outcomes
+        if outcome.trajectory.error is None
+        and outcome.trajectory.info.get(TOOLS_OFFERED)
+        and not any(call.status == "ok" for turn in outcome.trajectory.turns for call in turn.tool_calls)
     ]
-    return sorted(found, key=lambda fate: not looks_like_a_call(fate.trajectory))
+    return sorted(found, key=lambda outcome: not looks_like_a_call(outcome.trajectory))
 
 
-def broken(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def broken(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those with most turns that break."""
-    own = [fate for fate in fates if fate.trajectory.error is None][:LOOKED_AT]
-    counted = sorted(((own_breaks(fate.trajectory)[1], fate) for fate in own), key=lambda pair: -pair[0])
-    return [fate for count, fate in counted if count]
+    own = [outcome for outcome in outcomes if outcome.trajectory.error is None][:LOOKED_AT]
+    counted = sorted(((own_breaks(outcome.trajectory)[1], outcome) for outcome in own), key=lambda pair: -pair[0])
+    return [outcome for count, outcome in counted if count]
 
 
-def untrained(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def untrained(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those that are not trained, for the sight's reason where it has one."""
     reason = sight.values.get("reason")
-    return [fate for fate in fates if (why := main_reason(fate)) is not None and reason in (None, why)]
+    return [outcome for outcome in outcomes if (why := main_reason(outcome)) is not None and reason in (None, why)]
 
 
-def failed(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def failed(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those that failed with the sight's kind of error."""
     kind = sight.values["kind"]
-    return [fate for fate in fates if (error := fate.trajectory.error) is not None and failure_kind(error) == kind]
+    return [
+        outcome
+        for outcome in outcomes
+        if (error := outcome.trajectory.error) is not None and failure_kind(error) == kind
+    ]
 
 
-def paid_without_success(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def paid_without_success(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those with the highest rewards below 1, or with the highest ones where there are none."""
-    paid = [(fate.trajectory.reward, fate) for fate in fates if fate.trajectory.reward is not None]
-    return [fate for _, fate in sorted(paid, key=lambda pair: (is_at_least(pair[0], 1.0), -pair[0]))]
+    paid = [(outcome.trajectory.reward, outcome) for outcome in outcomes if outcome.trajectory.reward is not None]
+    return [outcome for _, outcome in sorted(paid, key=lambda pair: (is_at_least(pair[0], 1.0), -pair[0]))]
 
 
-def most_of(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+def most_of(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
     """Those with most of the sight's figure among those that earned at least the median."""
-    own = (fate for fate in fates if fate.trajectory.error is None)
-    paid = [(fate.trajectory.reward, fate) for fate in own if fate.trajectory.reward is not None]
+    own = (outcome for outcome in outcomes if outcome.trajectory.error is None)
+    paid = [(outcome.trajectory.reward, outcome) for outcome in own if outcome.trajectory.reward is not None]
     middle = statistics.median([reward for reward, _ in paid] or [0.0])
     measures: dict[str, Callable[[TrajectoryRecord], float]] = {
         "tokens_per_turn": tokens_per_turn,
         "repetition": lambda trajectory: repetition(trajectory) or 0.0,
         TOOL: lambda trajectory: calls_of(trajectory)[sight.values["tool"]],
     }
-    found = [fate for reward, fate in paid if reward >= middle][:LOOKED_AT]
-    return sorted(found, key=lambda fate: -measures[sight.why](fate.trajectory))
+    found = [outcome for reward, outcome in paid if reward >= middle][:LOOKED_AT]
+    return sorted(found, key=lambda outcome: -measures[sight.why](outcome.trajectory))

@@ -10,7 +10,8 @@ from statistics import NormalDist
 
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
-from verbatim.logs.monitors.alarms.base import (
+from verbatim.logs.monitors.alarms.change import SURE, falls, rises
+from verbatim.logs.monitors.alarms.rule import (
     TOOL,
     TRAINING,
     TRAINING_ERROR,
@@ -21,7 +22,6 @@ from verbatim.logs.monitors.alarms.base import (
     over,
     training_before,
 )
-from verbatim.logs.monitors.alarms.change import SURE, falls, rises
 
 # -- a reward that rises alone
 

@@ -1,7 +1,7 @@
 """The alarms that are built in: one row for each.
 
-In the texts `{dropped:.0%}` is a number that the condition saw or a knob, `{time/step:.1f}` a metric of the step, and
-`{trainer.optim.lr}` a key of the configuration, which is shown with its present value.
+In the texts `{dropped:.0%}` is a number that the condition saw or a parameter, `{time/step:.1f}` a metric of the step,
+and `{trainer.optim.lr}` a key of the configuration, which is shown with its present value.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from verbatim.logs.monitors.alarms import conditions, figures, reward_conditions
-from verbatim.logs.monitors.alarms.base import TOOL
 from verbatim.logs.monitors.alarms.engine import KEPT_EVALUATIONS, KEPT_STEPS, AlarmRow, Why
+from verbatim.logs.monitors.alarms.rule import TOOL
 
 _WINDOW = {"steps": (1, KEPT_STEPS)}
 _COMPARES = {"steps": (1, KEPT_STEPS // 2)}
@@ -63,7 +63,7 @@ _ROWS = (
     AlarmRow(
         name="reward_hacking",
         function=reward_conditions.reward_hacking,
-        knobs={
+        parameters={
             "growth": 2.0,
             "repetition": 0.2,
             "tool_growth": 3.0,
@@ -107,7 +107,7 @@ _ROWS = (
     AlarmRow(
         name="reward_success_gap",
         function=reward_conditions.reward_success_gap,
-        knobs={"rise": 0.2, "fall": 0.1, "steps": 8},
+        parameters={"rise": 0.2, "fall": 0.1, "steps": 8},
         limits=_COMPARES_RANKS,
         message="the reward of {env} rose from {reward before:.3g} to {now:.3g} while its success fell from "
         "{success before:.2f} to {success:.2f} (medians of {steps} steps)",
@@ -121,7 +121,7 @@ _ROWS = (
     AlarmRow(
         name="evaluation_flat",
         function=reward_conditions.evaluation_flat,
-        knobs={"rise": 0.1, "evaluations": 4, "solved": 0.9},
+        parameters={"rise": 0.1, "evaluations": 4, "solved": 0.9},
         limits={"evaluations": (1, KEPT_EVALUATIONS)},
         on_evaluations=True,
         message="from step {began} to {step} the success of training rose from {success of training before:.2f} to "
@@ -136,7 +136,7 @@ _ROWS = (
     AlarmRow(
         name="evaluation_drop",
         function=reward_conditions.evaluation_drop,
-        knobs={"fall": 0.1, "reward_fall": 0.2},
+        parameters={"fall": 0.1, "reward_fall": 0.2},
         on_evaluations=True,
         message="the {what} of the evaluation of {env} fell from {was:.3g} at step {began}, its best, to {now:.3g} "
         "(95% intervals {intervals})",
@@ -161,7 +161,7 @@ _ROWS = (
     AlarmRow(
         name="entropy_collapse",
         function=conditions.entropy_collapse,
-        knobs={"share": 0.05, "solved": 0.9, "steps": 8},
+        parameters={"share": 0.05, "solved": 0.9, "steps": 8},
         limits=_COMPARES,
         message="entropy is {entropy:.3g}, {left:.1%} of the first steps' {entropy of the first steps:.3g}, while "
         "success stands at {success:.2f} and the reward no longer rises",
@@ -175,7 +175,7 @@ _ROWS = (
     AlarmRow(
         name="mismatch_kl",
         function=conditions.mismatch_kl,
-        knobs={"bound": 0.05, "steps": 8},
+        parameters={"bound": 0.05, "steps": 8},
         limits=_WINDOW,
         message="mismatch_kl is {value:.3g}, the median of {steps} steps; the bound is {bound:g}",
         why=_OFF_POLICY,
@@ -185,7 +185,7 @@ _ROWS = (
     AlarmRow(
         name="masked_tokens",
         function=conditions.masked_tokens,
-        knobs={"share": 0.1, "steps": 8},
+        parameters={"share": 0.1, "steps": 8},
         limits=_WINDOW,
         message="the loss masks {value:.1%} of the trained tokens, the median of {steps} steps; the bound is "
         "{share:.1%}",
@@ -196,7 +196,7 @@ _ROWS = (
     AlarmRow(
         name="staleness",
         function=conditions.staleness,
-        knobs={"beyond": 1.0, "dropped": 0.1, "steps": 5},
+        parameters={"beyond": 1.0, "dropped": 0.1, "steps": 5},
         limits=_WINDOW,
         message="rollouts are {age:.2f} steps old when they are trained, where {asked:g} are asked for, and {lost:.1%} "
         "are dropped as too old (medians of {steps} steps)",
@@ -216,7 +216,7 @@ _ROWS = (
     AlarmRow(
         name="kept_set_bytes",
         function=conditions.kept_set_bytes,
-        knobs={"bound": 1000.0, "steps": 8},
+        parameters={"bound": 1000.0, "steps": 8},
         limits=_WINDOW,
         message="kept sets take {value:,.0f} bytes for each trained token, the median of {steps} steps; the bound is "
         "{bound:,.0f}",
@@ -229,7 +229,7 @@ _ROWS = (
     AlarmRow(
         name="tool_format",
         function=conditions.tool_format,
-        knobs={"share": 0.3, "gone": 0.5, "steps": 3},
+        parameters={"share": 0.3, "gone": 0.5, "steps": 3},
         limits=_WINDOW,
         message="{seen}",
         why={
@@ -265,7 +265,7 @@ _ROWS = (
     AlarmRow(
         name="prompt_breaks",
         function=conditions.prompt_breaks,
-        knobs={"share": 0.2, "steps": 3},
+        parameters={"share": 0.2, "steps": 3},
         limits=_WINDOW,
         message="{broken:.0%} of the later turns of {env} extend no sample, so each of them is a sample of its own "
         "that repeats the history",
@@ -276,7 +276,7 @@ _ROWS = (
     AlarmRow(
         name="everything_filtered",
         function=conditions.everything_filtered,
-        knobs={"share": 0.95, "solved": 0.9, "rollouts": 100, "steps": 3},
+        parameters={"share": 0.95, "solved": 0.9, "rollouts": 100, "steps": 3},
         limits=_WINDOW,
         message="{dropped:.0%} of the last {completed:.0f} rollouts of {env}, in {counted} steps, were dropped, most "
         "as {reason}; success is {success:.2f}",
@@ -322,7 +322,7 @@ _ROWS = (
     AlarmRow(
         name="pools_dry",
         function=conditions.pools_dry,
-        knobs={"left": 0.05},
+        parameters={"left": 0.05},
         message="{normal:.1%} of the examples of {env} are still sampled; {easy:.1%} are in the easy pool and "
         "{hard:.1%} in the hard one",
         why={
@@ -341,7 +341,7 @@ _ROWS = (
     AlarmRow(
         name="environment_starves",
         function=conditions.environment_starves,
-        knobs={"share": 0.25, "steps": 8},
+        parameters={"share": 0.25, "steps": 8},
         limits=_WINDOW,
         message="{usable:.0f} rollouts of {env} in {counted} steps could be trained, where its ratio asks for "
         "{expected:.0f}",
@@ -366,7 +366,7 @@ _ROWS = (
     AlarmRow(
         name="repeated_error",
         function=conditions.repeated_error,
-        knobs={"share": 0.2, "rollouts": 8, "steps": 3},
+        parameters={"share": 0.2, "rollouts": 8, "steps": 3},
         limits=_WINDOW,
         message="{count} of {total:.0f} rollouts of {env} in {counted} steps failed with: {kind}{others}",
         why={
@@ -410,7 +410,7 @@ _ROWS = (
     AlarmRow(
         name="sampler_idle",
         function=conditions.sampler_idle,
-        knobs={"share": 0.8, "seconds": 10.0, "steps": 8},
+        parameters={"share": 0.8, "seconds": 10.0, "steps": 8},
         limits=_WINDOW,
         message=f"the sampler waits {_IDLE}",
         why=Why(
@@ -423,7 +423,7 @@ _ROWS = (
     AlarmRow(
         name="trainer_idle",
         function=conditions.trainer_idle,
-        knobs={"share": 0.8, "seconds": 10.0, "steps": 8},
+        parameters={"share": 0.8, "seconds": 10.0, "steps": 8},
         limits=_WINDOW,
         message=f"the trainer waits {_IDLE}",
         why={
@@ -445,4 +445,4 @@ _ROWS = (
 )
 
 ALARMS: Mapping[str, AlarmRow] = {row.name: row for row in _ROWS}
-"""By the name of their table, [monitor.alarms.NAME], whose keys are the knobs. Every one is on by default."""
+"""By the name of their table, [monitor.alarms.NAME], whose keys are the parameters. Every one is on by default."""

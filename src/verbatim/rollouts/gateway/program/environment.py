@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from verbatim.core.errors import EnvironmentFault, NoDemonstrations, ProgramFault, UsageError
 from verbatim.core.imports import find_file
 from verbatim.core.types import Example, StopReason, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Score
+from verbatim.environments.environment import Demonstration, Episode, Score
 from verbatim.environments.resolve import create_environment, demonstrations_of
 from verbatim.environments.rows import read_splits
 from verbatim.environments.sources import read_json_lines
@@ -26,11 +26,11 @@ from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.gateway import stop_reason_of
 from verbatim.rollouts.gateway.program.launch import Launch
-from verbatim.rollouts.gateway.program.process import SCORE_SECONDS, Outcome, ProgramProcess
+from verbatim.rollouts.gateway.program.process import SCORE_SECONDS, ProgramEnd, ProgramProcess
 from verbatim.rollouts.gateway.program.reused import ReusedPrograms
 from verbatim.rollouts.gateway.service import Service, ServiceLimits
 from verbatim.rollouts.gateway.session import INFO, Session
-from verbatim.rollouts.gateway.session_settings import SessionSettings, Watch
+from verbatim.rollouts.gateway.session_settings import AnswerWatch, SessionSettings
 from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.rewards import read_score
 
@@ -56,7 +56,7 @@ class _Played:
     """What became of one program."""
 
     reward: Any
-    """As the program gave it; None = it gave none."""
+    """As the program gave it; None: it gave none."""
     fault: ProgramFault | None
     info: Mapping[str, Any]
 
@@ -115,7 +115,7 @@ class Program:
         reward: Where the reward is: on the last line of the output, in the file `reward.txt` of the work folder, on the
             last line of `score`, or posted to VERBATIM_REWARD_URL. What was posted always counts.
         score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
-        failed_reward: The reward of a program that crashed or hung after it had an answer of the model. None = such an
+        failed_reward: The reward of a program that crashed or hung after it had an answer of the model. None: such an
             episode has failed, and is counted as `program_crashed` or `program_hung`; one without an answer always has,
             also as `program_silent`.
         timeout: Seconds for the program, waiting for a place not counted; at most, and by default, what is left of the
@@ -135,7 +135,7 @@ class Program:
         episodes_per_process: Episodes that one of these plays at a time.
         sampling: Whose temperature, top_p, top_k and min_p hold: the run's, or those of requests.
         restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
-            None = where the renderer continues what was sampled.
+            None: where the renderer continues what was sampled.
         train_undelivered: Whether an answer is trained that no client has received to its end, and that none went on
             from. By default it is context, counted as `untrained`.
         unenforced: Fields of requests that are let pass without effect, and counted.
@@ -224,9 +224,11 @@ class Program:
         )
         self.most, self.places = max_processes, episodes_per_process
         self._demonstrations = demonstrations
-        self.watch: Watch | None = None
+        self.watch: AnswerWatch | None = None
         """Is told of all requests and answers, for a check."""
-        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Serving] = weakref.WeakKeyDictionary()
+        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ProgramServing] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def examples(self, split: str) -> Sequence[Example]:
         """The rows of "train" or "eval"."""
@@ -253,12 +255,12 @@ class Program:
             for row in (rows[n % len(rows)] for n in range(count))
         ]
 
-    async def serving(self) -> Serving:
+    async def serving(self) -> ProgramServing:
         """The gateway of the running event loop, and the programs that are reused; they end with the loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             service = Service(options=self._options, limits=self._limits)
-            self._serving[loop] = Serving(self.launch, service, self.most, self.places)
+            self._serving[loop] = ProgramServing(self.launch, service, self.most, self.places)
         serving = self._serving[loop]
         await serving.up()
         return serving
@@ -275,7 +277,7 @@ def _folder_of(command: str | Sequence[str]) -> str | None:
     return None
 
 
-class Serving:
+class ProgramServing:
     """A gateway and its programs, for as long as their event loop runs."""
 
     def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
@@ -365,7 +367,7 @@ class ProgramEpisode(Episode):
         if fault is not None:
             self.info = {**self.info, "program": {**self.info["program"], "end": fault.kind, "said": str(fault)[:1000]}}
 
-    async def _launch(self, serving: Serving, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
+    async def _launch(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
         """A process of its own."""
         process = ProgramProcess(self._environment.launch, serving.service)
         try:
@@ -397,12 +399,12 @@ class ProgramEpisode(Episode):
         finally:
             await process.close()
 
-    def _line(self, outcome: Outcome) -> str:
+    def _line(self, outcome: ProgramEnd) -> str:
         """The line that holds the reward."""
         text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
-    async def _reuse(self, serving: Serving, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
+    async def _reuse(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
         """A process that plays other episodes too."""
         began = time.monotonic()
         fault: ProgramFault | None = None

@@ -19,7 +19,7 @@ from pathlib import Path
 from verbatim.core.children import Child, gone, kill_group, start_async
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.tasks import cancel_all
-from verbatim.environments.tools.group_memory import WATCH, Watched
+from verbatim.environments.tools.group_memory import WATCH, WatchedProcess
 from verbatim.inference.http.acceptor import Acceptor
 from verbatim.rollouts.gateway.gateway import variables
 from verbatim.rollouts.gateway.program.launch import PORT, Launch
@@ -48,11 +48,11 @@ socket.send_fds(own, [b"x"], [listening.fileno()])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramEnd:
     """How a program ended."""
 
     status: int | None
-    """Its exit status, 128 + n after signal n; None = its process was gone before it could be told."""
+    """Its exit status, 128 + n after signal n; None: its process was gone before it could be told."""
     stdout: str
     """The end of what it wrote."""
     stderr: str
@@ -102,7 +102,7 @@ class ProgramProcess:
         self._work, self._folder = launch.work_folder()
         self._environment: dict[str, str] = {}
         self._marked = secrets.token_hex(16)
-        self._watched: list[Watched] = []
+        self._watched: list[WatchedProcess] = []
         self._ended_at_mb: int | None = None
         self.url = service.url
         """Where the program reaches the gateway."""
@@ -155,12 +155,12 @@ class ProgramProcess:
             if last:
                 self._process.stdin.close()
 
-    async def ended(self) -> Outcome:
+    async def ended(self) -> ProgramEnd:
         """Wait for the end of the program."""
         await self._done.wait()
         return self.outcome()
 
-    async def scored(self, seconds: float = SCORE_SECONDS) -> Outcome:
+    async def scored(self, seconds: float = SCORE_SECONDS) -> ProgramEnd:
         """Wait for the end of the scoring command, once the program has ended. What the program has started is killed
         before, so that nothing else can write a score.
 
@@ -193,12 +193,12 @@ class ProgramProcess:
             errors.cancel()
             await gone(process)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProgramEnd:
         """How it ended, or what it has written so far."""
         if any(watched.was_ended for watched in self._watched):  # by the kernel, before anybody looked
             self._ended_at_mb = self._launch.limits.memory_mb
         text = [bytes(part).decode(errors="replace") for part in (self._stdout, self._stderr, self._score)]
-        return Outcome(
+        return ProgramEnd(
             status=self._status, stdout=text[0], stderr=text[1], score=text[2], ended_at_mb=self._ended_at_mb
         )
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.core.types import Example, StopReason, Trajectory
-from verbatim.environments.base import Episode, Score, check_split
+from verbatim.environments.environment import Episode, Score, check_split
 from verbatim.models.renderers.renderer_spec import renderer_spec
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.chat import MODEL
 from verbatim.rollouts.gateway.verifiers import trace as verifiers_trace
-from verbatim.rollouts.gateway.verifiers.serving import Serving
+from verbatim.rollouts.gateway.verifiers.serving import VerifiersServing
 from verbatim.rollouts.loop import EpisodeOver
 
 HARNESS = "verbatim-chat"
@@ -63,7 +63,9 @@ class VerifiersEnvironment:
         self._config = _read_config(taskset, env, harness, dict(config or {}))
         self._selected = {"train": _tasks(self._config, train), "eval": _tasks(self._config, eval)}
         self._tasks = {_example_id(task): task for tasks in self._selected.values() for task in tasks}
-        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Serving] = weakref.WeakKeyDictionary()
+        self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, VerifiersServing] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks that were selected for "train" or "eval"."""
@@ -74,13 +76,13 @@ class VerifiersEnvironment:
         """An episode about the example's task. The seed reaches the sampling only: verifiers knows none."""
         return VerifiersEpisode(self, self._tasks[example.id])
 
-    def serving(self) -> Serving:
+    def serving(self) -> VerifiersServing:
         """The servers of the running event loop."""
         from verifiers.v1.utils.loaders import load_environment
 
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
-            self._serving[loop] = Serving(load_environment(self._config))
+            self._serving[loop] = VerifiersServing(load_environment(self._config))
         return self._serving[loop]
 
     def context(self, base_url: str, loop: AgentLoop) -> Any:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.core.errors import RolloutError
-from verbatim.inference.base import Completion, SampleRequest
-from verbatim.inference.cut_off import settle
+from verbatim.inference.cancelled import settle
 from verbatim.inference.http.refused import Refused
+from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.gateway.delivery import Progress
+from verbatim.rollouts.gateway.delivery import AnswerProgress
 from verbatim.rollouts.gateway.service import Service
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.session_settings import SessionSettings
@@ -43,7 +43,7 @@ class TraceSession(Session):
         self._trace = trace
 
     async def complete(
-        self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: Progress | None = None
+        self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: AnswerProgress | None = None
     ) -> Completion:
         """A turn of the trace's agent. Where no turn or token is left, verifiers is told to stop and score. The experts
         of a mixture stay in the episode's record: verifiers reads another format of them."""
@@ -91,7 +91,7 @@ class Reception:
 
 
 @dataclass(eq=False)
-class Serving:
+class VerifiersServing:
     """Up for as long as it is used, in one event loop. verifiers' servers are entered and left in one task, as their
     scopes demand, whichever episode comes first and goes last."""
 

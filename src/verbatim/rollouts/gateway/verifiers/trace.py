@@ -80,7 +80,7 @@ def _sampled(trace: Any) -> Iterator[Served]:
 
 
 def errors_of(episode: Any) -> str | None:
-    """What went wrong, in verifiers' words; None = nothing."""
+    """What went wrong, in verifiers' words; None: nothing."""
     found = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
     return "; ".join(f"{error.type}: {error.message}" for error in found[:3]) or None
 

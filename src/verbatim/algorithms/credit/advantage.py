@@ -1,0 +1,214 @@
+"""Defines an advantage function's inputs and outputs, and writes its advantages to the trajectories."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.algorithms.credit.length_penalty import penalised
+from verbatim.algorithms.credit.shares import Share, agents_with_rewards, share_of
+from verbatim.config.schema import LengthPenaltyConfig
+from verbatim.core.errors import ComponentError
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.types import Group, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One group: its rollouts without an error, filtered ones included; where agents have rewards of their own, one
+    agent's part of them."""
+
+    rollouts: Sequence[Trajectory]
+    """Each is also a mapping: `rollout["reward"]`."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """What each of them earned, after length penalties."""
+        return [float(rollout["reward"]) for rollout in self.rollouts]
+
+
+@dataclass(frozen=True)
+class AdvantageOutputs:
+    """One advantage for each rollout: a number, or a list with one number for each of its turns."""
+
+    advantages: Sequence[float | Sequence[float]]
+    """As long as `rollouts`."""
+
+
+_LARGEST = 3.4028234663852886e38
+"""The largest float32: samples hold advantages in it."""
+
+AdvantageFunction = Callable[..., AdvantageOutputs]
+"""`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`."""
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """An entry of `ADVANTAGES`: the function, and what a run must know of it. A plain function is as good, with none of
+    these."""
+
+    function: AdvantageFunction
+    """`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`; `parameters` are set in the file."""
+    compares_rewards: bool = False
+    """Whether it reads the rollouts' rewards alone and compares each with the others of its group: a group of one has
+    the advantage 0, and rewards of turns are not read."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Bound keyword arguments."""
+
+    def __call__(self, inputs: AdvantageInputs, **parameters: Any) -> AdvantageOutputs:
+        """Apply the function with its parameters."""
+        return self.function(inputs, **{**self.parameters, **parameters})
+
+
+def assign_advantages(
+    group: Group,
+    function: AdvantageFunction,
+    length_penalty: LengthPenaltyConfig | None = None,
+    *,
+    max_length: int | None = None,
+    needs_logprobs: bool = False,
+) -> Group:
+    """The group with advantages on its completed trajectories.
+
+    Where agents have rewards of their own, the function is called for each of these agents, with rollouts that hold its
+    turns and its reward, and once for all other agents, with `reward`; a length penalty sees the same. What it
+    returns for a rollout then goes to those turns.
+
+    A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
+    never reaches the trainer. A bad reward enters no baseline. A length penalty shapes the rewards that the
+    function sees; the trajectories keep their own. It charges what is trained, for which it has to know
+    `max_length` and `needs_logprobs` as `trajectories.build` takes them.
+
+    Raises:
+        ComponentError: the function raised, or returned something else than one number, or one list of numbers with
+            one for each turn, for each rollout.
+    """
+    group = _without_bad_rewards(group)
+    if not group.completed:
+        return group
+    where = f"advantage {function_name(function)}, group {group.group_id}"
+    credited = {id(t): t for t in group.completed}
+    for agent in agents_with_rewards(group.completed):
+        shares = [s for s in (share_of(t, agent) for t in group.completed) if s is not None]
+        views = [share.view for share in shares]
+        seen = (
+            views
+            if length_penalty is None
+            else penalised(views, length_penalty, max_length=max_length, needs_logprobs=needs_logprobs)
+        )
+        said = f"{where}, agent {agent}" if agent is not None else where
+        for share, advantage in zip(shares, _call(function, seen, said), strict=True):
+            key = id(share.whole)
+            credited[key] = _credit(credited[key], share, advantage, said)
+    return dataclasses.replace(group, trajectories=tuple(credited.get(id(t), t) for t in group.trajectories))
+
+
+def try_advantage(function: AdvantageFunction) -> None:
+    """Call an advantage as a run would, with two made-up rollouts of two turns that earned 1 and 0.
+
+    One that raises is logged and not refused: it may read what only an environment's own rollouts have.
+
+    Raises:
+        ComponentError: it returned something else than advantages of these rollouts.
+    """
+    rollouts = [
+        Trajectory(
+            example_id="made-up",
+            sample_index=index,
+            reward=reward,
+            turns=tuple(
+                Turn(prompt_ids=prompt, completion_ids=[2], logprobs=[-1.0], reward=earned, state_key=str(len(prompt)))
+                for prompt, earned in (([1], 0.0), ([1, 2, 1], reward))
+            ),
+        )
+        for index, reward in enumerate((1.0, 0.0))
+    ]
+    try:
+        _call(function, rollouts, f"advantage {function_name(function)}, tried on two made-up rollouts")
+    except ComponentError as error:
+        if error.__cause__ is None:
+            raise
+        logger.warning("%s; a run ends there if its own rollouts lack that too", error)
+        return
+    assign_advantages(Group(group_id="made-up", example_id="made-up", env="", trajectories=tuple(rollouts)), function)
+
+
+def _without_bad_rewards(group: Group) -> Group:
+    reasons = [t.bad_reward if t.error is None else None for t in group.trajectories]
+    if not any(reasons):
+        return group
+    return dataclasses.replace(
+        group,
+        trajectories=tuple(
+            t if reason is None else t.replace(error=reason)
+            for t, reason in zip(group.trajectories, reasons, strict=True)
+        ),
+    )
+
+
+def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: str) -> Sequence[object]:
+    """What the function says of each rollout."""
+    try:
+        outputs = function(AdvantageInputs(rollouts=rollouts))
+    except ComponentError as error:
+        raise ComponentError(f"{where}: {error}") from error
+    except Exception as error:  # a user's function may raise anything
+        if is_out_of_memory(error):
+            raise
+        raise ComponentError(f"{where}: raised {type(error).__name__}: {error}") from error
+    advantages = getattr(outputs, "advantages", None)
+    expected = f"expected AdvantageOutputs(advantages=[one for each of {len(rollouts)} rollouts])"
+    if not isinstance(advantages, Iterable) or isinstance(advantages, str | Mapping):
+        raise ComponentError(f"{where}: returned {type(outputs).__name__}; {expected}")
+    advantages = list(advantages)
+    if len(advantages) != len(rollouts):
+        raise ComponentError(f"{where}: returned {len(advantages)} advantages; {expected}")
+    return advantages
+
+
+def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) -> Trajectory:
+    """The trajectory with the advantage of a share of its turns."""
+    of_turns = isinstance(advantage, Iterable) and getattr(advantage, "ndim", 1) > 0
+    try:
+        values = [_number(value) for value in (advantage if of_turns else [advantage])]
+    except (TypeError, ValueError) as error:
+        raise ComponentError(
+            f"{where}: returned {advantage!r} for rollout {trajectory.sample_index} ({error}); "
+            "expected a number, or a list with one for each of its turns"
+        ) from error
+    if of_turns and len(values) != len(share.places):
+        raise ComponentError(
+            f"{where}: {len(values)} advantages for the {len(share.places)} turns of rollout {trajectory.sample_index}"
+        )
+    if not all(abs(value) <= _LARGEST for value in values):  # NaN is not
+        fault = "larger than float32 holds" if all(map(math.isfinite, values)) else "not finite"
+        return trajectory.replace(error=f"advantage: {values if of_turns else values[0]} is {fault}")
+    if not of_turns and share.is_whole:
+        return trajectory.replace(advantage=values[0])
+    turns = list(trajectory.turns)
+    for place, value in zip(share.places, values if of_turns else values * len(share.places), strict=True):
+        turns[place] = turns[place].replace(advantage=value)
+    return trajectory.replace(turns=tuple(turns))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError("a text")
+    try:
+        return float(value)
+    except OverflowError:  # an integer that no float can hold
+        return math.inf if value > 0 else -math.inf
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a component in messages."""
+    while isinstance(function, functools.partial | Advantage):
+        function = function.function if isinstance(function, Advantage) else function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)

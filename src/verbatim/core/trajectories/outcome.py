@@ -1,0 +1,93 @@
+"""Says what becomes of a trajectory's sampled tokens: those of each turn are trained, or dropped for one reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from verbatim.core.records.fields import Float32
+from verbatim.core.trajectories.record import TrajectoryRecord
+
+TRAINED = "trained"
+"""The outcome of tokens that an optimizer step is taken on."""
+EVALUATION = "evaluation"
+"""The outcome of tokens that were sampled to measure the policy: never trained, and in no ledger. Any other outcome is
+a reason of the `Ledger`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryOutcome:
+    """The outcome of every sampled token of one trajectory.
+
+    Example: of two turns of 3 and 2 tokens, the second one longer than a sample may be.
+
+        >>> from verbatim import Turn
+        >>> turns = [Turn(prompt_ids=[1], completion_ids=[2] * count) for count in (3, 2)]
+        >>> trajectory = Trajectory(example_id="x", turns=turns)
+        >>> outcome = TrajectoryOutcome(trajectory=trajectory, turns=("trained", "over_length"))
+        >>> outcome.num_trained_tokens, outcome.dropped
+        (3, {'over_length': 2})
+    """
+
+    trajectory: TrajectoryRecord
+    """With its advantages."""
+    turns: tuple[str, ...]
+    """The outcome of each turn's completion, in order."""
+    unrecorded: str | None = None
+    """The outcome of the tokens that are in no turn; None: there are none."""
+    reason: str | None = None
+    """Why nothing of it is trained; None where single turns decide."""
+    flags: tuple[str, ...] = ()
+    """The filters that flagged it, those that only count included."""
+    trainer_logprobs: tuple[Float32 | None, ...] = ()
+    """The trainer's logprobs of each turn's completion, float32 [C]; None for a turn that was not trained. Empty where
+    they were not kept."""
+    gradients: tuple[Float32 | None, ...] = ()
+    """The derivative of the loss, not yet divided, by each of these: float32 [C]."""
+    teacher_logprobs: tuple[Float32 | None, ...] = ()
+    """The teacher's logprobs of each turn's completion, float32 [C]; None for a turn that it was not asked about. Empty
+    without a teacher."""
+
+    def __post_init__(self) -> None:
+        assert len(self.turns) == len(self.trajectory.turns), "each turn has a outcome"
+        assert len(self.teacher_logprobs) in (0, len(self.turns))
+        assert len(self.trainer_logprobs) in (0, len(self.turns)) and len(self.gradients) == len(self.trainer_logprobs)
+        assert bool(self.trajectory.num_unrecorded_tokens) <= (self.unrecorded is not None), "so has what is in none"
+
+    @classmethod
+    def of_dropped(cls, trajectory: TrajectoryRecord, reason: str, flags: Sequence[str] = ()) -> Self:
+        """Every token is dropped for this reason."""
+        unrecorded = reason if trajectory.num_unrecorded_tokens else None
+        return cls(
+            trajectory=trajectory,
+            turns=(reason,) * len(trajectory.turns),
+            unrecorded=unrecorded,
+            reason=reason,
+            flags=tuple(flags),
+        )
+
+    @classmethod
+    def of_evaluated(cls, trajectory: TrajectoryRecord) -> Self:
+        """It was played to measure the policy."""
+        return cls.of_dropped(trajectory, EVALUATION)
+
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """Sampled tokens by outcome; outcomes without a token are left out."""
+        found: dict[str, int] = {}
+        for outcome, turn in zip(self.turns, self.trajectory.turns, strict=True):
+            found[outcome] = found.get(outcome, 0) + len(turn.completion_ids)
+        if self.unrecorded is not None:
+            found[self.unrecorded] = found.get(self.unrecorded, 0) + self.trajectory.num_unrecorded_tokens
+        return {outcome: count for outcome, count in found.items() if count}
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that are trained."""
+        return self.num_tokens.get(TRAINED, 0)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Tokens that are not, by reason."""
+        return {outcome: count for outcome, count in self.num_tokens.items() if outcome != TRAINED}

@@ -1,0 +1,274 @@
+"""Renders conversations and parses completions off the event loop, on a thread or in processes.
+
+A template is a program, and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server for
+untrusted clients renders in other processes, which can be killed; a server of its own run renders on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import itertools
+import logging
+import os
+import pickle
+import struct
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from verbatim.core.children import kill_group, start_async
+from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.core.imports import child_environment
+from verbatim.core.tasks import cancel_all
+from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.refused import Refused
+from verbatim.models.renderers.renderer import Renderer
+from verbatim.models.renderers.renderer_spec import renderer_spec
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SMALL = 2**14
+"""Most bytes of a small request. With several processes, one accepts small requests only, so that they never wait
+behind large ones."""
+START_SECONDS = 120.0
+"""Seconds for a process to load the renderer."""
+_MOST_WAITING = 1024
+_MOST_BYTES = 2**28
+"""Most bytes of all waiting requests together."""
+_HEADER = struct.Struct("!Q")
+
+
+class RenderPool(ABC):
+    """Runs what needs the renderer."""
+
+    async def start(self) -> None:  # noqa: B027  (there may be nothing to wait for)
+        """Wait until it can render.
+
+        Raises:
+            UsageError: the renderer cannot be made; says why.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End its threads and processes."""
+
+    @abstractmethod
+    async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
+        """Call a function of `chat_work` with the renderer.
+
+        Args:
+            size: Bytes of its request; the smallest run first.
+            work: The function; it takes the renderer as the keyword `renderer`.
+            given: Its other arguments, which can be pickled.
+            about: Its keywords.
+
+        Raises:
+            Refused: it takes too long, too many are waiting already, or the function refuses the request.
+            VerbatimError: as the function does.
+        """
+
+
+class ThreadRenderPool(RenderPool):
+    """Renders on one thread of this process; no other code may use the renderer meanwhile."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
+
+    async def close(self) -> None:
+        """End the thread after its present task."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
+        """As `RenderPool.run`."""
+        call = functools.partial(work, *given, renderer=self._renderer, **about)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+class ProcessRenderPool(RenderPool):
+    """Renders in other processes. A process that takes too long for a request is killed and replaced.
+
+    Args:
+        renderer: The model's renderer; created again in each process.
+        processes: Their number. With two or more, the first accepts small requests only.
+        limits: Time limit of one request.
+
+    Raises:
+        UsageError: the renderer cannot be sent to another process.
+    """
+
+    def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
+        try:
+            self._spec = pickle.dumps(renderer_spec(renderer))
+        except Exception as error:  # parts of custom renderers raise anything
+            raise UsageError(
+                f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
+                "with chat_processes = 0"
+            ) from error
+        self._seconds = limits.render_seconds
+        self._tasks: list[tuple[int, int, bytes, asyncio.Future[Any]]] = []
+        """The request's bytes (the smallest runs first), a number, the pickled call, and its outcome."""
+        self._bytes = 0
+        self._numbers = itertools.count()
+        self._changed = asyncio.Condition()
+        self._ready = [asyncio.get_running_loop().create_future() for _ in range(processes)]
+        self._workers = [
+            asyncio.create_task(
+                self._work(most=SMALL if k == 0 and processes > 1 else None, ready=self._ready[k]),
+                name=f"chat-process-{k}",
+            )
+            for k in range(processes)
+        ]
+
+    async def start(self) -> None:
+        """Wait until all processes have loaded the renderer."""
+        await asyncio.gather(*self._ready)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await cancel_all(self._workers)
+        for ready in self._ready:
+            ready.cancel()
+
+    async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
+        """As `RenderPool.run`."""
+        if len(self._tasks) >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
+            raise Refused(503, "too many conversations wait to be rendered; try again")
+        frame = pickle.dumps((work, given, about))
+        outcome = asyncio.get_running_loop().create_future()
+        async with self._changed:
+            heapq.heappush(self._tasks, (size, next(self._numbers), frame, outcome))
+            self._bytes += size
+            self._changed.notify_all()
+        done: T = await outcome
+        return done
+
+    async def _next(self, most: int | None) -> tuple[bytes, asyncio.Future[Any]]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._tasks and (most is None or self._tasks[0][0] <= most))
+            size, _, frame, outcome = heapq.heappop(self._tasks)
+            self._bytes -= size
+            return frame, outcome
+
+    async def _work(self, most: int | None, ready: asyncio.Future[None]) -> None:
+        while True:
+            try:
+                process = await _start(self._spec)
+            except UsageError as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                logger.warning("%s", error)  # it worked before: memory may be short for a while
+                await asyncio.sleep(1.0)
+                continue
+            if not ready.done():
+                ready.set_result(None)
+            try:
+                while await self._serve(process, *await self._next(most)):
+                    pass
+            finally:
+                kill_group(process.pid)
+                await process.wait()
+
+    async def _serve(self, process: asyncio.subprocess.Process, frame: bytes, outcome: asyncio.Future[Any]) -> bool:
+        """Run a call; returns whether the process can run another one."""
+        if outcome.cancelled():  # the client disconnected
+            return True
+        said: Any
+        usable = False
+        try:
+            async with asyncio.timeout(self._seconds):
+                await _send(process, frame)
+                said = await _receive(process)
+            usable = True
+        except TimeoutError:
+            said = Refused(400, f"messages: they take more than {self._seconds:g} s to become token ids")
+        except (OSError, EOFError) as error:
+            logger.warning("a process that renders conversations ended (%s); another one is started", error)
+            said = Refused(503, "messages: the process that rendered them ended; try again")
+        except BaseException:
+            outcome.cancel()
+            raise
+        if not outcome.done():
+            if isinstance(said, BaseException):
+                outcome.set_exception(said)
+            else:
+                outcome.set_result(said)
+        return usable
+
+
+async def _start(spec: bytes) -> asyncio.subprocess.Process:
+    process = await start_async(
+        [sys.executable, "-m", "verbatim.inference.http.render_pool"],
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        environment=child_environment(),
+    )
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await _send(process, spec)
+            outcome = await _receive(process)
+    except (OSError, EOFError, TimeoutError) as error:
+        outcome = UsageError(f"a process that renders conversations does not start: {type(error).__name__} {error}")
+    except BaseException:
+        kill_group(process.pid)
+        raise
+    if isinstance(outcome, BaseException):
+        kill_group(process.pid)
+        await process.wait()
+        raise UsageError(f"a process that renders conversations cannot make the renderer: {outcome}")
+    return process
+
+
+async def _send(process: asyncio.subprocess.Process, frame: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.writelines([_HEADER.pack(len(frame)), frame])
+    await process.stdin.drain()
+
+
+async def _receive(process: asyncio.subprocess.Process) -> Any:
+    assert process.stdout is not None
+    (size,) = _HEADER.unpack(await process.stdout.readexactly(_HEADER.size))
+    return pickle.loads(await process.stdout.readexactly(size))  # noqa: S301  (from our own child process)
+
+
+def main() -> None:
+    """Entry of a rendering process: reads a renderer's spec and then calls from standard input, answers on stdout."""
+    os.nice(5)  # the engine first
+    calls_in, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps library output out of the answers
+
+    def send(outcome: Any) -> None:
+        frame = pickle.dumps(outcome)
+        answers.write(_HEADER.pack(len(frame)) + frame)
+        answers.flush()
+
+    def receive() -> Any:
+        head = calls_in.read(_HEADER.size)
+        if len(head) < _HEADER.size:
+            sys.exit(0)
+        return pickle.loads(calls_in.read(_HEADER.unpack(head)[0]))  # noqa: S301  (from the parent process)
+
+    spec = receive()
+    try:
+        renderer = spec.make() if hasattr(spec, "make") else spec
+    except VerbatimError as error:
+        send(error)
+        return
+    send(None)
+    while True:
+        work, given, about = receive()
+        try:
+            send(work(*given, renderer=renderer, **about))
+        except (VerbatimError, Refused) as error:
+            error.__cause__ = error.__context__ = None
+            send(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+"""Keeps the replicas of a pool: takes out those that die or hold wrong weights, and brings back those that died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.tasks import cancel_all
+from verbatim.core.texts import error_text, printable
+from verbatim.inference.pool.admission_queue import AdmissionQueue
+from verbatim.inference.pool.loading import (
+    CheckLine,
+    Limits,
+    TargetWeights,
+    fall_asleep,
+    illness,
+    load_and_check,
+    within,
+)
+from verbatim.inference.pool.member import GivenUp, Member, ReplicaIncarnation
+from verbatim.inference.pool.replica import Rendezvous, Replica, ReplicaLoad, TooSlow
+from verbatim.inference.sampler import WeightCheck
+
+logger = logging.getLogger(__name__)
+
+MOST_LOST_IN_A_ROW = 5
+"""Losses of a replica that completed no request in between, after which it is not started again."""
+SAY_EVERY = 60.0
+"""Seconds between two warnings of a replica's failed requests."""
+CLOSING = 10.0
+"""Most seconds to close a replica."""
+MOST_CHECKUPS = 100.0
+"""Most replicas whose health the watch asks for in a second: of more of them, each is asked less often. One that
+fails on a request is asked at once."""
+LONGEST_PAUSE = 30.0
+"""Most seconds before a replica that was lost several times in a row is started again."""
+
+Restart = Callable[[int], Awaitable[Replica]]
+"""Ends the server of this index, where it still is, and starts it again."""
+
+
+@dataclass
+class ReplicaFaultCounts:
+    """What went wrong since the start."""
+
+    lost: int = 0
+    """Replicas that died."""
+    failed_checks: int = 0
+    """Checks that found wrong weights."""
+    faults: int = 0
+    """Requests on which a living replica failed."""
+    resent: int = 0
+    """Requests that were sent again."""
+    unknown: int = 0
+    """Those of which the lost replica did not say how many tokens it had drawn."""
+    lost_tokens: int = 0
+    """Tokens known to have been drawn for them."""
+
+
+class ReplicaSupervisor:
+    """The members of a pool and what becomes of them.
+
+    Args:
+        members: All of them, by index.
+        places: Gets those that requests can go to.
+        restart: Starts a server again; None: a replica that died stays out.
+        limits: Limits of time.
+        target: What the members are to hold.
+        rendezvous: Where members meet that load at the same time; None: each loads by itself.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        queue: AdmissionQueue,
+        restart: Restart | None,
+        limits: Limits,
+        target: TargetWeights,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self.members = members
+        self.target = target
+        """What every member is to hold; members that come back load it."""
+        self.counts = ReplicaFaultCounts()
+        self.failure: str | None = None
+        """Why no replica is left."""
+        self._queue = queue
+        self._restart = restart
+        self._limits = limits
+        self._rendezvous = rendezvous
+        self._line = CheckLine()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
+        self._checkups: dict[ReplicaIncarnation, asyncio.Task[str | None]] = {}
+        for member in members:
+            queue.add(member.index)
+
+    def begin(self) -> None:
+        """Watch the replicas' health from here on."""
+        for member in self.members:
+            self._in_background(self._watch(member), f"watch-{member.index}")
+
+    async def close(self) -> None:
+        """Let every replica go, and end what goes on in the background."""
+        await cancel_all([*self._tasks, *self._checkups.values()])
+        await asyncio.gather(*(_closed(member.replica) for member in self.members if member.state != "out"))
+        if under_way := [call for member in self.members for call in member.incarnation.under_way]:
+            await asyncio.wait(under_way, timeout=CLOSING)  # they end as cancelled, with the tokens that they have
+        for member in self.members:
+            if member.incarnation.under_way or not member.incarnation.is_proven:
+                member.incarnation.end("the sampler is closed")
+
+    # ---- weights
+
+    async def bring_to(self, target: TargetWeights) -> None:
+        """Load and check the target on every replica, which wakes up those that sleep. Returns once one of them serves
+        it, or none is left."""
+        self.target = target
+        self._is_awake.set()
+        self._queue.release()
+        there = [member for member in self.members if member.state in ("serving", "asleep")]
+        if self._rendezvous is not None:
+            self._rendezvous.expect([member.name for member in there], target.version)
+        await asyncio.gather(*map(self._bring, there))
+        while self.failure is None and not any(member.state == "serving" for member in self.members):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def check_first(self, check: WeightCheck) -> dict[str, str]:
+        """Check the weights that the replicas begin with. What is wrong, by name of replica."""
+        begins_with = replace(self.target, check=check)
+        self.target = replace(begins_with, path=None)  # they have them: nothing is loaded
+        found = await asyncio.gather(*(self._bring(member) for member in self.members))
+        self.target = begins_with
+        return {member.name: why for member, why in zip(self.members, found, strict=True) if why is not None}
+
+    async def _bring(self, member: Member) -> str | None:
+        """Load and check, and say what is wrong with the weights; the member is out, or started again, if it fails."""
+        why = None
+        with self._losing(member):
+            why = await self._prove(member)
+            if why is not None:
+                self._retire(member, why)
+            elif member.state != "serving":
+                self._serve(member)
+        return why
+
+    @contextlib.contextmanager
+    def _losing(self, member: Member) -> Iterator[None]:
+        """A member whose replica fails in the block is lost."""
+        try:
+            yield
+        except GivenUp:
+            pass  # the watch found it dead, and has seen to it
+        except SamplerFault as fault:
+            self.lose(member, member.incarnation, str(fault))
+
+    async def _join(self, member: Member) -> None:
+        """Load and check what is published by now, then serve.
+
+        Raises:
+            SamplerFault: the replica failed.
+            GivenUp: it was lost meanwhile.
+        """
+        while True:
+            target = self.target
+            why = await self._prove(member)
+            if why is not None:
+                self._retire(member, why)
+                return
+            if target is self.target:
+                self._serve(member)
+                return
+
+    async def _prove(self, member: Member) -> str | None:
+        """Load and check, a second time where the check fails. Why it failed twice; None if the weights are right, or
+        outdated: published folders are removed after a while, so failing to load an old one shows nothing."""
+        target = self.target
+        for is_last in (False, True):
+            incarnation = member.incarnation
+            incarnation.withhold()
+            computes = not is_last and member.state not in ("asleep", "starting")  # a server found again may be paused
+            try:
+                why = await incarnation.ask(
+                    load_and_check(incarnation.replica, target, self._limits, self._line, prepare=computes)
+                )
+            except TooSlow:
+                raise
+            except SamplerFault as fault:
+                if await illness(incarnation.replica, self._limits) is not None:
+                    raise
+                why = str(fault)
+            except OSError as error:
+                if target is self.target:
+                    raise
+                why = error_text(error, 2000)
+            finally:
+                if self._rendezvous is not None:
+                    self._rendezvous.leave(member.name)
+            if why is None:
+                incarnation.prove(target.version)
+                return None
+            if target is not self.target:
+                logger.info(
+                    "%s loads policy version %d, for version %d is outdated: %s",
+                    member.name,
+                    self.target.version,
+                    target.version,
+                    printable(why),
+                )
+                return None
+            self.counts.failed_checks += 1
+            if is_last or target.path is None:
+                return why
+            logger.warning(
+                "%s does not hold policy version %d: %s. What it samples is discarded, and it loads everything again",
+                member.name,
+                target.version,
+                printable(why),
+            )
+            self._set_aside(member, why)
+        raise AssertionError("unreachable")
+
+    # ---- sleep
+
+    async def put_to_sleep(self) -> None:
+        """Every replica releases its device, once its requests have ended; the others wait in line until `bring_to`.
+
+        Returns once each is asleep, or out. One that fails to fall asleep is lost, started again, and put to sleep. One
+        that dies while it sleeps waits for `bring_to` to be started again: until then the device is the trainer's.
+        """
+        self._queue.hold()
+        while self.failure is None and not all(member.state in ("asleep", "out") for member in self.members):
+            await self._queue.until_empty()
+            awake = [member for member in self.members if member.state == "serving"]
+            if awake:
+                await asyncio.gather(*map(self._put_to_sleep, awake))
+            else:  # others load, or are started again
+                self._changed.clear()
+                await self._changed.wait()
+        self._is_awake.clear()
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        with self._losing(member):
+            await member.incarnation.ask(fall_asleep(member.replica, self.target, self._limits, self._line))
+            member.state = "asleep"
+            self._queue.remove(member.index)
+
+    # ---- members come and go
+
+    def distrust(self, member: Member, incarnation: ReplicaIncarnation, why: str) -> None:
+        """Answers of this incarnation cannot be right: load and check everything again before it serves."""
+        if member.incarnation is not incarnation or member.state != "serving":
+            return
+        logger.warning("%s is loaded again: %s", member.name, printable(why))
+        self._set_aside(member, why)
+        self._in_background(self._reload(member), f"reload-{member.index}")
+
+    async def _reload(self, member: Member) -> None:
+        with self._losing(member):
+            await self._join(member)
+
+    async def is_well(self, member: Member, incarnation: ReplicaIncarnation) -> bool:
+        """Whether the replica of a failed request lives; one that does not is lost."""
+        checkup = self._checkups.get(incarnation)
+        if checkup is None:
+            checkup = self._checkups[incarnation] = asyncio.create_task(illness(incarnation.replica, self._limits))
+            checkup.add_done_callback(lambda _: self._checkups.pop(incarnation))
+        why = await asyncio.shield(checkup)
+        if why is not None:
+            self.lose(member, incarnation, why)
+        return why is None
+
+    def failed_on_a_request(self, member: Member, why: str) -> None:
+        """A living replica failed on a request: counted, and said once a minute."""
+        self.counts.faults += 1
+        now = asyncio.get_running_loop().time()
+        if now - member.said_at >= SAY_EVERY:
+            member.said_at = now
+            logger.warning("%s lives and failed on a request: %s", member.name, printable(why))
+
+    def lose(self, member: Member, incarnation: ReplicaIncarnation, why: str) -> None:
+        """A replica is dead: take it out, and start it again. Its requests are sent elsewhere."""
+        if member.incarnation is not incarnation or member.state in ("starting", "out"):
+            return
+        self.counts.lost += 1
+        member.num_lost_in_a_row += 1
+        num_running = self._queue.router.num_running(member.index)
+        if self._restart is None or member.num_lost_in_a_row > MOST_LOST_IN_A_ROW:
+            self._retire(member, why)
+            return
+        logger.warning(
+            "%s is lost, and is started again; its %d requests are sent again: %s",
+            member.name,
+            num_running,
+            printable(why),
+        )
+        self._set_aside(member, why)
+        member.state = "starting"
+        self._in_background(self._start_again(member, self._restart), f"restart-{member.index}")
+
+    async def _start_again(self, member: Member, restart: Restart) -> None:
+        old = member.replica
+        self._in_background(_closed(old), f"close-{member.index}")
+        while True:
+            await asyncio.sleep(self._pause(member))
+            await self._is_awake.wait()
+            try:
+                replica = await within(self._limits.start, old, "a new start", restart(member.index))
+                member.renew(member.why, replica)
+                member.num_restarts += 1
+                return await self._join(member)
+            except (SamplerFault, UsageError, OSError) as error:
+                member.why = error_text(error, 2000) if isinstance(error, OSError) else str(error)
+            member.num_lost_in_a_row += 1
+            if member.num_lost_in_a_row > MOST_LOST_IN_A_ROW:
+                self._retire(member, member.why)
+                return
+            logger.warning("%s could not be started again: %s", member.name, printable(member.why))
+
+    def _pause(self, member: Member) -> float:
+        again = member.num_lost_in_a_row - 1
+        return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0
+
+    def _serve(self, member: Member) -> None:
+        member.state = "serving"
+        self._queue.add(member.index)
+        self._changed.set()
+        logger.info("%s serves policy version %d", member.name, member.incarnation.version)
+
+    def _set_aside(self, member: Member, why: str) -> None:
+        """No request goes to it, and what it had is given up."""
+        self._queue.remove(member.index)
+        member.renew(why)
+        if member.state in ("serving", "asleep"):
+            member.state = "loading"
+
+    def _retire(self, member: Member, why: str) -> None:
+        """It will not come back; the run goes on with the rest."""
+        self._set_aside(member, why)
+        member.state = "out"
+        self._in_background(_closed(member.replica), f"close-{member.index}")
+        left = [other.name for other in self.members if other.state != "out"]
+        logger.error(
+            "%s is out for the rest of the run, %d of %d replicas are left: %s",
+            member.name,
+            len(left),
+            len(self.members),
+            printable(why),
+        )
+        if not left:
+            said = "; ".join(_named(other) for other in self.members)
+            self.failure = f"no replica is left. {said}"
+            self._queue.close()
+        self._changed.set()
+
+    # ---- the watch
+
+    async def _watch(self, member: Member) -> None:
+        loop = asyncio.get_running_loop()
+        interval = max(self._limits.health_interval, len(self.members) / MOST_CHECKUPS)
+        await asyncio.sleep(interval * member.index / len(self.members))  # not all at the same moment
+        seen, since = (member.incarnation, -1, -1), loop.time()
+        while member.state != "out":
+            await asyncio.sleep(interval)
+            incarnation = member.incarnation
+            if member.state not in ("serving", "loading", "asleep"):
+                continue
+            why = await illness(incarnation.replica, self._limits)
+            if why is None:
+                member.load = await self._load_of(incarnation.replica) or member.load
+                now = (
+                    incarnation,
+                    *((member.load.generated_tokens, member.load.cache_queries) if member.load else (-1, -1)),
+                )
+                idle = not self._queue.router.num_running(member.index) or member.state != "serving"
+                if now != seen or idle or member.load is None:
+                    seen, since = now, loop.time()
+                elif loop.time() - since > self._limits.stall:
+                    why = f"{member.name}: the engine drew no token in {self._limits.stall:g} s"
+            if why is not None:
+                self.lose(member, incarnation, why)
+
+    async def _load_of(self, replica: Replica) -> ReplicaLoad | None:
+        with contextlib.suppress(SamplerFault):  # its health is known; figures can be missing
+            return await within(
+                self._limits.health, replica, "the answer to a question for its load", replica.load_metrics()
+            )
+        return None
+
+    # ---- tasks
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+            self.failure = f"the pool of replicas failed: {error_text(error)}"  # a fault of this package
+            self._queue.close()
+            self._changed.set()
+
+
+def _named(member: Member) -> str:
+    """What happened to a replica, with its name."""
+    return member.why if member.why.startswith(member.name) else f"{member.name}: {member.why}"
+
+
+async def _closed(replica: Replica) -> None:
+    """Close a replica that may be dead."""
+    try:
+        await within(CLOSING, replica, "closing it", replica.close())
+    except Exception as error:  # noqa: BLE001  (the server of another process; nothing depends on it any more)
+        logger.warning("%s could not be closed: %s", replica.name, printable(error_text(error)))

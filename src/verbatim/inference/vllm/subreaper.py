@@ -1,0 +1,92 @@
+"""Runs one server and ends everything that the server started: `python subreaper.py SECONDS COMMAND...`.
+
+A server forks workers that outlive it when it is killed. This process adopts them (a "child subreaper") and kills all
+of them as soon as the server has ended, or as soon as its own standard input is closed, which happens whenever the
+process that started it ends, for whatever reason. It uses only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PATIENCE = 15.0
+"""Seconds between SIGTERM and SIGKILL; those until all that a killed server leaves behind has ended."""
+_LOOK_EVERY = 0.2
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(command: Sequence[str], patience: float = PATIENCE) -> int:
+    """Run the command until it ends, or until standard input is closed.
+
+    Args:
+        command: The server's command line.
+        patience: Seconds between SIGTERM and SIGKILL.
+
+    Returns:
+        Its exit status; 128 + N after signal N.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)  # whoever holds the other end of standard input decides
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)  # noqa: PLW1509
+    try:
+        while server.poll() is None and not _is_closed(0):
+            pass
+        if server.poll() is None:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(patience)
+    finally:
+        server.kill()
+        status = server.wait()
+        _kill_descendants()
+    return status if status >= 0 else 128 - status
+
+
+def _is_closed(descriptor: int) -> bool:
+    """Whether the descriptor is at its end; waits a moment."""
+    readable, _, _ = select.select([descriptor], [], [], _LOOK_EVERY)
+    return bool(readable) and not os.read(descriptor, 1)
+
+
+def _kill_descendants() -> None:
+    """Kill and reap until no child is left: those of a killed child become children of this process, but only once all
+    its threads have ended; until then it is a zombie that cannot be reaped."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and (children := list(_children())):
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+
+
+def _children() -> Iterator[int]:
+    """Children of this process, zombies too; where the system does not list them, none."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, task.read_text().split())
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], float(sys.argv[1])))

@@ -1,0 +1,95 @@
+"""Seals folders with a `manifest.json` that has size and SHA-256 of every file.
+
+```
+{"format": 1, "files": {"weights/model.safetensors": {"size": 81920, "sha256": "..."}}, ...what its writer adds}
+```
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.core.disk import sha256, sync_tree
+from verbatim.core.errors import CheckpointError, FormatError
+from verbatim.core.machine_faults import describe
+from verbatim.logs.checkpoints.json_files import read_record, write_record
+
+MANIFEST = "manifest.json"
+_OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors of the reading process that do not mean damage."""
+
+
+def write_manifest(folder: Path, more: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest, and sync everything except the name of the folder.
+
+    Args:
+        folder: A folder with all its files.
+        more: Further keys of the manifest.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    entries = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
+    }
+    sync_tree(folder)
+    write_record(folder / MANIFEST, {**(more or {}), "files": entries})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a sealed folder.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, or of another version.
+    """
+    return read_record(folder / MANIFEST)
+
+
+def listed_files(folder: Path) -> set[str]:
+    """Paths of what we have written into a sealed folder, relative to it: the manifest and all that it lists; empty
+    where it cannot be read."""
+    try:
+        return {MANIFEST, *read_manifest(folder)["files"]}
+    except (CheckpointError, KeyError, TypeError):
+        return set()
+
+
+def find_damage(folder: Path) -> str | None:
+    """The first missing or changed file of a sealed folder, as a sentence; None if all are intact.
+
+    Raises:
+        CheckpointError: the files cannot be checked: no permission, or too many open files.
+        FormatError: another version of Verbatim sealed it.
+    """
+    try:
+        manifest = read_manifest(folder)
+        files = [(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+        for name, size, expected in files:
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, expected {size}"
+            if sha256(path) != expected:
+                return f"{name} has another SHA-256 than when it was written"
+    except (CheckpointError, OSError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(error, FormatError) and error.number is not None:
+            raise
+        if isinstance(cause, OSError) and cause.errno in _OF_THE_READER:
+            raise CheckpointError(f"{folder} cannot be read: {describe(cause)}") from cause
+        if isinstance(error, OSError):
+            return f"{error.filename or folder} cannot be read: {error.strerror or error}"
+        return str(error)
+    except (KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not one of ours"
+    return None
+
+
+def was_changed(path: Path) -> bool:
+    """Whether a file of a sealed folder is not what its manifest lists; False where the manifest says nothing of it."""
+    try:
+        return bool(read_manifest(path.parent)["files"][path.name]["sha256"] != sha256(path))
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return False

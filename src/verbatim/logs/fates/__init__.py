@@ -1,4 +1,0 @@
-"""Stores what a run sampled, and the fate of every token of it, as Parquet files: one for each step.
-
-The package needs pyarrow; it is imported where trajectories are written or read.
-"""

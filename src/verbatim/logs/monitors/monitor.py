@@ -1,0 +1,176 @@
+"""Defines the monitor protocol; combines several monitors into one."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from verbatim.core.errors import UsageError
+from verbatim.core.machine_faults import describe, is_machine_fault
+from verbatim.core.redaction import without_secrets
+from verbatim.core.trajectories import TrajectoryOutcome
+from verbatim.logs.monitors.alarm import Alarm
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float]
+"""Name to value. A value may be NaN (nothing to average) or infinite."""
+
+Distributions = Mapping[str, Sequence[float]]
+"""Name to one value for each rollout of a batch, filtered ones included."""
+NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
+
+
+class Monitor(Protocol):
+    """Listens to a run. It never decides anything, and the run goes on without it.
+
+    A monitor has at least one of these methods and may leave out the others; a subclass inherits those that it does not
+    write. The methods are called one at a time, and the run waits for them.
+    """
+
+    # Each returns explicitly: mypy takes a method without a statement for an abstract one.
+
+    def on_start(self, config: Mapping[str, Any]) -> None:
+        """The run begins, or goes on: called before any other method, with the whole configuration as plain values,
+        without secrets."""
+        return
+
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
+        """A step is done, the batch trained; the first is step 1."""
+        return
+
+    def on_trajectories(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
+        """Every trajectory whose outcome was decided with this step, after `on_step`: those of its batch, and those
+        that were dropped before they came into one."""
+        return
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        """The policy was evaluated on one environment after this step; 0 is before the first."""
+        return
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """An alarm was raised or cleared, after the step or the evaluation that showed it."""
+        return
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """This process of the run ends: the summary of `verbatim.run.ending`, with `state` "finished", "stopped" or
+        "failed"."""
+        return
+
+    def close(self) -> None:
+        """The last call: release what is held."""
+        return
+
+
+METHODS = ("on_start", "on_step", "on_trajectories", "on_eval", "on_alarm", "on_end", "close")
+
+
+def fault_of(monitor: object) -> str | None:
+    """Why this is no monitor, as one clause; None where it is one. A class is judged by what its instances have.
+
+    >>> class Typo:
+    ...     def on_stepp(self, step, metrics, distributions): ...
+    >>> fault_of(Typo())
+    'has a method on_stepp, which is never called; expected some of on_start, on_step, on_trajectories, on_eval, \
+on_alarm, on_end, close'
+    """
+    expected = f"expected some of {', '.join(METHODS)}"
+    unknown = [name for name in dir(monitor) if name.startswith("on_") and name not in METHODS]
+    if unknown:
+        return f"has a method {unknown[0]}, which is never called; {expected}"
+    if not any(callable(getattr(monitor, name, None)) for name in METHODS):
+        return f"has no method of a monitor; {expected}"
+    uncalled = next((name for name in METHODS if not callable(getattr(monitor, name, print))), None)
+    if uncalled is not None:
+        return f"has {uncalled} = {getattr(monitor, uncalled)!r}; expected a method"
+    if any(inspect.iscoroutinefunction(getattr(monitor, name, None)) for name in METHODS):
+        return "has an async method; expected plain functions: def on_step(self, ...)"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a monitor from `MONITORS` is told before the run starts."""
+
+    name: str
+    folder: Path
+    """The run folder; a monitor keeps there what a resumed run needs."""
+    config: Mapping[str, Any]
+    """The whole configuration as plain values, without secrets."""
+    first_step: int = 0
+    """Steps that earlier processes of this run did."""
+
+
+OpenMonitor = Callable[[RunInfo], Monitor]
+"""A monitor with its parameters set, as the configuration names it."""
+
+
+def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
+    """Start them, by the name of their table. One that raises, or gives no monitor, is reported, and the run goes on
+    without it."""
+    monitors = []
+    for name, component in components.items():
+        try:
+            monitor = component(run)
+            if (fault := fault_of(monitor)) is not None:
+                raise UsageError(f"{type(monitor).__name__} {fault}")
+            monitors.append(monitor)
+        except Exception as error:  # noqa: BLE001  as below; without a traceback, which may quote a key
+            logger.error(
+                "monitor %s could not be started, and the run goes on without it: %s: %s",
+                name,
+                type(error).__name__,
+                without_secrets(str(error)),
+            )
+    return monitors
+
+
+class Monitors:
+    """Several monitors as one. One that raises is reported, with its traceback, and the run goes on."""
+
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self.monitors = tuple(monitors)
+        self.num_failures = 0
+
+    def on_start(self, config: Mapping[str, Any]) -> None:
+        self._tell("on_start", config)
+
+    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
+        self._tell("on_step", step, metrics, distributions)
+
+    def on_trajectories(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
+        self._tell("on_trajectories", step, outcomes)
+
+    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
+        self._tell("on_eval", step, env, metrics)
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        self._tell("on_alarm", alarm)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        self._tell("on_end", summary)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, method: str, *arguments: object) -> None:
+        for monitor in self.monitors:
+            call = getattr(monitor, method, lambda *_: None)
+            try:
+                if inspect.iscoroutine(answer := call(*arguments)):
+                    answer.close()
+                    raise TypeError(f"{answer.__qualname__} is async and has not run; expected a plain function: def")
+            except Exception as error:  # a full disk or a plotting library must not cost hours of training
+                self.num_failures += 1
+                told = is_machine_fault(error)
+                logger.error(
+                    "monitor %s failed; the run goes on without what it would have shown%s",
+                    type(monitor).__name__,
+                    f": {describe(error)}" if told else "",
+                    exc_info=not told,
+                )

@@ -1,0 +1,360 @@
+"""Writes outcomes into a folder, one immutable Parquet file for each step, and reads them back.
+
+```
+trajectories/
+    step-000001.parquet     the trajectories of the batch that step 1 trained, and of those dropped before it
+    step-000002.parquet
+evaluations/
+    step-000000.parquet     the episodes of the evaluation before the first step
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from verbatim.core.disk import is_inside, keep_aside, make_folder, refuse_link, replacing
+from verbatim.core.errors import UsageError
+from verbatim.core.formats import METADATA_KEY, check_metadata
+from verbatim.core.texts import cut, ranges
+from verbatim.core.trajectories import TrajectoryOutcome
+from verbatim.logs.outcomes.retention import EVERYTHING, Retention
+from verbatim.logs.outcomes.schema import KIND, SCHEMA
+from verbatim.logs.outcomes.table import from_table, records_of, to_table
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_ROWS = 512
+"""Most rows of a row group: what is read at once to see one trajectory. Each has 10 KB of its own in the file."""
+_ROW_GROUP_BYTES = 4 * 2**20
+"""Bytes in memory from which on a row group has fewer rows."""
+_SLICE_TOKENS = 2**19
+"""Sampled tokens from which on a table has no further row: the memory for it is used again by the next table."""
+_KEPT_IDS_OF_TOKEN = 64
+"""Ids of kept sets that count as one sampled token there."""
+_PART = 2**20
+"""Bytes of a file that are read at once."""
+_NAME = re.compile(r"step-(\d{6,})\.parquet")
+_NUMBERS = [
+    *(
+        f"turns.list.element.{name}.list.element"
+        for name in (
+            "prompt_new_ids",
+            "completion_ids",
+            "logprobs",
+            "trainer_logprobs",
+            "gradients",
+            "teacher_logprobs",
+        )
+    ),
+    *(f"turns.list.element.seconds_{part}" for part in ("queued", "generated", "tools")),
+]
+"""Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
+_KEPT = "turns.list.element.kept_sets.list.element.list.element"
+"""Ids that ascend: their differences are written."""
+_ENCODINGS = {**dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"), _KEPT: "DELTA_BINARY_PACKED"}
+
+
+@functools.cache
+def _leaves() -> list[str]:
+    """The names that Parquet gives to the columns of `SCHEMA`."""
+    empty = pa.BufferOutputStream()
+    pq.write_table(SCHEMA.empty_table(), empty)
+    columns = pq.ParquetFile(empty.getvalue()).schema
+    return [columns.column(index).path for index in range(len(columns))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileMark:
+    """What a file was when it was written."""
+
+    size: int
+    """Bytes."""
+    crc32: int
+    """CRC-32 of them."""
+
+
+@dataclass(eq=False)
+class OutcomeFolder:
+    """The files of a run. One process writes them."""
+
+    path: Path
+    retention: Retention = EVERYTHING
+    files: dict[int, FileMark] = field(default_factory=dict)
+    """What was written and is still kept, by step."""
+    num_incomplete: int = 0
+    """Trajectories written without their messages and info, which are not JSON."""
+
+    def write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
+        """The file of this step; then what is not to be kept any longer is removed.
+
+        Raises:
+            OSError: the system refused to write; there is no file of this step.
+        """
+        kept = [outcome for outcome in outcomes if self.retention.keeps(outcome.trajectory.group_id)]
+        make_folder(self.path)
+        with replacing(self.path / f"step-{step:06d}.parquet") as path:
+            self.num_incomplete += _write(path, step, kept)
+            mark = _mark_of(path)
+        self.files[step] = mark
+        self._retire()
+
+    def marks(self) -> dict[str, dict[str, int]]:
+        """What a checkpoint remembers of the files, by step: plain JSON values."""
+        return {str(step): dataclasses.asdict(mark) for step, mark in self.files.items()}
+
+    def restore(self, step: int, marks: Mapping[str, Mapping[str, int]]) -> list[str]:
+        """Go back to a checkpoint: the files of later steps are removed, for these steps are done again.
+
+        A file that is not what it was is kept beside the folder, under another name.
+
+        Args:
+            step: The checkpoint's; 0 removes all files.
+            marks: What `marks` said at the checkpoint.
+
+        Returns:
+            What is missing or damaged, a sentence each.
+
+        Raises:
+            FormatError: another version of Verbatim wrote them.
+        """
+        found = files_in(self.path)
+        for later in [number for number in found if number > step or step == 0]:
+            _remove(found.pop(later))
+        faults: list[str] = []
+        missing: list[int] = []
+        oldest = min(found, default=step + 1)
+        self.files = {}
+        for number, mark in sorted((int(name), FileMark(**mark)) for name, mark in marks.items()):
+            path = found.get(number)
+            if path is None:
+                if number > oldest or self.retention == EVERYTHING:
+                    missing.append(number)
+            elif _mark(path) == mark:
+                self.files[number] = mark
+            else:
+                aside = keep_aside(path, self.path.parent)  # libraries read every file of the folder
+                faults.append(f"{path} is damaged: its content is not what was written. It is kept as {aside}")
+        if self.files:  # files are written by one version from the first to the newest
+            with pq.ParquetFile(found[max(self.files)]) as newest:
+                refuse_other_columns(newest, found[max(self.files)])
+        if missing:
+            name = "file of step" if len(missing) == 1 else "files of steps"
+            faults.append(f"{self.path}: the {name} {ranges(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        return faults
+
+    def _retire(self) -> None:
+        keep, total = self.retention, sum(mark.size for mark in self.files.values())
+        for step in sorted(self.files)[:-1]:
+            too_many = keep.steps is not None and len(self.files) > keep.steps
+            if not too_many and (keep.size is None or total <= keep.size):
+                return
+            total -= self.files.pop(step).size
+            _remove(self.path / f"step-{step:06d}.parquet")
+
+
+def files_in(folder: Path) -> dict[int, Path]:
+    """The files of a folder by step, ascending; empty where there is no such folder."""
+    if not folder.is_dir():
+        return {}
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def own_files_in(folder: Path) -> dict[int, Path]:
+    """`files_in`, of the folder of a run that may come from anybody.
+
+    Raises:
+        UsageError: the folder, or one of the files, is a link or no regular file.
+    """
+    refuse_link(folder)
+    return {step: _own(folder, path) for step, path in files_in(folder).items()}
+
+
+def _own(folder: Path, path: Path) -> Path:
+    refuse_link(path)
+    if not is_inside(folder, path):
+        raise UsageError(f"{path} is no regular file, and is not read")
+    return path
+
+
+def read_outcomes(path: Path) -> Iterator[tuple[int, TrajectoryOutcome]]:
+    """Step and outcome of each trajectory in a file, or in the files of a folder, in the order of steps.
+
+    Raises:
+        UsageError: nothing to read, a link in the folder, or a file that is damaged or was not written by a
+            `OutcomeFolder`.
+    """
+    files = [_own(path, file) for file in files_in(path).values()] if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
+    for file in files:
+        yield from _read(file, lambda batch: zip(_steps(batch), from_table(batch), strict=True))
+
+
+_UNREADABLE = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    AssertionError,
+)
+"""What reading raises of a file that anybody may have written."""
+
+
+def read_records(file: Path) -> Iterator[Mapping[str, Any]]:
+    """The trajectories in a file as `trajectory_from_json` takes them; their prompts are not put together.
+
+    Raises:
+        UsageError: as `read_outcomes`.
+    """
+    return _read(file, lambda batch: (stored.record for stored in records_of(batch)))
+
+
+def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator[T]:
+    """What `rows` makes of the rows of a file, some at a time."""
+    try:
+        with pq.ParquetFile(file) as opened:
+            refuse_other_columns(opened, file)
+            for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
+                for batch in opened.iter_batches(_ROWS, row_groups=[group]):
+                    yield from rows(batch)
+    except _UNREADABLE as error:
+        if isinstance(error, UsageError):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{file} cannot be read as trajectories of ours ({why})") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def refuse_other_columns(file: pq.ParquetFile, where: object) -> None:
+    """Refuse a file that holds no outcomes.
+
+    Raises:
+        FormatError: it has another number of a format than ours, or none.
+        UsageError: it has other columns.
+    """
+    check_metadata(KIND, (file.schema_arrow.metadata or {}).get(METADATA_KEY.encode()), where)
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        there = file.schema_arrow.field(name).type if name in file.schema_arrow.names else None
+        if there is None or there.id != kind.id:
+            raise UsageError(f"{where} is damaged: its column {name} is {cut(str(there or 'missing'), 100)}")
+
+
+def _steps(batch: pa.RecordBatch) -> list[int]:
+    steps: list[int] = batch.column("step").to_pylist()
+    if None in steps:
+        raise ValueError("a step is missing")
+    return steps
+
+
+def _write(path: Path, step: int, outcomes: Sequence[TrajectoryOutcome]) -> int:
+    """Write the file; how many trajectories are in it without their messages and info."""
+    num_incomplete = 0
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pq.ParquetWriter(
+            sink,
+            SCHEMA,
+            compression="zstd",
+            use_dictionary=[name for name in _leaves() if name not in _ENCODINGS],
+            column_encoding=_ENCODINGS,
+            write_statistics=[name for name in _leaves() if "." not in name],
+        ) as writer,
+    ):
+        for own in _slices(outcomes):
+            table, num_cut = to_table(step, own)
+            num_incomplete += num_cut
+            for start, end in row_groups(weights(table)):
+                writer.write_table(table.slice(start, end - start), row_group_size=_ROWS)
+    return num_incomplete
+
+
+def _slices(outcomes: Sequence[TrajectoryOutcome]) -> Iterator[Sequence[TrajectoryOutcome]]:
+    """What is made a table at once: as many as a row group may have, or fewer where they are long; one that is empty
+    where there are no outcomes."""
+    start, total = 0, 0
+    for place, outcome in enumerate(outcomes):
+        if place - start == _ROWS or total > _SLICE_TOKENS:
+            yield outcomes[start:place]
+            start, total = place, 0
+        kept = sum(len(turn.kept_sets.ids) for turn in outcome.trajectory.turns if turn.kept_sets is not None)
+        total += outcome.trajectory.num_sampled_tokens + kept // _KEPT_IDS_OF_TOKEN
+    yield outcomes[start:]
+
+
+def weights(table: pa.Table) -> list[int]:
+    """About how many bytes each row takes in memory: its tokens and its texts."""
+    texts = sum(
+        np.asarray(pc.fill_null(pc.binary_length(table.column(name)), 0)) for name in ("messages", "tools", "info")
+    )
+    turns = table.column("turns").combine_chunks()
+    first = np.asarray(turns.offsets)
+    in_turns = np.zeros(len(turns.values) + 1, dtype=np.int64)
+    for name, size in (("prompt_new_ids", 4), ("completion_ids", 20)):
+        in_turns[1:] += size * np.diff(np.asarray(turns.values.field(name).offsets))
+    kept = turns.values.field("kept_sets")
+    in_turns[1:] += 4 * np.diff(np.asarray(kept.values.offsets)[np.asarray(kept.offsets)])
+    experts, calls = turns.values.field("routed_experts"), turns.values.field("tool_calls")
+    in_turns[1:] += sum(np.asarray(pc.fill_null(pc.binary_length(column), 0)) for column in (experts, calls))
+    ends = np.cumsum(in_turns)
+    found: list[int] = (texts + ends[first[1:]] - ends[first[:-1]]).tolist()
+    return found
+
+
+def row_groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rows that are stored, and read, together: at most `_ROWS`, and where they are long about `_ROW_GROUP_BYTES`.
+
+    >>> list(row_groups([10, 10, 9_000_000, 10, 10]))
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    start, total = 0, 0
+    for row, size in enumerate(sizes):
+        if row > start and (row - start == _ROWS or total + size > _ROW_GROUP_BYTES):
+            yield start, row
+            start, total = row, 0
+        total += size
+    if start < len(sizes) or not sizes:
+        yield start, len(sizes)
+
+
+def _mark(path: Path) -> FileMark | None:
+    """What a file is; None where it cannot be read."""
+    try:
+        return _mark_of(path)
+    except OSError:
+        return None
+
+
+def _mark_of(path: Path) -> FileMark:
+    size, crc32 = 0, 0
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            size, crc32 = size + len(part), zlib.crc32(part, crc32)
+    return FileMark(size=size, crc32=crc32)

@@ -1,0 +1,143 @@
+"""Counts how the episodes of a run ended, and logs the first failure of each kind at once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+
+from verbatim.core.redaction import without_secrets
+from verbatim.core.texts import MOST_READ
+from verbatim.core.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+TRACEBACK = "traceback"
+"""The key of `Trajectory.info` under which the end of a traceback is kept."""
+TOOL_FAULTS = "tool_faults"
+"""The key of `Trajectory.info` for tools that raised or hung: kind of failure to its count and its first message."""
+NO_TURNS = "no_turns"
+"""The kind of failure of an episode in which the policy sampled nothing. It is said for each example."""
+MOST_SAID = 50
+"""Kinds of failures that are said one by one: messages that never repeat do not fill the log."""
+_TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
+
+
+class EpisodeStats:
+    """Counts episodes. A run that trains nothing is explained from it, and a failure is in the log when it happens, not
+    when a person looks at the metrics."""
+
+    def __init__(self, purpose: str = "train") -> None:
+        self.purpose = purpose
+        """What the episodes are for, as the log calls them: "train" or "eval"."""
+        self.num_episodes = 0
+        """Episodes that ended, failed ones included."""
+        self.failures: Counter[str] = Counter()
+        """Failed episodes by kind; see `failure_kind`."""
+        self.tool_faults: Counter[str] = Counter()
+        """Calls of tools that raised or hung, by kind."""
+        self.unmeasured: Counter[str] = Counter()
+        """Evaluations that had no examples to run, by kind."""
+        self._said: set[tuple[str, str]] = set()
+        """Kinds that were logged, each with its example where every one is."""
+        self._lock = threading.Lock()
+
+    @property
+    def num_failed(self) -> int:
+        """Episodes with an error."""
+        return sum(self.failures.values())
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """An episode came to its end."""
+        with self._lock:
+            self.num_episodes += 1
+        faults = trajectory.info.get(TOOL_FAULTS)
+        if isinstance(faults, Mapping):
+            for kind, fault in faults.items():
+                self._count(
+                    self.tool_faults,
+                    kind,
+                    fault["count"],
+                    trajectory,
+                    f"{fault['first']} (the model is told; counted in tool_errors)",
+                )
+        if trajectory.error is not None:
+            self.failed(trajectory)
+
+    def failed(self, trajectory: Trajectory) -> None:
+        """An episode that had ended well turned out to have failed: its group's score, its reward, its advantage."""
+        assert trajectory.error is not None
+        column = f"errors/{trajectory.error.partition(':')[0]}"
+        said = f"{trajectory.error} (its tokens are not trained; counted in {column})"
+        tail = trajectory.info.get(TRACEBACK)
+        self._count(self.failures, failure_kind(trajectory.error), 1, trajectory, f"{said}\n{tail}" if tail else said)
+
+    def not_evaluated(self, why: str) -> None:
+        """An environment failed to give the examples of an evaluation, which is left out."""
+        with self._lock:
+            self.unmeasured[failure_kind(why)] += 1
+        logger.warning("an evaluation was left out: %s", why)
+
+    def _count(self, counts: Counter[str], kind: str, count: int, trajectory: Trajectory, said: str) -> None:
+        told = (kind, trajectory.example_id if kind.startswith(NO_TURNS) else "")
+        with self._lock:
+            is_new = told not in self._said and len(self._said) < MOST_SAID
+            self._said |= {told} if is_new else set()
+            counts[kind] += count
+        if is_new:
+            logger.warning(
+                "%s episode %s of environment %r, example %r: %s",
+                self.purpose,
+                trajectory.trajectory_id,
+                trajectory.env,
+                trajectory.example_id,
+                said,
+            )
+
+    def summary(self) -> list[str]:
+        """One line for what failed, one for the tools, one for evaluations; none where nothing did. Example: `["3 of 8
+        train episodes failed: 3 x environment: score raised KeyError"]`."""
+        lines = []
+        if self.failures:
+            lines.append(
+                f"{self.num_failed} of {self.num_episodes} {self.purpose} episodes failed: "
+                f"{_most_common(self.failures)}"
+            )
+        if self.tool_faults:
+            lines.append(f"tools failed in {self.purpose} episodes: {_most_common(self.tool_faults)}")
+        if self.unmeasured:
+            lines.append(f"evaluations were left out: {_most_common(self.unmeasured)}")
+        return lines
+
+    def log_summary(self) -> None:
+        """The same as warnings."""
+        for line in self.summary():
+            logger.warning("%s", line)
+
+
+def failure_kind(error: str) -> str:
+    """What failures have in common: the first two parts of the message, without numbers and quoted values.
+
+    >>> failure_kind("environment: score raised KeyError: 'question 17'")
+    'environment: score raised KeyError'
+    >>> failure_kind("timeout: the episode took more than 600 s")
+    'timeout: the episode took more than # s'
+    """
+    head = ": ".join(error.partition("\n")[0].split(": ")[:2])[:200]
+    return re.sub(r"\d+(\.\d+)?", "#", re.sub(r"'[^']*'", "'...'", head))
+
+
+def traceback_tail(error: BaseException | None) -> str:
+    """The last lines of a traceback; "" without an exception."""
+    if error is None:
+        return ""
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return without_secrets("\n".join(lines[-_TAIL_LINES:])[-MOST_READ:])[-_TAIL_CHARACTERS:]
+
+
+def _most_common(counts: Counter[str], most: int = 5) -> str:
+    shown = "; ".join(f"{count} x {kind}" for kind, count in counts.most_common(most))
+    return f"{shown}; and {len(counts) - most} other kinds" if len(counts) > most else shown

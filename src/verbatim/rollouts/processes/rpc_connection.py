@@ -1,0 +1,140 @@
+"""Calls between two processes over a socket: each end calls methods of the other, any number at a time.
+
+A message is its length in 8 bytes, then a pickled tuple: what it is, the number of its call, and its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from verbatim.core.errors import VerbatimError
+from verbatim.core.texts import error_text
+from verbatim.rollouts.workers.worker import CannotBeSent
+
+_HEAD = 8
+LARGEST = 2**30
+"""Most bytes of one message; a larger length means damaged data."""
+
+
+class RpcConnection(asyncio.Protocol):
+    """One end of the socket. The other end may call the methods by name. An error that is no `VerbatimError` is for the
+    method to handle: its caller would wait for ever."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
+        self._methods = methods
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._numbers = itertools.count()
+        self._calling: dict[int, asyncio.Future[Any]] = {}
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self.broken: str | None = None
+        """Why received bytes could not be read; None: no error."""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when either end has closed the connection."""
+
+    async def call(self, method: str, *given: Any) -> Any:
+        """What the other end's method returns. Cancelling the call cancels it there.
+
+        Raises:
+            VerbatimError: the method raised it.
+            Exception: an argument cannot be pickled; or what `fail` was given.
+        """
+        number = next(self._numbers)
+        answer = self._calling[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send("call", number, method, *given)
+            return await answer
+        except asyncio.CancelledError:
+            self._send("cancel", number)
+            raise
+        finally:
+            del self._calling[number]
+
+    def fail(self, error: Exception) -> None:
+        """Let all calls of this end that wait for an answer raise this."""
+        for answer in self._calling.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel the other end's calls; the tasks that answer them."""
+        answering = list(self._answering.values())
+        for task in answering:
+            task.cancel()
+        return answering
+
+    def close(self) -> None:
+        """Close this end once all messages are sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _send(self, *message: Any) -> None:
+        """Send one message; does nothing if the connection is closed."""
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(len(body).to_bytes(_HEAD, "big") + body)
+
+    def _received(self, what: str, number: int, *parts: Any) -> None:
+        if what == "call":
+            task = asyncio.create_task(self._answer(number, *parts), name=f"{parts[0]}-{number}")
+            self._answering[number] = task
+            task.add_done_callback(lambda _: self._answering.pop(number))
+        elif what == "cancel":
+            if number in self._answering:
+                self._answering[number].cancel()
+        elif (answer := self._calling.get(number)) is not None and not answer.done():
+            if what == "returned":
+                answer.set_result(*parts)
+            else:
+                kind, message = parts
+                answer.set_exception(kind(message))
+
+    async def _answer(self, number: int, method: str, *given: Any) -> None:
+        try:
+            value = await self._methods[method](*given)
+        except (VerbatimError, CannotBeSent) as error:
+            self._send("raised", number, type(error), str(error))
+        else:
+            self._send("returned", number, value)
+
+    # ---- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Read bytes of one or several messages."""
+        self._buffer += data
+        while self.broken is None and len(self._buffer) >= _HEAD:
+            end = _HEAD + int.from_bytes(self._buffer[:_HEAD], "big")
+            if end > _HEAD + LARGEST:
+                self._break(f"a message of {end - _HEAD:,} bytes")
+                return
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_HEAD:end])
+            del self._buffer[:end]
+            try:
+                message = pickle.loads(body)  # noqa: S301  (from our own process at the other end)
+                assert isinstance(message, tuple)
+            except Exception as error:  # noqa: BLE001  (unpickling raises anything)
+                self._break(error_text(error, 200))
+                return
+            self._received(*message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The other end is closed."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _break(self, why: str) -> None:
+        self.broken = why
+        self._buffer.clear()
+        if self._transport is not None:
+            self._transport.abort()
