@@ -7,7 +7,8 @@ updates. One JSON line per configuration; the last line is the summary, and the 
     python benchmarks/model_campaign.py [--only NAME ...] [--part I/N] > RESULTS.jsonl
     python benchmarks/model_campaign.py --document RESULTS.jsonl ...
 
-The first form takes a quarter of an hour on one core. The second puts the table into docs/models.md.
+The first form takes a quarter of an hour on one core. The second puts the table into benchmarks/notes/models.md, and which
+model types are taken into docs/models.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from models.architectures import architectures
 from models.verdict import judge, quiet
 
+NOTE = Path(__file__).parent / "notes" / "models.md"
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- benchmarks/model_campaign.py: begin -->", "<!-- benchmarks/model_campaign.py: end -->"
 
@@ -59,7 +61,7 @@ def campaign(only: list[str], part: tuple[int, int] = (1, 1)) -> int:
 
 
 def document(results: list[Path]) -> str:
-    """The table of docs/models.md, from all parts of a campaign; of a configuration the last verdict counts."""
+    """The table of the notes, from all parts of a campaign; of a configuration the last verdict counts."""
     lines = [json.loads(line) for file in results for line in file.read_text(encoding="utf-8").splitlines()]
     last = {line["architecture"]: line for line in lines if "summary" not in line}
     missing = [str(a) for a in architectures() if str(a) not in last]
@@ -89,6 +91,26 @@ def document(results: list[Path]) -> str:
     return "\n".join(lines)
 
 
+def overview(table: str) -> str:
+    """The table of docs/models.md, from that of the notes: model types by what takes them, and flags that change it."""
+    rows = re.findall(r"^\| ([^|]+) \| \w* \| (trees|rows|refused|not made) \| ([\w ]+) \|", table, re.MULTILINE)
+    sides = {name: (trainer, sampler) for name, trainer, sampler in rows}
+    listed: dict[tuple[str, str], list[str]] = {}
+    for name, found in sides.items():
+        kind, _, flag = name.partition(" ")
+        if not flag or found != sides[kind]:
+            listed.setdefault(found, []).append(f"{kind} ({flag})" if flag else kind)
+    lines = [table.splitlines()[0], "", "| trainer | sampler | model types |", "|---|---|---|"]
+    lines += [f"| {trainer} | {sampler} | {', '.join(names)} |" for (trainer, sampler), names in listed.items()]
+    return "\n".join(lines)
+
+
+def put(text: str, page: Path) -> None:
+    """Replace what stands between the marks of a page."""
+    whole = page.read_text(encoding="utf-8")
+    page.write_text(f"{whole.split(BEGIN)[0]}{BEGIN}\n{text}\n{END}{whole.split(END)[1]}", encoding="utf-8")
+
+
 def _reason(verdict: dict[str, Any]) -> str:
     """The first refusal, as short as it is still one."""
     if not verdict["reasons"]:
@@ -108,9 +130,9 @@ if __name__ == "__main__":
     parser.add_argument("--document", nargs="+", type=Path, metavar="RESULTS")
     arguments = parser.parse_args()
     if arguments.document:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{document(arguments.document)}\n{END}{after}", encoding="utf-8")
+        table = document(arguments.document)
+        put(table, NOTE)
+        put(overview(table), PAGE)
         sys.exit(0)
     part, parts = map(int, arguments.part.split("/"))
     sys.exit(1 if campaign(arguments.only, (part, parts)) else 0)

@@ -41,11 +41,12 @@ EXPECTED = {
 """What the trainer packs, and whether the embedded sampler takes it."""
 PARTS = sized(2, 12)
 """Tests that the models are dealt to, which may run at the same time."""
-DOCUMENT = Path(__file__).parents[2] / "docs/models.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "benchmarks/notes/models.md"
 
 
 def documented():
-    """What docs/models.md says of each configuration: its class, trainer and sampler."""
+    """What benchmarks/notes/models.md says of each configuration: its class, trainer and sampler."""
     rows = re.findall(r"^\| ([^|]+) \| (\w*) \| ([\w ]+) \| ([\w ]+) \|", DOCUMENT.read_text(encoding="utf-8"), re.M)
     return {name: (trainer, sampler) for name, _, trainer, sampler in rows if trainer != "trainer"}
 
@@ -104,3 +105,14 @@ def test_every_configuration_has_a_name_of_its_own_and_is_documented():
     names = [str(a) for a in architectures()]
     assert len(names) == len(set(names)) > 200
     assert EXPECTED.keys() <= set(names) == documented().keys()
+
+
+def test_the_page_lists_each_model_type_and_each_flag_that_changes_what_takes_it():
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (trees|rows|refused|not made) \| (yes|refused|not made) \| (.+) \|$", text, re.M)
+    listed = [(name, (trainer, sampler)) for trainer, sampler, names in rows for name in names.split(", ")]
+    found = documented()
+    defaults = {name: sides for name, sides in found.items() if " " not in name}
+    flags = {name: sides for name, sides in found.items() if " " in name and sides != found[name.split()[0]]}
+    assert dict(listed) == {**defaults, **{f"{name.replace(' ', ' (', 1)})": sides for name, sides in flags.items()}}
+    assert len(listed) == len(defaults) + len(flags) > 150

@@ -114,8 +114,8 @@ def test_a_router_whose_gradient_is_a_ten_thousandth_too_large_is_found(tmp_path
 
 @pytest.mark.slow
 def test_every_mixture_of_experts_that_is_trained_is_tried():
-    """Those in docs/models.md whose class says where its router logits are."""
-    document = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    """Those in benchmarks/notes/models.md whose class says where its router logits are."""
+    document = (Path(__file__).parents[2] / "benchmarks/notes/models.md").read_text(encoding="utf-8")
     trained = re.findall(r"^\| (\w+) \| (\w+) \| (trees|rows) \|", document, re.MULTILINE)
     routed = {name: packing for name, kind, packing in trained if '"router_logits": ' in source_of(kind)}
     tried = {name: "trees" for name in TREES if " " not in name} | {name: "rows" for name in ROWS}
