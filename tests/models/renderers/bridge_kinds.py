@@ -212,10 +212,14 @@ def cell(name, kind):
 
 
 def table(names=None):
-    """The lines of the table."""
+    """The lines of the table; formats that continue alike share one."""
     names = [*FAMILIES, *MORE, *TEMPLATES] if names is None else names
-    lines = [f"| format | {' | '.join(KINDS)} |", f"|---|{'---|' * len(KINDS)}"]
-    lines += [f"| `{name}` | {' | '.join(cell(name, kind) for kind in KINDS)} |" for name in names]
+    alike = {}
+    for name in names:
+        column = alike.setdefault(" | ".join(cell(name, kind) for kind in KINDS), ([], []))[name in TEMPLATES]
+        column.append(f"`{name.removeprefix('template ')}`")
+    lines = [f"| family | template | {' | '.join(KINDS)} |", f"|---|---|{'---|' * len(KINDS)}"]
+    lines += [f"| {', '.join(some)} | {', '.join(more)} | {cells} |" for cells, (some, more) in alike.items()]
     return lines
 
 
