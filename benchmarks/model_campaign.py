@@ -7,8 +7,8 @@ updates. One JSON line per configuration; the last line is the summary, and the 
     python benchmarks/model_campaign.py [--only NAME ...] [--part I/N] > RESULTS.jsonl
     python benchmarks/model_campaign.py --document RESULTS.jsonl ...
 
-The first form takes a quarter of an hour on one core. The second puts the table into benchmarks/notes/models.md, and the
-model types, by what takes them, into docs/models.md.
+The first form takes a quarter of an hour on one core. The second puts the table into benchmarks/notes/models.md,
+and the model types, by what takes them, into docs/models.md.
 """
 
 from __future__ import annotations
