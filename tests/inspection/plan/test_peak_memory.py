@@ -1,7 +1,7 @@
 """The plan's memory against the resident peak of real steps, above the baseline, each process a process of its own.
 
-The bounds are those of `benchmarks/notes/plan.md`: 25 % for a model of 10 million parameters, 10 % for one of 150 million, which is
-measured by `make campaigns` alone.
+The bounds are those of `benchmarks/notes/plan.md`: 25 % for a model of 10 million parameters, 10 % for one of 150
+million, which is measured by `make campaigns` alone.
 """
 
 import functools
