@@ -3,7 +3,7 @@
     python benchmarks/learning.py [--steps 350] [--seeds 1] [--warm-start-steps 1500] [--only ppo gspo]
 
 Runs `verbatim rl` with the recipe as it is but for the loss (and, for ipa, the advantage), one after the other. Prints
-one JSON line, writes the figure docs/learning.png, and puts the table between the marks in docs/algorithms.md. With
+one JSON line, writes the figure learning.png and the table between the marks of losses.md, both in benchmarks/notes. With
 `--out` both go to another folder; with `--only`, a part of the comparison, to the current one.
 """
 
@@ -22,7 +22,7 @@ from curves import draw, smoothed, success
 from demo_runs import finish, run_options, train_metrics, verbatim, warm_started_model
 from verbatim.logs.monitors.learning_curve import Curve, read_curve
 
-DOCS = Path(__file__).parents[1] / "docs"
+NOTES = Path(__file__).parent / "notes"
 BEGIN, END = "<!-- benchmarks/learning.py: begin -->", "<!-- benchmarks/learning.py: end -->"
 
 ALGORITHMS = {
@@ -107,8 +107,8 @@ def main() -> None:
         "`python benchmarks/learning.py` makes table and figure again.\n\n![learning curves](learning.png)"
     )
     if args.out is None and list(args.only) == list(ALGORITHMS):
-        draw(curves, DOCS / "learning.png")
-        put_into(DOCS / "algorithms.md", text)
+        draw(curves, NOTES / "learning.png")
+        put_into(NOTES / "losses.md", text)
     else:
         out = args.out or Path.cwd()
         out.mkdir(parents=True, exist_ok=True)
