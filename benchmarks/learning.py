@@ -3,7 +3,7 @@
     python benchmarks/learning.py [--steps 350] [--seeds 1] [--warm-start-steps 1500] [--only ppo gspo]
 
 Runs `verbatim rl` with the recipe as it is but for the loss (and, for ipa, the advantage), one after the other. Prints
-one JSON line, writes the figure learning.png and the table between the marks of losses.md, both in benchmarks/notes. With
+one JSON line, and writes the figure learning.png and the table between the marks of losses.md in benchmarks/notes. With
 `--out` both go to another folder; with `--only`, a part of the comparison, to the current one.
 """
 
