@@ -28,7 +28,7 @@ from waiting import until
 
 pytestmark = [pytest.mark.clients, pytest.mark.realtime]
 CLIENTS = Path(__file__).parent / "clients"
-PAGE = (Path(__file__).parents[3] / "docs" / "gateway_clients.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
 
 
 def installed(path: str) -> str:
