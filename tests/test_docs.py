@@ -409,7 +409,7 @@ def test_the_snippet_of_a_sampler_over_http_gives_what_the_sampler_gives():
 @pytest.mark.realtime
 @pytest.mark.slow
 def test_the_snippet_of_a_chat_client_streams_what_is_sampled():
-    ask = run_snippet("serving.md", "openai")["ask"]
+    ask = run_snippet("inference.md", "openai")["ask"]
     sampler = ScriptedSampler(script=lambda request: say("yo\n\nman"), vocab_size=VOCAB_SIZE, context_length=100)
 
     async def served() -> str:

@@ -10,7 +10,7 @@ import pytest
 from verbatim.inference.chat import anthropic_messages, openai_chat, openai_responses
 from verbatim.inference.chat.protocol import UNENFORCEABLE
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "inference.md").read_text(encoding="utf-8")
 TITLES = {
     "### OpenAI's chat completions": openai_chat,
     "### OpenAI's Responses": openai_responses,
