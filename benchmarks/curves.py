@@ -1,7 +1,7 @@
 """Learning curves of runs in one figure, each by its name.
 
     python benchmarks/curves.py "embedded sampler=runs/guess_number/latest" \
-        "vLLM=runs/guess_number_vllm/latest" --out docs/guess_number_vllm.png
+        "vLLM=runs/guess_number_vllm/latest" --out benchmarks/notes/guess_number_vllm.png
 
 Runs of one name (other seeds) have one color. Prints one JSON line: of each name the steps of its runs, and success in
 the first and the last evaluation of each.
