@@ -12,7 +12,7 @@ from verbatim.cli.completion import SHELLS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare SHELL."""
-    parser.epilog = 'in ~/.bashrc: eval "$(verbatim completion bash)"; docs/shell_completion.md has the other shells'
+    parser.epilog = 'in ~/.bashrc: eval "$(verbatim completion bash)"; docs/configuration.md has the other shells'
     parser.add_argument("shell", choices=SHELLS, help="whose lines are printed")
 
 
