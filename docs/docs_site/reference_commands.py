@@ -14,7 +14,8 @@ Every command with its arguments and options. This page is generated from the pa
 
 For commands that take a FILE, {OVERRIDES_HELP.replace("FILE", "it")}.
 [One table](reliability.md#exit-statuses) has the exit statuses of all commands.
-`verbatim --version` prints the version. [Shell completion](configuration.md#shell-completion) completes commands, options and keys.
+`verbatim --version` prints the version.
+[Shell completion](configuration.md#shell-completion) completes commands, options and keys.
 """
 
 
