@@ -1,4 +1,4 @@
-"""Thirty mistakes of a first day, each as a person makes it: files, and what is typed."""
+"""Mistakes of a first day, each as a person makes it: files, and what is typed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Mistake:
     """One mistake."""
 
     name: str
-    """As in the table of docs/mistakes.md."""
+    """As in the table of first_day.md."""
     command: str
     """What is typed after `verbatim`."""
     env: str = MINE

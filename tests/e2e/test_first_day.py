@@ -1,4 +1,4 @@
-"""Each mistake in docs/mistakes.md is answered as the table says."""
+"""Each mistake in first_day.md is answered as the table says, and docs/symptoms.md quotes such answers only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from e2e.first_day import MISTAKES, RUN, Mistake
 from e2e.tiny_runs import build_tiny_model, workplace
 from verbatim.cli.main import main
 
-PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
+TABLE = Path(__file__).with_name("first_day.md")
+PAGE = Path(__file__).parents[2] / "docs" / "symptoms.md"
 ROW = re.compile(r"^\| ([^|`]+) \| `([^`]+)` \| (?:`` (.+) ``|`(.+)`) \|$", re.MULTILINE)
-ANSWERS = {name: (command, quoted or plain) for name, command, quoted, plain in ROW.findall(PAGE.read_text("utf-8"))}
+ANSWERS = {name: (command, quoted or plain) for name, command, quoted, plain in ROW.findall(TABLE.read_text("utf-8"))}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,13 @@ def test_the_table_has_every_mistake_and_no_other():
     assert len(MISTAKES) >= 30
     assert list(ANSWERS) == [mistake.name for mistake in MISTAKES]
     assert [command for command, _ in ANSWERS.values()] == [mistake.command for mistake in MISTAKES]
+
+
+def test_each_message_that_troubleshooting_quotes_is_an_answer():
+    refused = PAGE.read_text("utf-8").partition("\n## A run is refused\n")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^- `([^`]+)`: ", refused, re.MULTILINE)
+    assert len(quoted) >= 10
+    assert [message for message in quoted if not any(message in answer for _, answer in ANSWERS.values())] == []
 
 
 @pytest.mark.slow
