@@ -65,10 +65,3 @@ def test_the_minimal_loop_trains(capsys):
     assert 0 <= reward <= 1
     assert steps[-1][1] == f"{reward:.3f}"
     assert any(int(trained) > 0 and float(norm) > 0 for _, _, trained, norm in steps)
-
-
-@pytest.mark.slow
-def test_the_recipe_in_the_readme_is_the_recipe():
-    root = Path(__file__).parents[3]
-    recipe = (root / "recipes" / "guess_number.toml").read_text().strip()
-    assert f"```toml\n{recipe}\n```" in (root / "README.md").read_text()
