@@ -21,5 +21,6 @@ def cell(text: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with a head."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    lines.insert(1, f"|{'---|' * len(head)}")
+    return "\n".join(lines) + "\n"
