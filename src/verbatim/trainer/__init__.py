@@ -1,6 +1,6 @@
-"""Trains on samples: packs them (`packing`), forward, loss, backward, update, new weights.
+"""Trains the policy: packs samples into micro-batches, runs forward, loss and backward, updates and publishes weights.
 
-In: training samples. Out: a report, new weights, and a state to resume from. `transport` carries batches and weights
-between processes and hosts. Read first: `step.py`, `logprobs.py` (of a target's logprob), then `trainer.py`.
-Imports `core`, `config`, `models`, `inference`, `algorithms`.
+Input: training samples. Output: metrics, new weights, and a state to resume from. `transport` carries batches and
+weights between processes and hosts. Where to start reading: `step.py` (the gradient of one optimizer step),
+`logprobs.py` (a target's logprob), then `trainer.py`. Imports `core`, `config`, `models`, `inference`, `algorithms`.
 """

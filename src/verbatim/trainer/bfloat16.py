@@ -1,12 +1,13 @@
-"""Computes the products of a model's linear layers in bfloat16 on a CPU; everything between them stays in float32.
+"""Computes the matrix products of linear layers in bfloat16 on a CPU; everything between them stays in float32.
 
-A product of factors that are rounded to bfloat16 is summed in float32 and rounded once:
+Both factors are rounded to bfloat16, the product is summed in float32, and the result is rounded once:
 
     y = round(sum_i round(x_i) round(W_oi)) + bias        |y - exact| <= (3 u + O(u^2)) sum_i |x_i W_oi|,  u = 2^-8
 
-and so are the two products of the backward pass. Weights, their gradients, norms, attention, activations, the output
-head and logprobs are float32, so the compiled functions between the products (`fused.py`, `attention/tree.c`) read them
-as they are. Autocast rounds those too, and takes torch's operators for them.
+The two products of the backward pass work the same way. Weights, their gradients, norms, attention, activations, the
+output head and logprobs stay float32, so the compiled functions between the products (`fused.py`, `attention/tree.c`)
+read them without a conversion. That is why this is not `torch.autocast`, which also rounds those tensors and dispatches
+to torch's own operators.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from torch.nn.functional import linear
 from verbatim.models.tiny import decoder_layers
 
 _ADAPTER = "lora_"
-"""In the names of the two factors of a low-rank adapter, which stay in float32: they are small, and would gain nothing.
-"""
+"""Part of the names of an adapter's two factors, A and B. They stay in float32: they are too small to gain anything."""
 
 
 def round_products(model: Any) -> None:
-    """Compute the products of a model's decoder layers in bfloat16 from now on. `can_round` says of which models."""
+    """Make a model's decoder layers compute their products in bfloat16. Only for models that `can_round` accepts."""
     products = Products()
     for layer in decoder_layers(model):
         for name, module in layer.named_modules():
@@ -39,13 +39,14 @@ def round_products(model: Any) -> None:
 
 
 def round_linear(module: nn.Linear, products: Products) -> None:
-    """Compute one layer's products in bfloat16 from now on."""
+    """Make one linear layer compute its products in bfloat16."""
     setattr(module, "forward", RoundedLinear(module, module.forward, products))  # noqa: B010 - mypy knows a method
 
 
 def can_round(model: Any) -> bool:
-    """Whether all matrices of the decoder layers are those of linear layers, whole, in float32, on a CPU. Of others,
-    such as the experts of a mixture, products are called in other ways, which autocast knows."""
+    """True if every matrix in the decoder layers belongs to a linear layer and is unsharded, float32 and on a CPU.
+    Other matrices, such as those of a mixture of experts, are multiplied by other operators; only autocast covers
+    these."""
     layers = decoder_layers(model)
     linear_layers = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
     theirs = {id(module.weight) for module in linear_layers}
@@ -57,7 +58,7 @@ def can_round(model: Any) -> bool:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """A context in which a model's products are float32 again, forward and backward."""
+    """Context manager: the model's products are in float32, forward and backward."""
     forwards = (vars(module).get("forward") for module in model.modules())
     found = {id(f.products): f.products for f in forwards if isinstance(f, RoundedLinear)}.values()
     before = [products.rounds for products in found]
@@ -71,19 +72,20 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 class Products:
-    """What the layers of one model share."""
+    """State shared by the rounded layers of one model: the switch, and the last input in bfloat16."""
 
     def __init__(self) -> None:
         self.rounds = True
-        """Whether products are in bfloat16."""
+        """True while products are computed in bfloat16."""
         self._input: Callable[[], Tensor | None] = lambda: None
         self._version = 0
         self._rounded: Tensor | None = None
 
     def rounded(self, x: Tensor) -> Tensor:
-        """`x` in bfloat16. Several layers in a row read the same tensor, and share what it is rounded to."""
-        version = 0 if x.is_inference() else x._version
+        """`x` in bfloat16, cached: consecutive layers (query, key and value; gate and up) read the same tensor."""
+        version = 0 if x.is_inference() else x._version  # an in-place change makes the cached copy stale
         if self._rounded is None or self._input() is not x or self._version != version:
+            # A weak reference: the copy is freed with its input, not kept until the next layer.
             self._input, self._version = weakref.ref(x, self._forget), version
             self._rounded = x.detach().to(torch.bfloat16)
         return self._rounded
@@ -99,7 +101,7 @@ class RoundedLinear:
 
     module: nn.Linear
     in_float32: Callable[[Tensor], Tensor]
-    """The one that it had."""
+    """The layer's `forward` before it was replaced."""
     products: Products
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -118,6 +120,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        # `x` is an argument only so that autograd sends the gradient to it; `rounded` holds its values.
         ctx.save_for_backward(rounded, weight_OI)
         out = linear(rounded, weight_OI.to(torch.bfloat16)).float()
         return out if bias_O is None else out.add_(bias_O)

@@ -1,4 +1,4 @@
-"""Compiles the decoder layers of a model by `torch.compile`, one by one; attention stays as it is."""
+"""Chooses the kernels of a model's layers: `torch.compile` layer by layer, or oneDNN and C functions on a CPU."""
 
 from __future__ import annotations
 
@@ -25,38 +25,42 @@ from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.sharding import Sharding
 
 _MOST_VARIANTS = 64
-"""Most compiled versions of a layer's code: with gradients and without, of each kind of layer, adapters on and off."""
+"""`recompile_limit`: torch compiles a layer's code once for each combination of gradients on or off, kind of layer, and
+adapters on or off."""
 
 _MARK = "_verbatim_between_pieces"
+"""Attribute that marks a function already wrapped by `_between_pieces`."""
 
 
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer's `forward`, for any number of tokens.
 
-    What recomputes activations, and what gathers and releases a sharded layer's parameters, stands around the compiled
-    code. Attention follows a plan, which is another one for each micro-batch and, for trees on a CPU, numpy
-    and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always. The
-    routers of a mixture of experts are called in the same way: passes watch them, or choose for them (`Routers`).
+    Activation checkpointing and FSDP's hooks, which gather and release a layer's parameters, stay outside the compiled
+    code. Attention is a graph break, called between two compiled pieces: its plan changes with every micro-batch, and
+    for trees on a CPU it runs numpy and loops. FlexAttention on CUDA is compiled separately. The routers of a mixture
+    of experts are graph breaks too, because a pass may observe them or replay recorded choices (`Routers`).
     """
     register_attention()
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
     for router in router_modules(model):
         router.forward = _between_pieces(router.forward)
-    compiled: Any = torch.compile  # its overloads know no recompile_limit
+    compiled: Any = torch.compile  # Any: its type stubs lack recompile_limit
     for layer in decoder_layers(model):
         own = compiled(_own_forward(layer), dynamic=True, recompile_limit=_MOST_VARIANTS)
         layer.forward = partial(_forward, layer, own) if _recomputes_in_forward(layer) else own
 
 
 def _recomputes_in_forward(layer: Any) -> bool:
-    """Whether activation checkpointing is a part of the class's `forward`; it was one of `__call__` before."""
+    """True if this version of `transformers` applies activation checkpointing in the layer class's `forward`; older
+    versions do so in `__call__`."""
     return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def _own_forward(layer: Any) -> Callable[..., Any]:
     """The layer's `forward` without activation checkpointing.
 
-    `transformers` wraps that of each class, FSDP's subclasses too; these wrappers have one code object.
+    `transformers` wraps `forward` for every class, including FSDP's subclasses, so there may be several wrappers. They
+    share one code object, by which they are recognised.
     """
     forward = type(layer).forward
     if _recomputes_in_forward(layer):
@@ -68,15 +72,15 @@ def _own_forward(layer: Any) -> Callable[..., Any]:
 
 
 def _forward(layer: Any, own: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
-    """As the class's `forward`, with `own` in it."""
+    """The class's `forward` with its activation checkpointing, around the compiled `own`."""
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(own, **given), *inputs)
     return own(*inputs, **given)
 
 
 def _between_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called between two compiled pieces; one that is so already stays as it is, because attention
-    is registered once for all models of a process."""
+    """Wrap a function as a graph break. A function that is already wrapped is returned unchanged: attention is
+    registered once per process, so a second model finds it wrapped."""
     if getattr(function, _MARK, False):
         return function
     called: Any = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -85,8 +89,14 @@ def _between_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
-    """Compile the layers by torch; else take its operators, on a CPU the faster one of two libraries, and C of ours
-    between the products. `rounds`: the products of its layers in bfloat16 (`round_products`)."""
+    """Choose how a model's layers are computed.
+
+    Args:
+        model: A `transformers` model.
+        compiled: Compile the layers by `torch.compile`. Otherwise, on a CPU, linear layers call oneDNN where it is
+            faster, and C functions compute what stands between the products.
+        rounds: Compute the layers' products in bfloat16 (`round_products`), where `can_round` allows it.
+    """
     if compiled:
         compile_layers(model)
         return
@@ -98,18 +108,18 @@ def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
 
 
 def rounds_products(model: Any, config: TrainerConfig, device: torch.device, *, sharded: bool) -> bool:
-    """Whether `trainer.dtype = "bfloat16"` is products in bfloat16 alone; else it is autocast: on CUDA, of a model with
-    other products than those of linear layers, and where torch compiles or shards the layers."""
+    """True if `trainer.dtype = "bfloat16"` rounds matrix products only (`bfloat16.py`). Otherwise it means autocast: on
+    CUDA, for models with products outside linear layers, and where the layers are compiled or sharded."""
     alone = config.dtype == "bfloat16" and device.type == "cpu" and not config.compile and not sharded
     return alone and can_round(model)
 
 
 def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
-    """Compute one token forward and backward: a layer that cannot be compiled is refused before the first batch. All
-    ranks call it; gradients are empty afterwards.
+    """Run one token forward and backward, so that a layer that cannot be compiled is refused before the first batch.
+    All ranks call it; gradients are empty afterwards.
 
     Raises:
-        ModelError: a layer cannot be compiled, or there is no compiler; says why.
+        ModelError: a layer cannot be compiled, or there is no compiler; gives the reason.
     """
     model = targets.model.model
     try:
@@ -123,4 +133,4 @@ def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
         ) from error
     model.zero_grad(set_to_none=True)
     if sharding is not None:
-        sharding.drop_unused()  # what was used in this pass says nothing of the next optimizer step
+        sharding.drop_unused()  # resets its record of used parameters: this pass is not part of an optimizer step

@@ -25,12 +25,12 @@ from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
 
 _RAGGED = ("logprob_streams", "kept_sets")
-"""Fields of `Targets` that are no arrays."""
+"""Fields of `Targets` that are not arrays with one entry per target."""
 
 
 class DeviceTargets:
-    """The targets of a micro-batch on a device: ids and offsets as int64, logprobs, advantages and temperatures as
-    float32, [M] each; and the ids among which each was drawn."""
+    """The targets of a micro-batch on a device: ids and offsets as int64; logprobs, advantages and temperatures as
+    float32; [M] each. Also the kept set from which each target was sampled."""
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         targets = micro_batch.targets
@@ -51,7 +51,8 @@ class DeviceTargets:
         return len(self.host.targets)
 
     def inputs(self, logprobs_M: Tensor, at: slice | Tensor) -> LossInputs:
-        """Loss inputs of some targets, and of nothing else, in the dtype of the trainer's logprobs of these targets."""
+        """Loss inputs of the targets `at`, in the dtype of `logprobs_M`, the trainer's logprobs of these targets. The
+        loss mask is all true: targets are the trained tokens."""
         dtype = logprobs_M.dtype
         return LossInputs(
             trainer_logprobs=logprobs_M,
@@ -64,18 +65,19 @@ class DeviceTargets:
 
 
 class DeviceBatch(DeviceTargets):
-    """A micro-batch on a device, or this rank's slice of one: the tokens, and the targets that are predicted from them.
+    """A micro-batch on a device, or this rank's slice of one: the tokens, and the targets predicted from them.
 
-    Legend: U tokens, padding included, T of them in this rank's slice, M targets.
+    Legend: U tokens with padding, T of them in this rank's slice, M targets.
 
-    Rows of padding make the tokens a multiple of what products on a CPU like best, and of a block of FlexAttention on
-    CUDA, in each slice. Nothing is predicted from them and no other row sees them, so their gradient is 0. They are no
-    longer than the other rows, because some position encodings look at the longest one.
+    Rows of padding round the number of tokens in each slice up to a multiple: of `ROW_MULTIPLE` on a CPU, where
+    products are faster in recurring shapes, and of FlexAttention's block on CUDA. Nothing is predicted from padding and
+    no other row attends to it, so its gradient is 0. Padding rows are never longer than the longest real row, because
+    some position encodings depend on the largest position.
 
     Args:
-        micro_batch: Whole, on each rank of the group.
-        device: Where it is computed.
-        sequence: The ranks that have slices of it; None: this one has all of it.
+        micro_batch: The whole micro-batch, on each rank of the group.
+        device: The device to compute on.
+        sequence: The ranks that each hold a slice of the micro-batch; None: this rank holds all of it.
     """
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device, sequence: SequenceGroup | None = None) -> None:
@@ -113,44 +115,45 @@ class DeviceBatch(DeviceTargets):
         if sequence is None and device.type == "cpu":
             self._wanted = Wanted.among(len(position_ids), micro_batch.targets.source_positions, device)
         self.router_pass = _replay(micro_batch, num_padding, mine, device)
-        """What happens at the routers of a mixture of experts; None: nothing."""
+        """How to observe or override the routers of a mixture of experts in a pass; None: leave them alone."""
 
     @property
     def speaks(self) -> bool:
-        """Whether this process counts what all ranks that share the micro-batch know."""
+        """True for the one rank that reports what all ranks sharing the micro-batch compute alike."""
         return self._sequence is None or self._sequence.leads
 
     def gathered(self, values_M: Tensor) -> Tensor:
-        """A value of each of this rank's targets, on all ranks that share the micro-batch: of all its targets."""
+        """Values of all targets in the micro-batch, [M], from each rank's values of its own targets. Collective."""
         if self._sequence is None:
             return values_M
+        # A target belongs to exactly one rank, so a sum over zeros gathers values of different lengths.
         whole_M = values_M.new_zeros(len(self.whole)).index_copy_(0, self._own_M, values_M)
         return self._sequence.total(whole_M)
 
     def own(self, values_M: Tensor) -> Tensor:
-        """This rank's part of the values of all targets of the micro-batch."""
+        """This rank's part of values of all targets: the inverse of `gathered`."""
         return values_M if self._sequence is None else values_M[self._own_M]
 
     def add_stream(self, name: str, logprobs_M: Tensor) -> None:
         """Add another model's logprobs of this rank's targets."""
-        assert name not in self.logprob_streams_M, f"the stream {name!r} came with the samples"
+        assert name not in self.logprob_streams_M, f"the samples already have the logprob stream {name!r}"
         self.logprob_streams_M[name] = logprobs_M
         self.whole.logprob_streams_M[name] = self.gathered(logprobs_M)
 
     def plan(self) -> AttentionPlan:
-        """The plan of one pass. Its masks, which with a window are as large as activations, last as long as the pass:
-        an optimizer step has many micro-batches."""
+        """The attention plan of one pass. A new one each time, so that its masks are freed after the pass: with a
+        sliding window they are as large as activations, and an optimizer step has many micro-batches."""
         whole = self._make_plan()
         return whole if self._sequence is None else SequencePlan(whole, self._sequence)
 
     def hidden(self, model: CausalLM) -> Tensor:
         """The hidden state that predicts each target, [M, D]."""
-        assert self.host.is_rows or not model.rows_alone, "a tree for a model whose branches would run into each other"
+        assert self.host.is_rows or not model.rows_alone, "a tree for a model that mixes tokens outside attention"
         plan, wanted = self.plan(), self._wanted
         if isinstance(plan, TreePlan | RowsPlan):
             plan.wanted = wanted
         hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, plan, self.router_pass)
-        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # fewer than there are: narrow_last_layer
+        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # narrow_last_layer returned these tokens only
             return hidden_TD.index_select(0, wanted.places_M)
         return hidden_TD.index_select(0, self.source_positions_M)
 
@@ -165,7 +168,7 @@ def _picked(targets: Targets, numbers: np.ndarray) -> Targets:
 
 
 def _replay(micro_batch: MicroBatch, num_padding: int, mine: slice, device: torch.device) -> RouterPass | None:
-    """The pass of recorded experts over this rank's tokens. Nothing is known of padding."""
+    """The router pass that replays recorded experts for this rank's tokens. Padding counts as not recorded."""
     routed = micro_batch.routed_experts
     if routed is None:
         return None
@@ -177,8 +180,12 @@ def _replay(micro_batch: MicroBatch, num_padding: int, mine: slice, device: torc
 
 
 def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: int) -> LossInputs:
-    """One trajectory's loss inputs from the pieces in its micro-batches, each target at its place in `length` tokens;
-    both logprobs 0 everywhere else. The places of all pieces, one after the other, are `offsets_M`: int64.
+    """Loss inputs of one whole trajectory, joined from its pieces in several micro-batches.
+
+    Args:
+        pieces: Loss inputs of the trajectory's targets in each micro-batch.
+        offsets_M: The place of each target in the trajectory, for all pieces in order: int64 [M].
+        length: Tokens in the trajectory. Tokens that are not targets have logprob 0, mask false and chunk id -1.
     """
 
     def lay(parts: list[Tensor], fill: float = 0.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Moves a trainer between its device and host memory, where it takes turns on the device with a sampler."""
+"""Moves a trainer's tensors between device and host memory when sampler and trainer share a device (handoff)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ HOST = torch.device("cpu")
 
 
 class DeviceMemory:
-    """All tensors of a trainer that outlive a step: parameters, gradients, buffers, the optimizer's state.
+    """All tensors of a trainer that outlive a step: parameters, gradients, buffers, optimizer state.
 
-    They stay the same objects, so that model and optimizer go on with them; on a CPU nothing is moved.
+    Moving replaces the storage, not the tensor objects, so references held by model and optimizer stay valid. On a CPU
+    nothing is moved.
 
     Args:
         model: The model being trained.
         optimizer: Its optimizer.
-        device: Where both compute.
-        move: A tensor on another device.
+        device: The device both compute on.
+        move: Copies a tensor to a device.
     """
 
     def __init__(
@@ -32,20 +33,20 @@ class DeviceMemory:
         self._model, self._optimizer, self._device, self._move = model, optimizer, device, move
 
     def leave(self) -> float:
-        """Copy everything to host memory, and give the device's memory back to its driver. Returns the seconds."""
+        """Copy everything to host memory and return the device memory to the driver. Returns the seconds it took."""
         if self._device == HOST:
             return 0.0
         seconds = self._bring_to(HOST)
-        gc.collect()
+        gc.collect()  # tensors in reference cycles hold device memory too
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the sampler is another process: cached blocks would be lost to it
         return seconds
 
     def come_back(self) -> float:
-        """Copy everything to the device. Returns the seconds.
+        """Copy everything back to the device. Returns the seconds it took.
 
         Raises:
-            RuntimeError: the device has no memory for it.
+            RuntimeError: the device has too little free memory.
         """
         return 0.0 if self._device == HOST else self._bring_to(self._device)
 
@@ -57,7 +58,7 @@ class DeviceMemory:
         return time.perf_counter() - began
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Each tensor once; tied parameters are one."""
+        """Each tensor once; tied parameters count as one."""
         seen: set[int] = set()
         for tensor in self._all():
             if id(tensor) not in seen:

@@ -1,4 +1,4 @@
-"""Holds models beside the one in training, whose logprobs of the targets a loss reads."""
+"""Holds frozen models (reference, teachers), which score the targets with logprobs that a loss reads."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 
 
 class FrozenModels:
-    """The models beside the one in training.
+    """The frozen models of a trainer, by logprob stream.
 
     Args:
-        sources: Folders or hub ids, by the name of the logprob stream that each gives to the loss.
+        sources: Folders or hub ids, by the name of the logprob stream that each model provides to the loss.
         beside: The model in training.
-        base: The folder or hub id that it was loaded from.
-        adapters: Its low-rank adapters. Under these it is its own first model, at no memory.
-        ranks: The processes that train together: each holds its share of these models too; None: this one alone.
-        seq_len: Most tokens of a sample, if that is known.
+        base: The folder or hub id that the model in training was loaded from.
+        adapters: Low-rank adapters of the model in training. A frozen model with the same `base` is then that model
+            with its adapters disabled, and costs no memory.
+        ranks: The processes that train together, over which these models are sharded too; None: one process.
+        seq_len: Maximum tokens in a sample, 0 if unknown.
         config: The `[trainer]` table.
-        dtype: Number format of the weights.
+        dtype: Dtype of the weights.
 
     Raises:
         ModelError: as `load_frozen`.
@@ -56,9 +57,9 @@ class FrozenModels:
         dtype: str,
     ) -> None:
         self.streams: dict[str, TargetLogprobs] = {}
-        """Each one's logprobs of targets, by the name of the stream."""
+        """The frozen models as sources of target logprobs, by stream name."""
         self.fingerprints: dict[str, str] = {}
-        """Digests of their weights."""
+        """Fingerprints of their weights, by stream name."""
         for name, source in sources.items():
             if adapters is not None and Path(source) == Path(base):
                 self.streams[name] = base_under_adapters(beside)
@@ -81,7 +82,7 @@ class FrozenModels:
 
     @property
     def models(self) -> list[Any]:
-        """Those that have weights; under adapters, the one in training."""
+        """The `transformers` models behind the streams; includes the model in training if a stream is its base."""
         return [lm.model.model for lm in self.streams.values()]
 
 
@@ -97,22 +98,22 @@ def load_frozen(
     compute: str = "float32",
     compiled: bool = False,
 ) -> TargetLogprobs:
-    """A model that is not trained, on the device of the one that is, computed with as that one is: sharded, where that
-    one is.
+    """Load a frozen model on the trained model's device, with the same kernels, and sharded over the same ranks.
 
     Args:
         source: A folder or hub id in Hugging Face format.
-        name: Of its logprob stream.
-        beside: The model in training: its vocabulary has to be this one's.
-        dtype: Number format of the weights.
-        seq_len: Most tokens of a sample, if that is known.
+        name: Name of its logprob stream, for messages.
+        beside: The model in training. Both must have the same vocabulary size.
+        dtype: Dtype of the weights.
+        seq_len: Maximum tokens in a sample, 0 if unknown.
         only_attention: Refuse a model that cannot compute trees.
-        ranks: The processes that train together; None: this one alone.
-        compute: What is computed with: "float32" or "bfloat16".
-        compiled: Whether its layers are.
+        ranks: The processes that train together; None: one process.
+        compute: Dtype of the computation: "float32" or "bfloat16".
+        compiled: Whether to compile its layers.
 
     Raises:
-        ModelError: no such model, or one of another vocabulary, or too short for these samples.
+        ModelError: the model cannot be loaded, has another vocabulary size, or its context is too short for the
+            samples.
     """
     sharding = None if ranks is None else Sharding(ranks, compute, trained=False)
     model: Any = load_model(
@@ -126,31 +127,32 @@ def load_frozen(
     if lm.vocab_size != beside.model.vocab_size:
         here, there = beside.model.vocab_size, lm.vocab_size
         raise ModelError(
-            f"the output head of the {name} model {str(source)!r} has {there} rows, that of the model in training "
-            f"{here}. If both have the same tokenizer, rows beyond its ids are padding: give that model {here} rows "
-            f"too (model.resize_token_embeddings({here}), then save_pretrained). A model with another tokenizer cannot "
-            "score what this one samples"
+            f"the output head of the {name} model {str(source)!r} has {there} rows, but that of the model in training "
+            f"has {here}. If both use the same tokenizer, the extra rows are padding: give the {name} model {here} "
+            f"rows too (model.resize_token_embeddings({here}), then save_pretrained). A model with another tokenizer "
+            "cannot score what this one samples"
         )
     refuse_moving_positions(lm, seq_len)
     if beside.sequence is not None:
         refuse_slices(lm, beside.sequence.size)
     autocast = beside.autocast
-    if rounds and not can_round(model):  # beside a model whose products alone are rounded, which has no autocast
+    # `beside` may round its products and so have a null autocast; a model that cannot do that needs a real one.
+    if rounds and not can_round(model):
         autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     return TargetLogprobs(lm, beside.chunk, autocast, beside.sequence)
 
 
 def packing_beside(model: CausalLM, name: str, source: str | Path, packing: str) -> str:
-    """The packing of micro-batches that this model scores too: "rows" where "auto" would give it wrong trees.
+    """A packing that a frozen model computes correctly too: `packing`, or "rows" if "auto" would give it wrong trees.
 
     Args:
-        model: As it was loaded.
-        name: Of its logprob stream.
+        model: The frozen model, as loaded.
+        name: Name of its logprob stream, for messages.
         source: Its folder or hub id.
-        packing: That of the model in training.
+        packing: The packing of the model in training.
 
     Raises:
-        ModelError: it cannot be packed as it was asked for.
+        ModelError: the model cannot compute the packing that the configuration asks for.
     """
     if model.rows_alone:
         return "rows"
@@ -161,7 +163,7 @@ def packing_beside(model: CausalLM, name: str, source: str | Path, packing: str)
 
 
 def base_under_adapters(lm: TargetLogprobs) -> TargetLogprobs:
-    """The model in training without its low-rank adapters: the model that it began with, at no memory."""
+    """The model in training with its low-rank adapters disabled: the base model, without a second copy in memory."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in lm.model.model.modules() if isinstance(module, BaseTunerLayer)]

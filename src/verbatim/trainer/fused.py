@@ -1,11 +1,11 @@
-"""Computes what stands between the products of a decoder layer in one pass each, by compiled C (`layers.c`).
+"""Fuses the norms, gated activations and rotary embeddings of a decoder layer into one C function each (`layers.c`).
 
-`transformers` writes a norm as six operations and a rotation of positions as five, each of which reads and writes all
-activations, and as many again in the backward pass. Here they are one, for the classes known to compute
+`transformers` computes a norm with six operations and a rotary embedding with five. Each of them reads and writes all
+activations, and the backward pass has as many again. Here each is a single pass, for classes known to compute
 
     weight * x / sqrt(mean(x^2) + eps)      down(silu(gate(x)) * up(x))      x cos + rotate_half(x) sin
 
-in float32 on a CPU. Everything else runs as `transformers` has it.
+in float32 on a CPU. Everything else runs as in `transformers`.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ logger = logging.getLogger(__name__)
 
 SOURCE = native.CSource.read(Path(__file__).with_name("layers.c"))
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Families whose norms, feed-forward parts and rotations are those above."""
+"""Model families whose norms, feed-forward layers and rotary embeddings follow the formulas above."""
 MULTIPLE = 16
-"""Sizes are multiples of a vector."""
+"""Sizes must be a multiple of this: the C functions work on vectors of 16 floats, without a remainder loop."""
 PARTS = 16
-"""The gradient of a norm's weight is added up in so many parts, which threads share."""
+"""Number of partial sums for the gradient of a norm's weight, divided among the threads. It is fixed, so the result does
+not depend on the number of threads."""
 _ROTATE = "apply_rotary_pos_emb"
 _SMALL = 2 * MULTIPLE
+"""Layer size in the comparison of the C functions with `transformers`."""
 _ROWS = 16
+"""Tokens in that comparison."""
 _Numbers: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
-"""What the compiled function, a part, and the part in float64 compute for the same input."""
+"""For the same input, the results of the C function, of `transformers`, and of `transformers` in float64."""
 _compared: dict[Any, str] = {}
-"""What is wrong, by part; "" where they agree."""
+"""The difference found for each class or function already compared; "" if they agree."""
 
 
 def fuse_layers(model: nn.Module) -> list[str]:
-    """Let a model's known norms, feed-forward parts and rotations call compiled functions, where there are any; results
-    differ by rounding only. Returns what computes something else in this `transformers`, which runs as it is, with a
-    warning.
+    """Make a model's known norms, feed-forward layers and rotary embeddings call the C functions, if they were compiled
+    on this machine. Results differ by rounding only.
+
+    Returns the parts that compute something else in the installed `transformers`; they stay unchanged, with a warning.
     """
     if native.library(SOURCE) is None:
         return []
@@ -81,9 +85,11 @@ def fuse_layers(model: nn.Module) -> list[str]:
 
 
 def _disagreement(compare: Callable[..., _Numbers], part: Callable[..., Any], *given: Any) -> str:
-    """What the compiled function computes on a small random input that a part of `transformers` does not; "" where they
-    differ by rounding only."""
-    if isinstance(torch.empty(0, device="cpu"), FakeTensor):  # nothing is computed here
+    """How the C function differs from a part of `transformers` on a small random input; "" if by rounding only.
+
+    `transformers` may change a formula in any version, and class names alone would not show it.
+    """
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):  # under FakeTensorMode there are no values to compare
         return ""
     if part not in _compared:
         with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.no_grad():
@@ -93,10 +99,10 @@ def _disagreement(compare: Callable[..., _Numbers], part: Callable[..., Any], *g
             except (RuntimeError, TypeError, AttributeError, ValueError) as error:
                 if is_out_of_memory(error):
                     raise
-                found = f"not to be compared ({describe(error)})"
+                found = f"could not be compared ({describe(error)})"
         _compared[part] = found and f"{part.__qualname__} of this transformers: its compiled form is {found}"
         if found:
-            logger.warning("%s; it runs as it is, and a training step takes longer, up to 1.6 times", _compared[part])
+            logger.warning("%s; it runs unfused, and a training step takes up to 1.6 times as long", _compared[part])
     return _compared[part]
 
 
@@ -118,7 +124,7 @@ def _feed_forwards(kind: type[Any], config: Any) -> _Numbers:
 def _rotations(rotate: Callable[..., tuple[Tensor, Tensor]]) -> _Numbers:
     q, k = (torch.randn(1, heads, _ROWS, _SMALL, dtype=torch.float32, device="cpu") for heads in (2, 1))
     half = torch.randn(1, _ROWS, _SMALL // 2, dtype=torch.float32, device="cpu")
-    angles = half.repeat(1, 1, 2)  # both halves turn by the same ones
+    angles = half.repeat(1, 1, 2)  # both halves of a head rotate by the same angles
     tables = angles.cos(), angles.sin()
     yield from zip(_rotating(rotate)(q, k, *tables), rotate(q, k, *tables), _exact(rotate, q, k, *tables), strict=True)
 
@@ -129,8 +135,8 @@ def _exact(part: Callable[..., Any], *inputs: Tensor) -> Any:
 
 
 def suits(*tensors: Tensor) -> bool:
-    """Whether compiled functions can read these: float32, on a CPU, not cast. Fake tensors, whose memory a plan
-    measures, go the same way, and nothing is computed."""
+    """True if the C functions can read these tensors: float32, on a CPU, outside autocast. Fake tensors count too, so
+    that a memory plan measures the same path; `_call` then computes nothing."""
     return not torch.is_autocast_enabled("cpu") and all(
         type(x) in (Tensor, nn.Parameter, FakeTensor) and x.dtype == torch.float32 and x.device.type == "cpu"
         for x in tensors
@@ -154,7 +160,8 @@ def _feed_forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _rotating(given: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function of a `transformers` module that turns queries and keys, [1, heads, T, D]; tables are [1, T, D]."""
+    """Wrap a `transformers` module's `apply_rotary_pos_emb`: queries and keys are [1, heads, T, D], cos and sin
+    [1, T, D]. Calls of any other form go to the original."""
 
     @wraps(given)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -208,7 +215,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _Rotated(torch.autograd.Function):
-    """Turns the positions of [T, heads, D]; the gradient is turned back."""
+    """Applies rotary embeddings to [T, heads, D]. The backward pass is the inverse rotation (`direction` -1)."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -230,7 +237,7 @@ def _rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: float) ->
 
 
 def _call(name: str, *inputs: Any) -> None:
-    """Call a compiled function: whole numbers as int64, tensors as pointers. Not for fake tensors."""
+    """Call a C function: ints are passed as int64, tensors as pointers. Fake tensors have no data, so it returns."""
     if any(isinstance(x, FakeTensor) for x in inputs):
         return
     given = [

@@ -1,7 +1,7 @@
-"""Computes the last decoder layer for the tokens that targets are predicted from, and for no others.
+"""Computes the last decoder layer only for the tokens from which a target is predicted.
 
-Keys and values are those of all tokens. Queries, what attention gives, the feed-forward part and the norms behind it
-are wanted where a target is predicted, which with prompts and answers of tools is a half of the tokens or less.
+Keys and values are needed for all tokens. Queries, attention output, feed-forward layer and final norm are needed only
+where a target is predicted: with prompts and tool results in the context, for half of the tokens or fewer.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
 
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Families whose layers are computed here: attention and a feed-forward part, each behind a norm and added to what goes
-in; after the last layer a norm of each token follows, and nothing else."""
+"""Supported families: pre-norm residual layers (attention, then feed-forward), with only a per-token norm after the last
+one."""
 WORTH = 0.9
-"""Where more of the tokens than this are wanted, all are computed."""
+"""If more than this share of the tokens is wanted, all are computed: the gathers would cost more than they save."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The tokens of a micro-batch that targets are predicted from. Legend: Q tokens, M targets."""
+    """The tokens of a micro-batch from which targets are predicted. Legend: Q wanted tokens, M targets."""
 
     tokens: Int32
-    """Ascending, and as many as products on a CPU like best: the last one is repeated. int32 [Q]."""
+    """Indices into the micro-batch, ascending: int32 [Q]. The last one is repeated up to a multiple of `ROW_MULTIPLE`."""
     tokens_Q: Tensor
-    """The same on the device, int64."""
+    """The same indices on the device: int64 [Q]."""
     places_M: Tensor
-    """Where each target's token is among them, int64."""
+    """For each target, the index of its source in `tokens`: int64 [M]."""
 
     @staticmethod
     def among(num_tokens: int, sources: Int32, device: torch.device) -> Wanted | None:
-        """Those that these targets need, of so many tokens; None where that is most of them.
+        """The wanted tokens of a micro-batch; None if they are most of its tokens (`WORTH`) or there are none.
 
-        Example: of 1,000 tokens with targets at 7, 9, 9 and 300: 7, 9 and 300 (62 times), and their places 0, 1, 1, 2.
+        Example: 1,000 tokens with sources 7, 9, 9 and 300 give the tokens 7, 9 and 300 (62 times), and the places
+        0, 1, 1, 2.
         """
         found, places = np.unique(sources, return_inverse=True)
         if not len(found) or len(found) + -len(found) % ROW_MULTIPLE > WORTH * num_tokens:
@@ -58,7 +59,8 @@ class Wanted:
 
 
 def family_of(module: nn.Module, kind: str) -> str | None:
-    """The known family whose `kind` of module this is, sharded or not; None: of no known family."""
+    """The supported family whose `kind` of module this is, sharded or not; None if it belongs to none."""
+    # FSDP replaces a module's class by a subclass of its own; the first other class is the model's.
     own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     return next((f for f in KNOWN if (own.__module__, own.__name__) == (_home(f), f"{f}{kind}")), None)
 
@@ -68,8 +70,8 @@ def _home(family: str) -> str:
 
 
 def narrow_last_layer(model: Any) -> None:
-    """Let the last decoder layer of a model of a known family compute what the plan of a pass wants (`plan.wanted`);
-    its output then has these tokens alone."""
+    """Make the last decoder layer of a supported model compute only the tokens in the attention plan's `wanted`, if that
+    is set; its output then has only these tokens."""
     layers = decoder_layers(model)
     family = family_of(layers[-1], "DecoderLayer") if layers else None
     if family is not None and family_of(model.base_model, "Model") == family and "forward" not in vars(layers[-1]):
@@ -78,13 +80,14 @@ def narrow_last_layer(model: Any) -> None:
 
 
 def _forward(layer: Any, own: Callable[..., Tensor], family: str, hidden_1UD: Tensor, **given: Any) -> Tensor:
-    """The layer's output, [1, Q, D], where the plan says which tokens are wanted; else that of `transformers`."""
+    """The layer's output for the wanted tokens, [1, Q, D]; if the plan has none, the output of `transformers`."""
     wanted: Wanted | None = getattr(given.get("attention_plan"), "wanted", None)
     if wanted is None:
         return own(hidden_1UD, **given)
     narrow: Callable[[Tensor], Tensor] = partial(_narrow, layer, family, wanted, given)
     if layer.gradient_checkpointing and layer.training and "__call__" not in vars(GradientCheckpointingLayer):
-        recomputed: Tensor = layer._gradient_checkpointing_func(narrow, hidden_1UD)  # as the class's `forward` does
+        # Versions of `transformers` that checkpoint in `forward`, not in `__call__`: this replaces that `forward`.
+        recomputed: Tensor = layer._gradient_checkpointing_func(narrow, hidden_1UD)
         return recomputed
     return narrow(hidden_1UD)
 
@@ -107,7 +110,7 @@ def _attention(
     position_embeddings: tuple[Tensor, Tensor],
     **_: Any,
 ) -> Tensor:
-    """What the heads give to the wanted tokens, [1, Q, H * E]."""
+    """The attention output of all heads for the wanted tokens, [1, Q, H * E], before the output projection."""
 
     def heads(projection: nn.Module, norm: str | None, x: Tensor) -> Tensor:
         by_head: Tensor = projection(x).view(*x.shape[:2], -1, attention.head_dim)
@@ -123,6 +126,7 @@ def _attention(
     mine = x_1UD.index_select(1, wanted.tokens_Q) if narrow else x_1UD
     tables = [x.index_select(1, wanted.tokens_Q) if narrow else x for x in position_embeddings]
     query = heads(attention.q_proj, norms[0], mine)
+    # `rotate` takes queries and keys with one table; here their lengths differ, so each is rotated with an empty partner.
     query, key = (rotate(x, x[:, :0], *at)[0] for x, at in ((query, tables), (key, position_embeddings)))
     if narrow:
         out: Tensor = attention_plan.attend_some(wanted.tokens, query, key, value, call)

@@ -1,4 +1,4 @@
-"""Has linear layers call oneDNN forward and backward, where that is faster (`models/products.py`)."""
+"""Makes linear layers call oneDNN, forward and backward, on CPUs where it is faster (`models/products.py`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.nn.functional import linear
 from verbatim.models.products import onednn_is_faster, onednn_product
 
 ROW_MULTIPLE = 64
-"""oneDNN prepares a kernel for each new shape, in a millisecond, so numbers of rows should recur: multiples of this."""
+"""oneDNN builds a kernel for each new shape, which takes about a millisecond. Row counts are rounded up to a multiple of
+this, so that shapes recur."""
 LARGE = 1 << 29
-"""Multiply-adds from which a product is worth a kernel of its own, whatever its number of rows."""
+"""Multiply-adds from which a product is worth building a kernel for, even if its number of rows does not recur."""
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make a model's linear layers call oneDNN, on the machines where that is the faster way; their results differ by
-    rounding only. A function of machine and model alone, so that runs on one machine stay bit for bit the same."""
+    """Make a model's linear layers call oneDNN, on machines where it is faster; results differ by rounding only. The
+    choice depends on machine and model alone, so runs on one machine stay bit-for-bit reproducible."""
     if not onednn_is_faster():
         return
     for module in model.modules():
@@ -29,7 +30,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def product(a_RI: Tensor, b_OI: Tensor) -> Tensor:
-    """`a @ b.T` in the dtype of both, without a graph; in shapes that recur."""
+    """`a @ b.T` in the dtype of both, without a graph. For shapes that recur (see `ROW_MULTIPLE`)."""
     if onednn_is_faster() and a_RI.dtype == torch.float32 and a_RI.device.type == "cpu":
         return onednn_product(a_RI, b_OI)
     with torch.autocast(a_RI.device.type, enabled=False):
@@ -69,7 +70,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product_of_columns(a_RA: Tensor, b_RB: Tensor) -> Tensor:
-    """`a.T @ b`, [A, B]. The first factor is the one that oneDNN copies, so it is the narrower one."""
+    """`a.T @ b`, [A, B]. oneDNN copies its first factor, so the narrower one goes first."""
     if a_RA.shape[1] <= b_RB.shape[1]:
         return onednn_product(a_RA.T, b_RB.T)
     return onednn_product(b_RB.T, a_RA.T).T.contiguous()

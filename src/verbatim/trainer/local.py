@@ -1,4 +1,4 @@
-"""Runs the trainer on a thread of the orchestrator's process: for debugging, where a breakpoint works."""
+"""Runs the trainer on a thread of the orchestrator's process: for debugging, because breakpoints work there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verbatim.trainer.worker import TrainerWorker
 
 
 class LocalTrainer:
-    """A `transport.TrainerLink` to a trainer in this process. The event loop stays free while it computes."""
+    """A `transport.TrainerLink` to a trainer in this process. The event loop stays responsive while it computes."""
 
     def __init__(self, worker: TrainerWorker, *, num_threads: int | None = None) -> None:
         self._worker = worker
@@ -36,7 +36,7 @@ class LocalTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.send, order)
 
     async def watch(self) -> None:
-        """A thread of this process cannot be gone: returns never."""
+        """Never returns: a thread of this process cannot disappear."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
@@ -44,6 +44,6 @@ class LocalTrainer:
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Set the threads of matrix products in the calling thread; None leaves torch's setting."""
+    """Set torch's intra-op threads for the calling thread; None keeps torch's setting."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""Computes logprobs of the targets; vocabulary-sized logits exist for one chunk of targets at a time."""
+"""Computes logprobs of the targets in chunks, so that full-vocabulary logits exist for one chunk at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.parallel.sequence import SequenceGroup
 
 BLOCKS_PER_CHUNK = 8
-"""The softmax walks a chunk in blocks: its float32 temporaries are this much smaller than the chunk's logits."""
+"""The softmax of a chunk is computed in this many blocks of rows, which keeps its float32 temporaries small."""
 
 
 @dataclass(frozen=True)
@@ -27,38 +27,38 @@ class ChunkLogprobs:
     """The results of one chunk of targets."""
 
     logprobs_M: Tensor
-    """Logprob of each target at its temperature, over its kept set: float32 (float64 if the logits are), no graph."""
+    """Logprob of each target at its temperature, over its kept set: float32 [M] (float64 for float64 logits), no
+    graph."""
     entropy_M: Tensor
-    """Entropy of that distribution, in nats."""
+    """Entropy of the distribution that each target comes from, in nats: [M], same dtype."""
 
 
 class AskedTargets(Protocol):
-    """What is asked of each target: the fields of `DeviceTargets` that logprobs depend on."""
+    """The fields of `DeviceTargets` that logprobs depend on."""
 
     target_ids_M: Tensor
-    """int64."""
+    """Token ids: int64 [M]."""
     temperatures_M: Tensor
-    """They divide the logits, and are above 0."""
+    """Divisors of the logits, above 0: float32 [M]."""
     kept_sets: DeviceKeptSets | None
-    """The ids that each target is normalised over; None: the vocabulary."""
+    """The ids over which each target's distribution is normalised; None: the full vocabulary."""
 
 
 @dataclass(frozen=True)
 class TargetLogprobs:
-    """A model, asked for logprobs of targets.
+    """A model as a source of target logprobs.
 
-    Legend: M targets, D width, V vocabulary. Arguments of the methods: `hidden_MD` is the last hidden state that
-    predicts each target.
+    Legend: M targets, D width, V vocabulary. In the methods, `hidden_MD` is the last hidden state that predicts each
+    target.
     """
 
     model: CausalLM
-    """Its head makes the logits."""
     chunk: int
-    """Targets whose logits exist at one time."""
+    """Targets whose logits exist at the same time."""
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes the context of forward passes."""
+    """Creates the context manager in which forward passes run."""
     sequence: SequenceGroup | None = None
-    """The ranks that share each micro-batch; None: this process computes them alone."""
+    """The ranks that each compute a slice of every micro-batch; None: this process computes whole micro-batches."""
 
     def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
         """A micro-batch, or this rank's slice of it, on the model's device."""
@@ -79,7 +79,7 @@ class TargetLogprobs:
         for at in _chunks(len(targets.target_ids_M), self.chunk):
             logits_MV = self._logits(hidden_MD[at])
             parts.append(_log_softmax(logits_MV, targets, at).result)
-            del logits_MV  # before the next ones are made
+            del logits_MV  # or two chunks of logits would be in memory at once
         return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
 
     def backward(
@@ -88,16 +88,21 @@ class TargetLogprobs:
         targets: AskedTargets,
         gradient: Callable[[slice, ChunkLogprobs], Tensor],
     ) -> None:
-        """Forward and backward, chunk by chunk: adds to the `grad` of the head and of everything behind `hidden_MD`,
-        which has a graph.
+        """Forward and backward, chunk by chunk. Accumulates into the `grad` of the head and of all parameters in the
+        graph of `hidden_MD`.
 
-        Every chunk goes down to its hidden states before the next one's logits are made, so nothing is computed twice
-        and the logits' gradient is written over the logits. `gradient` is called with each chunk's targets and
-        logprobs, in order; it returns dL/dlogprob, float [chunk].
+        The backward pass of a chunk runs down to its hidden states before the next chunk's logits are computed. So
+        nothing is computed twice, and the gradient of the logits overwrites the logits.
+
+        Args:
+            hidden_MD: Hidden states with a graph.
+            targets: The targets that they predict.
+            gradient: Called with each chunk's slice of the targets and its logprobs, in order. Returns dL/dlogprob,
+                float [chunk].
         """
 
         def down(at: slice) -> Tensor:
-            """One chunk's gradient; a function, so that its logits are gone before the next ones are made."""
+            """One chunk's gradient: [chunk, D]. It is a function so that its logits are freed when it returns."""
             leaf_MD = hidden_MD[at].detach().requires_grad_()
             logits_MV = self._logits(leaf_MD)
             softmax = _log_softmax(logits_MV.detach(), targets, at)
@@ -110,16 +115,16 @@ class TargetLogprobs:
         torch.autograd.backward(hidden_MD, torch.cat(grads) if grads else torch.zeros_like(hidden_MD))
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
-        """[M, V]. On a CPU the head is computed in float32 also where the layers are cast to bfloat16, which has 8 bits
-        for a logit."""
+        """The logits, [M, V]. On a CPU the head is computed in float32 even under bfloat16 autocast, because bfloat16
+        keeps only 8 bits of a logit."""
         with self.autocast():
             if hidden_MD.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
                 return self.model.logits(hidden_MD)
         return self.model.logits(hidden_MD.float())
 
     def idle_pass(self) -> None:
-        """A pass over one token whose gradient is 0, and backward where gradients are enabled: takes part in what the
-        processes of a sharded model do together in a pass."""
+        """A pass over one token with gradient 0, including backward if gradients are enabled. A rank without work runs
+        it to join the collectives that other ranks of a sharded model run in their pass."""
         device = self.model.device
         token = torch.zeros(1, dtype=torch.int64, device=device)
         with self.autocast():
@@ -129,7 +134,7 @@ class TargetLogprobs:
 
 
 def whole_sample(token_ids: Int32, trajectory_id: str = "") -> TrainingSample:
-    """A sample that asks for the logprob of every token that has a context."""
+    """A sample whose targets are all tokens but the first, which has no context. For scoring, not for training."""
     length = len(token_ids)
     return TrainingSample(
         token_ids=token_ids,
@@ -150,18 +155,18 @@ def _chunks(num_targets: int, chunk: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """A chunk's softmax, kept where its logits were."""
+    """A chunk's unnormalised softmax, stored in the memory of its logits."""
 
     exp_MV: Tensor
-    """exp(logits / T - their maximum), in the storage of the logits."""
+    """exp(logits / T - row maximum), in the memory of the logits."""
     sum_M: Tensor
-    """Its sums."""
+    """Row sums of the exponentials."""
     target_ids_M: Tensor
     temperatures_M: Tensor
     result: ChunkLogprobs
 
     def backward(self, grad_M: Tensor) -> Tensor:
-        """dL/dlogits, written over the softmax: `(1[v = target] - softmax_v) grad / T`."""
+        """dL/dlogits, which overwrites the softmax: `(1[v = target] - softmax_v) grad / T`."""
         scale_M = (grad_M / self.temperatures_M).to(self.sum_M.dtype)
         grad_MV = self.exp_MV.mul_((-scale_M / self.sum_M)[:, None])
         grad_MV.scatter_add_(1, self.target_ids_M[:, None], scale_M[:, None].to(grad_MV.dtype))
@@ -169,7 +174,7 @@ class _Softmax:
 
 
 def _log_softmax(logits_MV: Tensor, targets: AskedTargets, chunk: slice) -> _Softmax:
-    """Log-softmax of a chunk at each row's temperature over its kept set, in at least float32; destroys the logits."""
+    """Log-softmax of a chunk at each row's temperature over its kept set, in at least float32; overwrites the logits."""
     target_ids_M, temperatures_M, kept = targets.target_ids_M[chunk], targets.temperatures_M[chunk], targets.kept_sets
     dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     logprobs, entropies, sums = [], [], []

@@ -1,4 +1,4 @@
-"""Sums the metrics that losses report, and reads them back once per batch."""
+"""Accumulates the metrics that losses report on the device, and reads them back once per batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from verbatim.algorithms.losses.results import as_scalar
 
 
 class MetricSums:
-    """Weighted means, extremes and counts of scalars that stay on their device until `result`.
+    """Weighted means, extremes and counts of scalars that stay on their device until `result`: a read after each loss
+    would make the host wait for the device. The name decides: `_min`, `_max`, `num_`, otherwise a mean.
 
     Example: `entropy` 1.0 over 3 tokens and 2.0 over 1 token is 1.25; `ratio_max` 2.0 and 5.0 is 5.0;
     `num_x` 2 and 5 is 7.
@@ -27,7 +28,7 @@ class MetricSums:
         """Add scalars that are means over `weight` tokens or trajectories.
 
         Raises:
-            ComponentError: something that is not one number.
+            ComponentError: a metric is not a single number.
         """
         for name, value in metrics.items():
             self._names.append(name)
@@ -35,7 +36,7 @@ class MetricSums:
             self._weights.append(weight)
 
     def add_partial(self, partial: Mapping[str, Sequence[float]]) -> None:
-        """Add what another process has: the value of its `partial`."""
+        """Add the `partial()` of another process."""
         self._of_others.append(partial)
 
     def result(self) -> dict[str, float]:
@@ -47,7 +48,7 @@ class MetricSums:
         return {name: value / weight if weight else value for name, (value, weight) in joined.items()}
 
     def partial(self) -> dict[str, Sequence[float]]:
-        """This process's part of each scalar: weighted sum and sum of weights; or extreme or count, and 0."""
+        """By name, this process's (weighted sum, sum of weights) of a mean; (value, 0) of an extreme or a count."""
         if not self._values:
             return {}
         device = self._values[-1].device
@@ -72,7 +73,7 @@ def _kind(name: str) -> object:
 
 
 def _join(name: str, pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Both sums of values and weights; or the extreme or count, with weight 0."""
+    """Combine pairs of the form that `partial` returns into one pair."""
     values = [value for value, _ in pairs]
     kind = _kind(name)
     if kind is min or kind is max:

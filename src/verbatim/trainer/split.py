@@ -8,10 +8,10 @@ from verbatim.core.types import TrainingSample
 
 
 def split_batch(samples: Sequence[TrainingSample], num_parts: int) -> list[list[TrainingSample]]:
-    """At most `num_parts` parts with about the same number of trained tokens; a function of the batch alone.
+    """At most `num_parts` parts with about the same number of trained tokens; depends on the batch alone.
 
-    Trajectories go, largest first, to the part with the fewest trained tokens so far. Inside a part samples keep
-    the batch's order. Parts without a trained token are left out: they would be an optimizer step on nothing.
+    Trajectories are assigned, largest first, to the part with the fewest trained tokens so far. Within a part, samples
+    keep the batch's order. Parts without a trained token are dropped: their optimizer step would have no gradient.
 
     Example: trajectories of 5, 4, 3 and 2 trained tokens in two parts are (5, 2) and (4, 3).
     """

@@ -30,50 +30,51 @@ from verbatim.trainer.token_values import TokenValues
 logger = logging.getLogger(__name__)
 
 _OBSERVED = ("entropy", "mismatch_kl", "ref_kl")
-"""Measured here over tokens, whatever the loss is; a loss's own figures of that name are left out."""
+"""Metrics measured here, per token and for every loss; a loss's own metrics with these names are dropped."""
 
 
 @dataclass
 class GradientPass:
-    """Adds the gradients of one optimizer step to a model; the trainer updates the weights.
+    """Accumulates the gradient of one optimizer step on a model; the trainer then updates the weights.
 
-    A token-level loss runs on each chunk of targets as its logits are made. Any other loss runs on trajectories that
-    are whole: where one lies in several micro-batches, a first forward pass without a graph gives the logprobs, the
-    loss runs on them as leaves, and dL/dlogprob is what the second pass carries back.
+    A token-level loss runs on each chunk of targets as soon as the chunk's logits exist. Any other loss needs whole
+    trajectories. Where a trajectory spans several micro-batches, a first forward pass without a graph computes the
+    logprobs, the loss runs on them as leaves, and a second pass backpropagates dL/dlogprob through the model.
     """
 
     lm: TargetLogprobs
-    """Asks the model that gradients are added to."""
+    """The model in training, as a source of target logprobs."""
     loss: Loss
     denominator: int
-    """What the sum over the optimizer step is divided by, at least 1."""
+    """Divisor of the loss summed over the optimizer step, at least 1."""
     metrics: MetricSums
     frozen: Mapping[str, TargetLogprobs] = field(default_factory=dict)
-    """Models that are not trained, by the name of the logprob stream that they give to the loss."""
+    """Models that are not trained, by the name of the logprob stream that each provides to the loss."""
     ranks: Ranks | None = None
-    """The processes that share this optimizer step, each with micro-batches of its own."""
+    """The processes that share this optimizer step, each with its own micro-batches; None: one process."""
     router_loss: RouterLoss | None = None
-    """Added to the loss; its value is a metric, and not part of the returned sum."""
+    """Load-balancing loss. It adds to the gradient and is reported as a metric; `loss_sum` leaves it out."""
     tokens: TokenValues | None = None
-    """Is told of each target's logprob and gradient; None: they are not kept."""
+    """Collects each target's logprob and gradient; None: they are not kept."""
     before_pass: Callable[[], None] = lambda: None
-    """Called before each micro-batch."""
+    """Called before the forward pass of each micro-batch."""
     num_trained: int = 0
-    """Targets whose gradient was taken, so far."""
+    """Targets whose gradient has been taken so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
-    """The loss of each call, and the trajectories to name where it is not finite."""
+    """The value of each call of the loss, with a function that lists the trajectories to name if it is not finite."""
     _error: Exception | None = None
-    """What a loss raised, of several processes: they all come to the end of their passes first."""
+    """The first error that the loss raised. With several ranks it is held back until all passes are done: the other
+    ranks would otherwise hang in a collective."""
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Forward and backward over all micro-batches.
 
-        Of several processes each makes as many passes as the one with the most micro-batches, and gradients are summed
-        over them. A loss that fails does not keep a process from these passes: `loss_sum` raises its error. Any other
-        error leaves the others in a pass, and has to end them (`Failures`).
+        With several ranks, each rank makes as many passes as the rank with the most micro-batches, and gradients are
+        summed over ranks. If the loss fails on a rank, that rank still makes all its passes, and `loss_sum` raises the
+        error. Any other error leaves the other ranks waiting in a collective; `Failures` then ends them.
 
         Raises:
-            ComponentError: of one process: the loss returned something that cannot be minimised.
+            ComponentError: in a single-process run, the loss returned something that cannot be minimised.
         """
         batches = [self.lm.batch(micro_batch) for micro_batch in micro_batches]
         cut = _cut(batches) if self.loss.level != "token" else []
@@ -92,14 +93,14 @@ class GradientPass:
             self.lm.idle_pass()
 
     def loss_sum(self) -> float:
-        """The sum of the loss over this process's micro-batches, before division, after `run`.
+        """The loss summed over this process's micro-batches, before division by the denominator. Call it after `run`.
 
         Raises:
             RunStopped: the loss is not finite; names the trajectories.
-            ComponentError: the loss of one of several processes failed.
+            ComponentError: in a run with several ranks, the loss failed on this rank.
         """
         if self._error is not None:
-            raise self._told(self._error) from self._error
+            raise self._shared_error(self._error) from self._error
         return self._finite_loss()
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class GradientPass:
         return grad_M
 
     def _culprits(self, batch: DeviceBatch, at: slice, inputs: LossInputs) -> list[str]:
-        """The trajectories of a chunk that make its loss non-finite: each one's tokens are tried alone."""
+        """The trajectories in a chunk that make its loss non-finite, found by running the loss on each one alone."""
         numbers = batch.host.targets.trajectories[at]
         culprits = []
         for number in np.unique(numbers).tolist():
@@ -133,12 +134,12 @@ class GradientPass:
             alone = batch.inputs(inputs.trainer_logprobs.detach()[mine], at.start + mine)
             if not torch.isfinite(self.loss(alone).loss):
                 culprits.append(batch.host.trajectory_ids[number])
-        return culprits or list(batch.host.trajectory_ids)  # each is finite alone, their sum is not
+        return culprits or list(batch.host.trajectory_ids)  # each is finite alone, but not their sum
 
     # ---- losses that see trajectories whole
 
     def _run_whole(self, batches: list[DeviceBatch], cut: list[int], num_idle: int) -> None:
-        """Batches that share a trajectory, `cut`, in two passes, all others in one."""
+        """Train batches that share a trajectory with another (`cut`) in two passes, all others in one."""
         with torch.no_grad():
             logprobs = [self._logprobs(batches[i], self.lm.hidden(batches[i])) for i in cut]
             for _ in range(num_idle):
@@ -153,29 +154,30 @@ class GradientPass:
                 self._backward_alone(batch)
 
     def _backward_alone(self, batch: DeviceBatch) -> None:
-        """A batch that shares no trajectory with another one."""
+        """Forward, loss and backward of a batch that shares no trajectory with another batch."""
         self.before_pass()
         hidden_MD = self.lm.hidden(batch)
         (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
         self._carry_back(batch, grad_M, hidden_MD)
 
     def _carry_back(self, batch: DeviceBatch, grad_M: Tensor, hidden_MD: Tensor | None = None) -> None:
-        """The backward pass of a gradient that is known beforehand."""
+        """Backpropagate a dL/dlogprob that is already known, with a forward pass first if there is no `hidden_MD`."""
         if self.tokens is not None:
             self.tokens.add_gradient(batch, slice(0, len(batch)), grad_M * self.denominator)
         self._backward(batch, lambda at, _: grad_M[at], hidden_MD)
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
-        """The logprobs of all targets of the micro-batch, on each of the ranks that share it."""
+        """The logprobs of all targets in the micro-batch; every rank that shares the micro-batch gets all of them."""
         result = self.lm.forward(hidden_MD, batch)
         if len(batch):
             self._observe(batch, slice(0, len(batch)), result)
         return batch.gathered(result.logprobs_M)
 
     def _whole_gradients(self, shared: list[DeviceBatch], logprobs: list[Tensor]) -> list[Tensor]:
-        """dL/dlogprob of this rank's targets, of trajectories that lie in these batches and no others.
+        """dL/dlogprob of this rank's targets, for trajectories that lie entirely in these batches.
 
-        Ranks that share the batches compute the same from the logprobs of all targets; one of them counts it.
+        Ranks that share the batches compute the same loss from the logprobs of all targets. Only one of them adds it to
+        the loss and the metrics; otherwise it would be counted once per rank.
         """
         batches, speaks = [batch.whole for batch in shared], all(batch.speaks for batch in shared)
         grads = [torch.zeros_like(logprobs_M) for logprobs_M in logprobs]
@@ -224,14 +226,14 @@ class GradientPass:
         *,
         counts: bool = True,
     ) -> Tensor:
-        """dL/dlogprob of the loss over these inputs, divided by the optimizer step's denominator."""
+        """dL/dlogprob over these inputs, divided by the optimizer step's denominator."""
         try:
             return self._checked_gradient(inputs, leaf_M, weight, culprits, counts)
         except Exception as error:
             if self.ranks is None:
                 raise
             self._error = self._error or error
-            return torch.zeros_like(leaf_M)
+            return torch.zeros_like(leaf_M)  # keeps this rank in step with the others; the step is discarded
 
     def _checked_gradient(
         self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], counts: bool
@@ -245,7 +247,7 @@ class GradientPass:
         return grad_M
 
     def _observe(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> None:
-        """Measure what does not depend on the loss."""
+        """Record the metrics that do not depend on the loss (`_OBSERVED`)."""
         if self.tokens is not None:
             self.tokens.add_logprobs(batch, at, result.logprobs_M)
         num_tokens = at.stop - at.start
@@ -257,8 +259,8 @@ class GradientPass:
             log_ratio = result.logprobs_M.detach() - batch.inference_logprobs_M[at]
             self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)
 
-    def _told(self, error: Exception) -> VerbatimError:
-        """What a loss raised, as an error that all ranks can raise."""
+    def _shared_error(self, error: Exception) -> VerbatimError:
+        """The error that the loss raised, as one that `Ranks.agree` can raise on all ranks."""
         if isinstance(error, VerbatimError):
             return error
         if is_out_of_memory(error):
@@ -269,6 +271,7 @@ class GradientPass:
     def _finite_loss(self) -> float:
         if not self._losses:
             return 0.0
+        # One transfer for all losses: a check after each call would wait for the device every time.
         values = torch.stack([value for value, _ in self._losses]).tolist()
         total = sum(values)
         for value, (_, culprits) in zip(values, self._losses, strict=True):
@@ -279,7 +282,7 @@ class GradientPass:
 
 
 def _cut(batches: Sequence[DeviceBatch]) -> list[int]:
-    """Which batches share a trajectory with another one."""
+    """Indices of the batches that share a trajectory with another batch."""
     places: dict[str, set[int]] = {}
     for i, batch in enumerate(batches):
         for trajectory_id in batch.host.trajectory_ids:

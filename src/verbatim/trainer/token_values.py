@@ -1,4 +1,4 @@
-"""Collects what the trainer computes for each trained token of a batch, in whatever order it comes."""
+"""Collects the trainer's logprob and gradient of each trained token in a batch, in any order of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class TokenValues:
-    """Values of one process's targets. They stay on its device until `read`.
+    """Logprobs and gradients of one process's targets. They stay on the device until `read`.
 
     Args:
-        lengths: Tokens of each trajectory's samples, one after the other, by trajectory id.
+        lengths: By trajectory id, the number of tokens in all of the trajectory's samples.
     """
 
     def __init__(self, lengths: dict[str, int]) -> None:
@@ -29,32 +29,32 @@ class TokenValues:
         self._gradients: list[tuple[np.ndarray, Tensor]] = []
 
     def add_logprobs(self, batch: DeviceBatch, at: slice, logprobs_M: Tensor) -> None:
-        """The trainer's logprobs of some targets."""
+        """Add the trainer's logprobs of the targets `at`."""
         self._logprobs.append((self._places(batch, at), logprobs_M.detach()))
 
     def add_gradient(self, batch: DeviceBatch, at: slice, grad_M: Tensor) -> None:
-        """The derivative of the loss by the logprobs of some targets."""
+        """Add dL/dlogprob of the targets `at`."""
         self._gradients.append((self._places(batch, at), grad_M.detach()))
 
     def read(self, samples: Sequence[TrainingSample], ranks: Ranks | None) -> list[TrainedTokens]:
-        """The values of each sample's trained tokens, the targets of all ranks; nothing on other ranks than 0.
+        """The values of each sample's trained tokens, gathered from all ranks. Ranks other than 0 get an empty list.
 
         Args:
-            samples: Those that it was made for; unused on other ranks than 0.
-            ranks: They call this together.
+            samples: The samples whose `lengths_of` was given to the constructor; unused on ranks other than 0.
+            ranks: The processes of the trainer, all of which call this; None: one process.
         """
         logprobs, gradients = _dense(self._logprobs, self._size), _dense(self._gradients, self._size)
         self._logprobs.clear()
         self._gradients.clear()
         if ranks is not None:
-            for dense in (logprobs, gradients):  # each token has a value on one rank, and 0 on the others
+            for dense in (logprobs, gradients):  # a token has its value on one rank and 0 elsewhere: a sum gathers them
                 ranks.total(dense)
             if not ranks.leads:
                 return []
-        found, ahead = [], dict(self._starts)
+        found, next_start = [], dict(self._starts)
         for sample in samples:
-            start = ahead[sample.trajectory_id]
-            ahead[sample.trajectory_id] = start + len(sample)
+            start = next_start[sample.trajectory_id]
+            next_start[sample.trajectory_id] = start + len(sample)
             places = start + np.flatnonzero(sample.loss_mask)
             found.append(TrainedTokens(logprobs=logprobs.numpy()[places], gradients=gradients.numpy()[places]))
         return found
@@ -67,7 +67,7 @@ class TokenValues:
 
 
 def lengths_of(samples: Sequence[TrainingSample]) -> dict[str, int]:
-    """Tokens of each trajectory's samples, by trajectory id."""
+    """The number of tokens in all of a trajectory's samples, by trajectory id."""
     lengths: dict[str, int] = {}
     for sample in samples:
         lengths[sample.trajectory_id] = lengths.get(sample.trajectory_id, 0) + len(sample)
@@ -79,12 +79,12 @@ def in_order(
     parts: Sequence[Sequence[TrainingSample]],
     tokens: Sequence[Sequence[TrainedTokens]],
 ) -> TrainedTokens:
-    """The tokens of a batch, in its order, from those of its optimizer steps.
+    """The values of a batch's trained tokens in the order of the batch, joined from those of its optimizer steps.
 
     Args:
         samples: The batch.
-        parts: The samples of each optimizer step; samples of which nothing is trained may be in none.
-        tokens: The same shape: what was kept of each sample.
+        parts: The samples of each optimizer step; a sample without a trained token may be in none of them.
+        tokens: The values of each of these samples, by optimizer step.
     """
     of_sample = {
         id(sample): found
@@ -95,7 +95,7 @@ def in_order(
 
 
 def _dense(found: Sequence[tuple[np.ndarray, Tensor]], size: int) -> Tensor:
-    """The values in their places in host memory, 0 elsewhere: float32 [size]."""
+    """The values at their places, 0 elsewhere: float32 [size], in host memory."""
     dense = torch.zeros(size, dtype=torch.float32, device="cpu")
     for places, values in found:
         dense.numpy()[places] = values.float().cpu().numpy()

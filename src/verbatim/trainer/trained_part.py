@@ -1,4 +1,4 @@
-"""What came of a batch: of each of its optimizer steps, and in numbers of the whole."""
+"""The results of each optimizer step on a batch, and the metrics of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from verbatim.trainer.router_replay import replayed_share
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedPart:
-    """One optimizer step: the part of the batch that it was taken on, and what came of it."""
+    """The results of one optimizer step, which trains one part of a batch."""
 
     num_trained: int
+    """Targets whose gradient was taken."""
     denominator: int
+    """Divisor of the summed loss: trained tokens or trajectories."""
     loss_sum: float
+    """The loss summed over the part, before division."""
     grad_norm: float
+    """Gradient norm before clipping."""
     lr: float
     micro_batches: Sequence[MicroBatch] = ()
+    """The micro-batches of all ranks."""
     tokens: Sequence[TrainedTokens] = ()
-    """The tokens of each sample, if they are kept."""
+    """The values of each sample's trained tokens; empty if they are not kept."""
 
 
 def batch_metrics(samples: Sequence[TrainingSample], parts: Sequence[TrainedPart]) -> dict[str, float]:
-    """The metrics of a batch that `Trainer.train_batch` says, but for those of the loss and the seconds.
+    """The metrics that `Trainer.train_batch` lists, except for the loss's own metrics and the timings.
 
     Args:
         samples: The batch.
-        parts: Its optimizer steps, which together trained every token of it once.
+        parts: Its optimizer steps, which together train each of its trained tokens once.
     """
     packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
     num_trained = sum(part.num_trained for part in parts)

@@ -52,10 +52,10 @@ from verbatim.trainer.trained_part import TrainedPart, batch_metrics
 class Trainer:
     """Owns the model being trained, its optimizer and the count of optimizer steps.
 
-    It draws no random numbers: the same weights, state and batch give the same optimizer step.
+    Training draws no random numbers: the same weights, state and batch give the same optimizer step.
 
-    Of several processes (`ranks`), each has a trainer that is made with the same arguments. That of rank 0 is used as
-    if it were alone; those of the others take part in what it does, by `obey`.
+    In a distributed run (`ranks`), each process constructs a `Trainer` with the same arguments. Call the methods on
+    rank 0 only, as if it were alone: each one sends an order to the other ranks, which execute it in `obey`.
     """
 
     def __init__(
@@ -72,23 +72,24 @@ class Trainer:
         frozen: Mapping[str, str | Path] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load a model and make its optimizer.
+        """Load a model and build its optimizer.
 
         Args:
             model_path: A folder or hub id in Hugging Face format.
-            config: The `[trainer]` table; its loss and packing are names, `loss` is what the former resolved to.
-            loss: What is minimised.
-            total_optimizer_steps: Optimizer steps of the whole run, over which the schedule is stretched.
-            tokenizer: Saved beside the weights, with its chat template.
-            seq_len: Most tokens of a sample, if that is known: a model that cannot take so many is refused here.
-            dtype: The type of the master weights. float64 is for tests of the gradient.
-            seed: Of the first values of low-rank adapters.
-            frozen: Folders or hub ids of models that are not trained, by the name of the logprob stream that they give
-                to the loss. With low-rank adapters, their base takes no memory.
-            ranks: The processes that train this model together; None: this one alone.
+            config: The `[trainer]` table. Its `loss` is a name; the `loss` argument is the resolved object.
+            loss: The loss to minimise.
+            total_optimizer_steps: Optimizer steps in the whole run; sets the length of the learning-rate schedule.
+            tokenizer: Saved next to the weights, with its chat template.
+            seq_len: Maximum tokens in a sample, 0 if unknown. A model that cannot take that many is refused here.
+            dtype: Dtype of the master weights. float64 is for gradient tests.
+            seed: Seed for the initial values of low-rank adapters.
+            frozen: Folders or hub ids of models that are not trained (reference, teacher), by the name of the logprob
+                stream that each provides to the loss. A frozen copy of the base model costs no memory under low-rank
+                adapters.
+            ranks: The processes that train this model together; None: this process trains alone.
 
         Raises:
-            ModelError: the model cannot be loaded, or cannot be trained as asked.
+            ModelError: the model cannot be loaded, or cannot be trained with this configuration.
         """
         assert config.dtype != "auto", "resolve_dtypes comes first"
         self.config = config
@@ -99,19 +100,21 @@ class Trainer:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
-        """What is trained instead of the model's own weights; None: these are."""
+        """The low-rank adapters; None: full fine-tuning."""
         self._load_model(model_path, dtype)
+        # Before the adapters: the packer checks the model as it is without them.
         self.packer = StepPacker(self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding)
         if self.adapters is not None:
             self.adapters.begin(self.model)
+        # After the adapters, whose layers get kernels too; the optimizer then takes what still requires a gradient.
         choose_kernels(self.model, compiled=config.compile, rounds=self._rounds)
         if config.compile:
             try_compiled(self._targets, self._sharding)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.before_pass: Callable[[], None] = lambda: None
-        """Called before each micro-batch of this process."""
+        """Hook that runs before the forward pass of each micro-batch in this process."""
         self.schedule = Schedule(config.optim, total_optimizer_steps)
-        """The learning rates, and the optimizer steps that are done."""
+        """The learning rates and the number of completed optimizer steps."""
         self._frozen = FrozenModels(
             frozen or {},
             self._targets,
@@ -123,15 +126,15 @@ class Trainer:
             dtype=dtype,
         )
         self._scored = self._frozen.fingerprints
-        """Digests of all frozen models that have scored this run, before it was resumed too."""
+        """Fingerprints of every frozen model that has scored this run, including before a resume, by stream."""
         self.models = nn.ModuleList(dict.fromkeys([self.model, *self._frozen.models]))
-        """Everything that has weights on its device."""
+        """Every model with weights on the device: the policy and the frozen models, each once."""
         for name, lm in self._frozen.streams.items():
-            if Path((frozen or {})[name]) != Path(model_path):  # of another architecture maybe
+            if Path((frozen or {})[name]) != Path(model_path):  # it may have another architecture
                 self.packer.suit(lm.model, name, (frozen or {})[name])
 
     def _load_model(self, model_path: str | Path, dtype: str) -> None:
-        """The model, sharded if there are several processes, and what asks it for logprobs."""
+        """Load the model, sharded if there are several processes, and set up its logprobs and router loss."""
         config, ranks = self.config, self.ranks
         self._sharding = None if ranks is None else Sharding(ranks, config.dtype, added=self.adapters)
         sequence = sequence_group(ranks, config.parallel.sequence)
@@ -157,29 +160,30 @@ class Trainer:
     ) -> dict[str, float]:
         """Take `optimizer_steps_per_batch` optimizer steps on disjoint parts of a batch.
 
-        Fewer optimizer steps are taken where there are fewer trajectories. A batch without a trained token takes none:
-        weights, optimizer and schedule stay as they are, because the schedule counts optimizer steps, not batches.
+        With fewer trajectories than that, it takes fewer steps. A batch without a trained token takes none: weights,
+        optimizer and schedule stay unchanged, because the schedule counts optimizer steps, not batches.
 
         Args:
             samples: The batch.
-            on_tokens: Given what was computed for each trained token of the batch; None: that is not kept.
+            on_tokens: Receives the trainer's logprob and gradient of each trained token in the batch; None: they are
+                not kept.
 
         Returns:
-            `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last one), `entropy`,
+            `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last step), `entropy`,
             `mismatch_kl`, `ref_kl` (with a reference), `router/aux_loss`, `router/load_max` and `router/entropy` (with
-            the load-balancing loss), `trained_tokens` (targets whose gradient was taken),
-            `num_tokens` (computed), `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (of the
-            samples: what rows compute), `packing/repeated_tokens` (computed more than once because a tree was cut),
-            `packing/tree` (share of the computed tokens that lay in trees), `packing/fallback` (1, where trees were
-            found to be wrong and rows are taken instead), `seconds`, `tokens_per_second`, and the loss's own metrics
-            under other names than these.
-            Means are over the trained tokens of the whole batch, or its trajectories (metrics of losses that see
-            them whole). Without a trained token there is nothing to average, and those means are left out.
+            the load-balancing loss), `trained_tokens` (targets whose gradient was taken), `num_tokens` (tokens
+            computed), `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (tokens in the samples, which
+            is what rows would compute), `packing/repeated_tokens` (computed more than once because a tree was cut),
+            `packing/tree` (share of the computed tokens that were packed in trees), `packing/fallback` (1 if the tree
+            check failed and rows are used instead), `seconds`, `tokens_per_second`, and the loss's own metrics, which
+            have other names than these.
+            Means are over the trained tokens of the whole batch, or over its trajectories for losses that work on whole
+            trajectories. Without a trained token these means are omitted.
 
         Raises:
-            RunStopped: the loss or a gradient is not finite; names optimizer step and trajectories. The weights are
-                those of the last good optimizer step.
-            UsageError: samples that this loss cannot be computed on.
+            RunStopped: the loss or a gradient is not finite; names the optimizer step and the trajectories. The weights
+                are those of the last good optimizer step.
+            UsageError: this loss cannot be computed on these samples.
         """
         began = time.perf_counter()
         check_samples(samples, self.loss)
@@ -201,10 +205,10 @@ class Trainer:
         }
 
     def _train_part(self, samples: Sequence[TrainingSample], metrics: MetricSums, *, keep_tokens: bool) -> TrainedPart:
-        """One optimizer step on these samples.
+        """Take one optimizer step on these samples.
 
         Raises:
-            RunStopped: the loss or the gradient is not finite; no weight was touched.
+            RunStopped: the loss or the gradient is not finite; no weight has changed.
         """
         dealt = self.packer.deal_checked(samples)
         micro_batches = [micro_batch for part in dealt for micro_batch in part]
@@ -222,12 +226,12 @@ class Trainer:
         lengths: dict[str, int] | None,
         samples: Sequence[TrainingSample] = (),
     ) -> TrainedPart:
-        """One optimizer step on all ranks, with this rank's micro-batches; the result and the metrics are those of all.
+        """One optimizer step on all ranks, with this rank's micro-batches; result and metrics cover all ranks.
 
         Raises:
             RunStopped: as `_train_part`.
         """
-        mine = metrics if self.ranks is None else MetricSums()
+        mine = metrics if self.ranks is None else MetricSums()  # `metrics` gets every rank's part below, this one's too
         tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
             lm=self._targets,
@@ -268,11 +272,11 @@ class Trainer:
         )
 
     def logprobs(self, samples: Sequence[TrainingSample], *, rounded: bool = False) -> list[Float32]:
-        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask.
+        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its loss mask.
 
         Args:
-            samples: Their tokens and masks are read.
-            rounded: Round what each layer gives to the next one to bfloat16.
+            samples: Samples to score; the loss mask selects the tokens.
+            rounded: Round each layer's output to bfloat16.
         """
         dealt = self.packer.deal(numbered(samples))
         with together(self.ranks, "logprobs", rounded=rounded):
@@ -282,11 +286,13 @@ class Trainer:
         return by_sample(samples, dealt, found)
 
     def _step(self) -> tuple[float, float]:
-        """Clip, and take the optimizer step; the gradient's norm before clipping, and the learning rate."""
+        """Clip the gradient and update the weights. Returns the gradient norm before clipping and the learning rate."""
         if self._sharding is not None:
             self._sharding.drop_unused()
         norm = clip_gradients(self.model, self.config.optim.max_grad_norm, self.ranks)
-        lr = self.schedule.take()  # counted first: after memory ran out in the middle, the weights are between two
+        # Counted before the update: if memory runs out in the middle of it, the weights are half updated, and the count
+        # shows the worker that the published version's state is gone.
+        lr = self.schedule.take()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -300,11 +306,11 @@ class Trainer:
     # ---- other ranks
 
     def _hand_out(self, dealt: list[list[MicroBatch]]) -> list[MicroBatch]:
-        """Send the others their micro-batches; returns this rank's."""
+        """Send the other ranks their micro-batches; return this rank's."""
         return dealt[0] if self.ranks is None else hand_out(self.ranks, dealt)
 
     def obey(self, order: Mapping[str, Any]) -> None:
-        """Another rank than 0: take part in what the trainer of rank 0 was called for."""
+        """On ranks other than 0: execute one order, that is, this rank's part of a method called on rank 0."""
         assert self.ranks is not None
         match order["do"]:
             case "train":
@@ -326,13 +332,13 @@ class Trainer:
                 assert self.adapters is not None
                 self._on_all(partial(self.adapters.load, Path(order["folder"])))
             case unknown:
-                raise AssertionError(f"no trainer can {unknown}")
+                raise AssertionError(f"unknown order {unknown!r}")
 
     # ---- weights and state
 
     def save_weights(self, folder: Path) -> None:
-        """Write what is trained, and the tokenizer if there is one: the master weights as a folder that
-        `from_pretrained` loads, or the adapters as one that `peft` loads."""
+        """Write the trained weights and the tokenizer, if there is one: the master weights as a folder that
+        `from_pretrained` loads, or the adapters as a folder that `peft` loads."""
         with together(self.ranks, "save_weights", folder=str(folder.resolve())):
             self._save_weights(folder)
 
@@ -345,35 +351,35 @@ class Trainer:
             save_model(self.model, self.tokenizer, folder)
 
     def send_weights(self, receivers: Receivers) -> None:
-        """Send the master weights to processes that hold other copies of the model, as `published_layout` says.
+        """Send the master weights to processes that hold copies of the model, in the order of `published_layout`.
 
         Raises:
-            SamplerFault: the receivers failed; the trainer can go on.
+            SamplerFault: the receivers failed; the trainer can continue.
             RunStopped: another rank failed.
         """
-        assert self.adapters is None, "adapters are written into a folder"
+        assert self.adapters is None, "adapters are published as a folder"
         with together(self.ranks, "send_weights"):
             send_sharded(self.model, receivers, self.ranks)
 
     def load_adapters(self, folder: Path) -> None:
-        """Take over the adapters that `save_weights` wrote.
+        """Load the adapters that `save_weights` wrote.
 
         Raises:
-            UsageError: what `Adapters.load` raises; the adapters are then unchanged.
+            UsageError: as `Adapters.load`; the adapters are then unchanged.
         """
         assert self.adapters is not None
         with together(self.ranks, "load_adapters", folder=str(folder.resolve())):
             self._on_all(partial(self.adapters.load, folder))
 
     def _on_all(self, do: Callable[[], None]) -> None:
-        """Do this here; where it fails on one rank, it fails on all."""
+        """Call `do` on this rank; if it fails on one rank, it raises on all."""
         if self.ranks is None:
             do()
         else:
             self.ranks.agree(do)
 
     def save_state(self, folder: Path) -> None:
-        """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
+        """Write optimizer and schedule state. With `save_weights`, a resumed run continues bit for bit."""
         folder.mkdir(parents=True, exist_ok=True)
         with together(self.ranks, "save_state", folder=str(folder.resolve())):
             self._save_state(folder)
@@ -389,15 +395,15 @@ class Trainer:
         write_progress(folder, self.schedule.progress, self._scored)
 
     def load_state(self, folder: Path, *, left: int | None = None) -> None:
-        """Take over what `save_state` wrote; the weights come from the constructor's `model_path`, adapters from
-        `load_adapters`. A learning rate that jumps by changed keys is logged as a warning.
+        """Load what `save_state` wrote. Weights come from the constructor's `model_path`, adapters from
+        `load_adapters`. If changed config keys make the learning rate jump, a warning is logged.
 
         Args:
-            folder: Where `save_state` wrote.
-            left: Optimizer steps for the batches that are left; None: the total stays that of the constructor.
+            folder: The folder that `save_state` wrote.
+            left: Optimizer steps planned for the remaining batches; None: keep the constructor's total.
 
         Raises:
-            CheckpointError: the state is missing, damaged, of another model, or of a longer run.
+            CheckpointError: the state is missing or damaged, or belongs to another model or a longer run.
         """
         with together(self.ranks, "load_state", folder=str(folder.resolve()), left=left):
             self._on_all(partial(self._read_state, folder, left))
@@ -409,10 +415,10 @@ class Trainer:
 
 
 def check_samples(samples: Sequence[TrainingSample], loss: Loss) -> None:
-    """Refuse samples that a loss cannot be computed on.
+    """Refuse samples that the loss cannot be computed on.
 
     Raises:
-        UsageError: a trajectory without an id, where the loss works on whole trajectories.
+        UsageError: a sample has no trajectory id, but the loss works on whole trajectories.
     """
     for sample in samples:
         missing = sample.loss_mask & np.isnan(sample.logprobs)
