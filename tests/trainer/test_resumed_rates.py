@@ -115,5 +115,5 @@ def test_impossible_figures_are_no_trainer_state(tmp_path, changed):
     write_progress(tmp_path, after(COSINE, 8, 2, 1, planned=2).progress, {})
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    with pytest.raises(CheckpointError, match="is no trainer state"):
+    with pytest.raises(CheckpointError, match="is not a trainer state"):
         read_progress(tmp_path, {})

@@ -55,7 +55,7 @@ def test_state_before_the_first_step_can_be_saved_and_loaded(qwen, tmp_path):
 
 def test_state_that_is_missing_damaged_or_of_another_model_is_explained(qwen, sliding_qwen, tmp_path):
     trainer = make_trainer(qwen)
-    with pytest.raises(CheckpointError, match=r"trainer\.json is no trainer state"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json is not a trainer state"):
         trainer.load_state(tmp_path)
     other = make_trainer(sliding_qwen)  # its head is untied: one parameter more
     other.train_batch(make_batch())
@@ -64,7 +64,7 @@ def test_state_that_is_missing_damaged_or_of_another_model_is_explained(qwen, sl
         trainer.load_state(tmp_path)
     assert trainer.schedule.num_done == 0 and not trainer.optimizer.state
     (tmp_path / "optimizer.safetensors").write_bytes(b"cut short")
-    with pytest.raises(CheckpointError, match="no optimizer state that can be read"):
+    with pytest.raises(CheckpointError, match="is not a readable optimizer state"):
         other.load_state(tmp_path)
 
 

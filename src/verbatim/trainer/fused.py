@@ -37,8 +37,8 @@ KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
 MULTIPLE = 16
 """Sizes must be a multiple of this: the C functions work on vectors of 16 floats, without a remainder loop."""
 PARTS = 16
-"""Number of partial sums for the gradient of a norm's weight, divided among the threads. It is fixed, so the result does
-not depend on the number of threads."""
+"""Number of partial sums for the gradient of a norm's weight, divided among the threads. It is fixed, so the result
+does not depend on the number of threads."""
 _ROTATE = "apply_rotary_pos_emb"
 _SMALL = 2 * MULTIPLE
 """Layer size in the comparison of the C functions with `transformers`."""

@@ -26,10 +26,10 @@ from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
 
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Supported families: pre-norm residual layers (attention, then feed-forward), with only a per-token norm after the last
-one."""
+"""Supported families: pre-norm residual layers (attention, then feed-forward), with only a per-token norm after the
+last one."""
 WORTH = 0.9
-"""If more than this share of the tokens is wanted, all are computed: the gathers would cost more than they save."""
+"""If more than this share of the tokens is wanted, all of them are computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,8 @@ class Wanted:
     """The tokens of a micro-batch from which targets are predicted. Legend: Q wanted tokens, M targets."""
 
     tokens: Int32
-    """Indices into the micro-batch, ascending: int32 [Q]. The last one is repeated up to a multiple of `ROW_MULTIPLE`."""
+    """Indices into the micro-batch, ascending: int32 [Q]. The last one is repeated up to a multiple of
+    `ROW_MULTIPLE`."""
     tokens_Q: Tensor
     """The same indices on the device: int64 [Q]."""
     places_M: Tensor
@@ -70,8 +71,8 @@ def _home(family: str) -> str:
 
 
 def narrow_last_layer(model: Any) -> None:
-    """Make the last decoder layer of a supported model compute only the tokens in the attention plan's `wanted`, if that
-    is set; its output then has only these tokens."""
+    """Make the last decoder layer of a supported model compute only the tokens in the attention plan's `wanted`, if
+    that is set; its output then has only these tokens."""
     layers = decoder_layers(model)
     family = family_of(layers[-1], "DecoderLayer") if layers else None
     if family is not None and family_of(model.base_model, "Model") == family and "forward" not in vars(layers[-1]):
@@ -126,7 +127,8 @@ def _attention(
     mine = x_1UD.index_select(1, wanted.tokens_Q) if narrow else x_1UD
     tables = [x.index_select(1, wanted.tokens_Q) if narrow else x for x in position_embeddings]
     query = heads(attention.q_proj, norms[0], mine)
-    # `rotate` takes queries and keys with one table; here their lengths differ, so each is rotated with an empty partner.
+    # `rotate` takes queries and keys with one table; here their lengths differ, so each is rotated with an empty
+    # partner.
     query, key = (rotate(x, x[:, :0], *at)[0] for x, at in ((query, tables), (key, position_embeddings)))
     if narrow:
         out: Tensor = attention_plan.attend_some(wanted.tokens, query, key, value, call)

@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 from verbatim.models.products import onednn_is_faster, onednn_product
 
 ROW_MULTIPLE = 64
-"""oneDNN builds a kernel for each new shape, which takes about a millisecond. Row counts are rounded up to a multiple of
-this, so that shapes recur."""
+"""oneDNN builds a kernel for each new shape, which takes about a millisecond. Row counts are rounded up to a multiple
+of this, so that shapes recur."""
 LARGE = 1 << 29
 """Multiply-adds from which a product is worth building a kernel for, even if its number of rows does not recur."""
 

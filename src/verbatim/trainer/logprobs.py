@@ -174,7 +174,8 @@ class _Softmax:
 
 
 def _log_softmax(logits_MV: Tensor, targets: AskedTargets, chunk: slice) -> _Softmax:
-    """Log-softmax of a chunk at each row's temperature over its kept set, in at least float32; overwrites the logits."""
+    """Log-softmax of a chunk at each row's temperature over its kept set, in at least float32; overwrites the
+    logits."""
     target_ids_M, temperatures_M, kept = targets.target_ids_M[chunk], targets.temperatures_M[chunk], targets.kept_sets
     dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     logprobs, entropies, sums = [], [], []

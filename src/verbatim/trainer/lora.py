@@ -1,6 +1,6 @@
-"""Adds low-rank adapters to a model by `peft`, saves them in its format and loads them again.
+"""Adds low-rank adapters (LoRA) to a model with `peft`, saves them in its format and loads them again.
 
-Its own weights stay as they are: only the adapters have gradients, optimizer state, checkpoints and versions.
+The base weights stay frozen: only the adapters have gradients, optimizer state, checkpoints and policy versions.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ from verbatim.trainer.parallel.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 12
-"""Names of layers in a message."""
+"""Most layer names to list in a message."""
 _TINY_RANK = 8
-"""Most columns of an adapter on a small copy."""
+"""Rank of the adapters on the tiny copy."""
 
 
 class Adapters:
-    """The adapters of a model that is being trained. They begin as no change: A is random, B is 0.
+    """The adapters of a model in training. At the start they change nothing: A is random, B is 0.
 
-    One process loads the model and then calls `begin`. Several shard it in between: they call `inject` on a model
-    without weights and `hide` the adapters, so that it is loaded and checked as what it is without them.
+    A single process loads the model and then calls `begin`. With several ranks the model is sharded first: `inject`
+    adds the adapters to a model on the meta device, and `hide` takes them out again until `begin`, so that the model is
+    loaded and checked without them.
 
     Args:
         config: The `[trainer.lora]` table.
-        base: The folder or hub id that the model is loaded from: the adapter's folders name it.
-        seed: Of A.
-        ranks: The processes that train together, each of which has rows of A and B; None: this one alone.
+        base: The folder or hub id that the model is loaded from; saved adapters refer to it.
+        seed: Seed for the random values of A.
+        ranks: The processes that train together, each of which holds some rows of A and B; None: one process.
 
     Raises:
         UsageError: `peft` is not installed.
@@ -73,22 +74,22 @@ class Adapters:
         self._hidden: list[tuple[nn.Module, str, nn.Module]] = []
         self._rounded_fingerprint = ""
         self.base_fingerprint = ""
-        """Fingerprint of the model's own weights, which stay as they are."""
+        """Fingerprint of the base weights, which do not change."""
         self.num_base_parameters = 0
-        """Parameters of the model, which are not trained."""
+        """Number of base parameters, which are not trained."""
 
     def inject(self, model: Any) -> None:
-        """Change a `transformers` model: layers get adapters, and its own weights no gradients.
+        """Add adapters to the layers of a `transformers` model, and freeze its base weights.
 
         Raises:
-            ModelError: no layer has such a name, a layer that cannot be adapted, or a model in which adapted layers are
-                not the merged ones.
+            ModelError: no layer matches `target_modules`, a matching layer cannot be adapted, or adapted layers do not
+                compute what merged weights do.
         """
         _refuse_other_when_merged(model, self._config)
         self._model, self._peft_config = model, _inject(model, self._config)
 
     def hide(self) -> None:
-        """Put the model's own layers back in the places of the adapted ones, until `begin`."""
+        """Replace the adapted layers by the original ones until `begin` is called."""
         from peft.tuners.lora import LoraLayer
 
         for parent in list(self._model.modules()):
@@ -98,7 +99,7 @@ class Adapters:
                     setattr(parent, name, module.get_base_layer())
 
     def begin(self, model: Any) -> None:
-        """Adapt a model that has its weights, and give the adapters their first values. All ranks call it.
+        """Adapt a model whose weights are loaded, and draw the adapters' initial values. All ranks call it.
 
         Raises:
             ModelError: as `inject`.
@@ -115,8 +116,10 @@ class Adapters:
         self._draw()
 
     def _draw(self) -> None:
-        """A uniform in +-1/sqrt(I), as `peft` and the paper's own code draw it, and B 0: on each rank its rows of what
-        one process has."""
+        """Draw A uniformly from +-1/sqrt(I), like `peft` and the paper's own code, and set B to 0.
+
+        Every rank draws the whole of A from the same seed and keeps its rows, so the values do not depend on the number
+        of ranks."""
         generator = torch.Generator().manual_seed(self._seed)
         for name, parameter in self._parameters():
             value = torch.zeros(parameter.shape, device="cpu")
@@ -126,12 +129,12 @@ class Adapters:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         return sum(parameter.numel() for _, parameter in self._parameters())
 
     @property
     def num_layers(self) -> int:
-        """Layers that are adapted."""
+        """Number of adapted layers."""
         return sum(name.endswith("lora_A.weight") for name, _ in self._parameters())
 
     def __str__(self) -> str:
@@ -142,10 +145,11 @@ class Adapters:
         )
 
     def save(self, tokenizer: Any, folder: Path) -> None:
-        """Write adapters and tokenizer as a folder that `peft` loads. All ranks call it, rank 0 writes.
+        """Write adapters and tokenizer as a folder that `peft` loads. All ranks call it; rank 0 writes.
 
         Raises:
-            OSError: the system refused to write (disk full, no permission); of several processes as a RunStopped.
+            OSError: the system refused to write (disk full, no permission). With several ranks this is a RunStopped on
+                all of them.
         """
         tensors = {PREFIX + name: whole(value.detach()).cpu().contiguous() for name, value in self._parameters()}
         if self._ranks is None:
@@ -174,16 +178,16 @@ class Adapters:
                 tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Take over what `save` wrote. All ranks call it.
+        """Load what `save` wrote. All ranks call it.
 
         Raises:
-            CheckpointError: a folder of whole weights, an adapter of another shape, or of another base model; says what
-                to set instead. The adapters are then unchanged.
+            CheckpointError: the folder holds full weights, or an adapter of another shape or base model; the message
+                says what to set instead. The adapters are then unchanged.
             ModelError: the folder is damaged.
         """
         if not is_adapter(folder):
             raise CheckpointError(
-                f"{folder} holds whole weights, not an adapter: that run trains all of them; resume "
+                f"{folder} holds full weights, not an adapter: its run was full fine-tuning; resume "
                 "it without [trainer.lora], or start a new run"
             )
         found = read_adapter(folder)
@@ -207,29 +211,30 @@ class Adapters:
         if other:
             layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in saved})
             raise CheckpointError(
-                f"{folder} adapts other layers than trainer.lora.target_modules, {other[0]} first; "
-                f"resume with trainer.lora.target_modules = {json.dumps(layers)}"
+                f"the adapter in {folder} and trainer.lora.target_modules name different layers, for example "
+                f"{other[0]}; resume with trainer.lora.target_modules = {json.dumps(layers)}"
             )
         if found.base_fingerprint not in (None, self.base_fingerprint):
             raise CheckpointError(
-                f"the adapter in {folder} belongs to other weights than those in {self._base}; put "
-                "back the base model that the run was started with, or start a new run"
+                f"the adapter in {folder} belongs to other weights than those in {self._base}; restore "
+                "the base model that the run was started with, or start a new run"
             )
         for name, parameter in own.items():
             copy_rows(parameter, saved[name])
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """A and B of each layer, by their names in a folder, without the prefix."""
+        """A and B of each layer, with their names in a saved folder, without the prefix."""
         for name, parameter in self._model.named_parameters():
             if ".default.weight" in name:
                 yield name.replace(".default.weight", ".weight"), parameter
 
 
 def check_adapters(model_config: Any, config: LoraConfig) -> None:
-    """Refuse what `Adapters` would refuse, without weights: before a warm start, not after it.
+    """Refuse what `Adapters` would refuse, without loading weights. A run calls it before its warm start, so that the
+    warm start's work is not lost to a mistake in the configuration.
 
     Args:
-        model_config: The model's configuration, of `transformers`.
+        model_config: The model's `transformers` configuration.
         config: The `[trainer.lora]` table.
 
     Raises:
@@ -245,7 +250,7 @@ def check_adapters(model_config: Any, config: LoraConfig) -> None:
 
 
 def _inject(model: Any, config: LoraConfig) -> Any:
-    """Give layers their adapters, with the same values each time; `peft`'s configuration of them.
+    """Add the adapters, with deterministic values. Returns their `peft` configuration.
 
     Raises:
         ModelError: as `Adapters`.
@@ -270,14 +275,17 @@ def _inject(model: Any, config: LoraConfig) -> Any:
     )
     said = json.dumps(targets)
     if not usable:
-        raise ModelError(f"{type(model).__name__} cannot be trained by [trainer.lora]: {there}; leave the table out")
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained with [trainer.lora]: {there}; remove the table from the config"
+        )
     try:
+        # `peft` draws from the global generator: a fork leaves the caller's random state untouched.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             peft.inject_adapter_in_model(wanted, model)
     except ValueError as error:
         raise ModelError(
-            f"trainer.lora.target_modules = {said} cannot be adapted in {type(model).__name__} "
+            f"trainer.lora.target_modules = {said} does not fit {type(model).__name__} "
             f"({str(error).partition('. ')[0]}); {there}"
         ) from error
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -288,17 +296,20 @@ def _inject(model: Any, config: LoraConfig) -> Any:
     ]
     if refused or not adapted:
         raise ModelError(
-            f"trainer.lora.target_modules = {said} names {refused[0] if refused else 'nothing'} in "
-            f"{type(model).__name__}, which cannot be adapted; {there}"
+            f"trainer.lora.target_modules = {said} selects {refused[0] if refused else 'no layer'} in "
+            f"{type(model).__name__}{', which cannot be adapted' if refused else ''}; {there}"
         )
     return wanted
 
 
 def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
-    """Try on a small copy that adapted layers compute what merged weights do, and that every adapter has a gradient.
+    """Check on a tiny copy that adapted layers compute what merged weights do.
+
+    The trainer computes with adapters next to the base weights, but a sampler merges them into the weights. If a layer
+    reads another layer's weight directly, it bypasses that layer's adapter, and the two policies differ.
 
     Raises:
-        ModelError: they do not: some layers use weights of others directly.
+        ModelError: they differ.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -306,7 +317,8 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
         merged = tiny_copy(model)
     except NoTinyCopy as error:
         logger.warning(
-            "[trainer.lora]: whether adapted layers of %s compute what the sampler's merged ones do was not tried: %s",
+            "[trainer.lora]: the check that adapted layers of %s compute what the sampler's merged weights do was "
+            "skipped: %s",
             type(model).__name__,
             error,
         )
@@ -328,9 +340,9 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
     difference = float((found - expected).abs().max())
     if not difference <= TOLERANCE:
         raise ModelError(
-            f"{type(model).__name__} cannot be trained by [trainer.lora] with target_modules = "
-            f"{json.dumps(config.target_modules)}: in a small copy, adapted layers differ by {difference:.1g} from the "
-            "merged ones that the sampler would use; name the layers that are ordinary ones, such as "
+            f"{type(model).__name__} cannot be trained with [trainer.lora] and target_modules = "
+            f"{json.dumps(config.target_modules)}: in a small copy, logprobs with adapters differ by {difference:.1g} "
+            "from those with merged weights, which the sampler uses; select ordinary linear layers only, such as "
             '["q_proj", "v_proj"]'
         )
 

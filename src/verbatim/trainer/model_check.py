@@ -1,4 +1,5 @@
-"""Checks a model before training: a tiny copy must have the logprobs and the gradient of the model's own attention."""
+"""Checks a model before training: on a tiny copy, packed logprobs and gradients must match the model's own
+attention."""
 
 from __future__ import annotations
 
@@ -35,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 def packing_for(model: CausalLM, packing: str) -> str:
-    """The packing that a model is trained with: what is asked for, or rows where "auto" would pack wrong trees.
+    """The packing to train a model with: the configured one, or "rows" if "auto" would compute trees wrongly.
 
     Args:
-        model: As it was loaded.
-        packing: "rows", "tree", "auto", or the import path of a packer of the user's own, which is tried as trees are.
+        model: The model, as loaded.
+        packing: "rows", "tree", "auto", or the import path of a custom packer, which is checked in the same way.
 
     Raises:
-        ModelError: rows, or trees that were asked for, are not the model's own logprobs and gradient; or the weights
-            that it saves do not load.
+        ModelError: in rows, or in the packing that was asked for, the tiny copy's logprobs or gradient are not its own;
+            or weights that it saves do not load again.
     """
-    if model.rows_alone:  # each row is a forward pass of the model's own
+    if model.rows_alone:  # each row is a forward pass by `transformers` itself, so there is nothing to compare
         _refuse_without_gradient(model)
         return "rows"
     pair = tiny_pair(model.model, planned=True)
@@ -64,15 +65,15 @@ def packing_for(model: CausalLM, packing: str) -> str:
     if packing != "auto":
         how = "as trees" if packing == "tree" else f"by {packing}"
         raise ModelError(f'{name} cannot be packed {how}: in a small copy, {fault}; set trainer.packing = "rows"')
-    logger.warning("%s: packing is rows, because in a small copy as trees %s", name, fault)
+    logger.warning('%s: packing falls back to "rows", because in a small copy packed as trees, %s', name, fault)
     return "rows"
 
 
 def _refuse_without_gradient(model: CausalLM) -> None:
-    """Some classes have no backward pass in eval mode."""
+    """Refuse a class whose backward pass fails: some classes have none in eval mode, in which the trainer runs them."""
     try:
         pair = tiny_pair(model.model, planned=False)
-    except NoTinyCopy:  # no small copy: nothing takes the place of its attention, so nothing has to be compared
+    except NoTinyCopy:  # the model keeps its own attention, so it can be trained without a comparison
         return
     ids = probe_ids(pair, 8)
     try:
@@ -85,7 +86,7 @@ def _refuse_without_gradient(model: CausalLM) -> None:
 
 
 def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[list[Tensor], Gradient]:
-    """The logprobs of each sample by `transformers`' own forward pass, and the gradient of their weighted sum."""
+    """Each sample's logprobs from `transformers`' own forward pass, and the gradient of their weighted sum."""
     logprobs: list[Tensor] = []
 
     def backward() -> None:
@@ -100,7 +101,7 @@ def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[lis
 def packed_fault(
     pair: TinyPair, samples: Sequence[TrainingSample], expected: tuple[list[Tensor], Gradient], packing: str
 ) -> str | None:
-    """What is wrong with the packed samples: None, or a sentence for a message."""
+    """How packed samples differ from `expected` (`own_gradient`), as a clause for a message; None if they agree."""
     total = 2 * sum(map(len, samples))
     micro_batches = find_packer(packing)(samples, micro_batch_tokens=total, keep_whole=False)
     worst = 0.0
@@ -135,7 +136,7 @@ def packed_fault(
 
 
 def _samples(pair: TinyPair) -> list[TrainingSample]:
-    """Three branches of one path, and a sample of its own; each longer than the windows of a tiny copy."""
+    """Three samples that share a prefix, and one that shares nothing; each longer than a tiny copy's window."""
     ids = probe_ids(pair, 4 * LENGTH).numpy().astype(np.int32)
     trunk, rest = ids[: LENGTH // 2], ids[LENGTH // 2 :]
     half = LENGTH // 2

@@ -1,7 +1,7 @@
 """Keeps activations in host memory from the forward pass to the backward pass.
 
-On CUDA the copies run on a stream of their own: out while the next layer computes, and back one layer ahead of the
-backward pass. So the device holds the inputs of two layers instead of those of all.
+On CUDA the copies run on a separate stream: out while the next layer computes, and back one layer ahead of the backward
+pass. So the device holds the inputs of two layers instead of all of them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ HOST = torch.device("cpu")
 
 @dataclass(eq=False)
 class _OffloadedTensor:
-    """A tensor that waits in host memory."""
+    """A saved tensor in host memory."""
 
     host: Tensor
     before: weakref.ref[_OffloadedTensor] | None
-    """The one that was saved before it, which the backward pass asks for next."""
+    """The tensor saved before this one, which the backward pass needs next. Weak: autograd owns it and frees it."""
     back: Tensor | None = None
-    """Its copy on the device, where that is on its way or there."""
+    """The copy on the device, from the moment it is started; None before."""
 
 
 class ActivationOffload:
-    """Copies what autograd saves to host memory, and back when the backward pass asks for it: bit for bit the same.
+    """Copies tensors that autograd saves to host memory, and back when the backward pass needs them, bit for bit.
 
     Args:
-        device: Where the activations are made.
+        device: The device that computes the activations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class ActivationOffload:
         self._last: weakref.ref[_OffloadedTensor] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """A context: what autograd saves in it goes to host memory."""
+        """Context manager: tensors that autograd saves inside it go to host memory."""
         return saved_tensors_hooks(self._keep, self._bring_back)
 
     def _keep(self, tensor: Tensor) -> _OffloadedTensor:
@@ -54,10 +54,10 @@ class ActivationOffload:
         if self._stream is None:
             host.copy_(tensor)
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the tensor may still be being computed
             with torch.cuda.stream(self._stream):
                 host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)  # its memory is not used again before the copy is done
+            tensor.record_stream(self._stream)  # the allocator must not reuse its memory before the copy is done
         kept = _OffloadedTensor(host, self._last)
         self._last = weakref.ref(kept)
         return kept
@@ -69,7 +69,7 @@ class ActivationOffload:
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            back.record_stream(current)
+            back.record_stream(current)  # allocated on the copy stream, but used on this one
             before = None if kept.before is None else kept.before()
             if before is not None:
                 self._start_back(before)
@@ -86,8 +86,8 @@ class ActivationOffload:
 
 
 def activation_offload(device: torch.device) -> ActivationOffload | None:
-    """What moves activations off this device; None on a CPU, with a warning: there they are in host memory anyway."""
+    """The offload for this device; None on a CPU, with a warning, because activations are in host memory already."""
     if device.type == "cpu":
-        logger.warning("trainer.activation_offload saves nothing on a CPU: activations are in host memory as it is")
+        logger.warning("trainer.activation_offload saves nothing on a CPU: activations are already in host memory")
         return None
     return ActivationOffload(device)

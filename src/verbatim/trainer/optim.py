@@ -1,4 +1,4 @@
-"""Builds AdamW over a model's parameters, clips gradients, computes learning rates."""
+"""Builds the AdamW optimizer, clips gradients, computes learning rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW whose weight decay leaves out norms, biases and every other one-dimensional parameter."""
+    """AdamW without weight decay on norms, biases and other one-dimensional parameters."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -31,16 +31,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None) -> float:
-    """Scale gradients down to this norm, where theirs is larger; returns it as it was: of all shards.
+    """Scale the gradients so that their total norm, over all shards, is at most `max_norm`. Returns the norm before.
 
     Raises:
-        RunStopped: it is not finite; on all ranks. Names parameters.
+        RunStopped: the norm is not finite; names the parameters. Raised on all ranks.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
     grads = [local(parameter.grad) for _, parameter in named if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if ranks is not None:
-        # Squares add up; in float64, because a sum over ranks is rounded in another order.
+        # Norms of shards add up as squares. In float64, so that the sum hardly depends on the number of ranks.
         squares = sum((torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 for grad in grads), norm.double() * 0)
         norm = ranks.total(squares.cpu()).sqrt()
     if not torch.isfinite(norm):
@@ -56,17 +56,17 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None
         raise error
     if ranks is None:
         torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
-    elif (scale := max_norm / (norm.item() + 1e-6)) < 1:
+    elif (scale := max_norm / (norm.item() + 1e-6)) < 1:  # the same epsilon as in torch's clip_grads_with_norm_
         for grad in grads:
             grad.mul_(scale)
     return float(norm)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of an optimizer step; 0 is the first of `total_steps`.
+    """The learning rate of optimizer step `step`, which counts from 0 and is below `total_steps`.
 
-    A straight line from 0 before the first optimizer step to the peak at number `warmup_steps`, then the schedule,
-    which reaches `min_lr_ratio` as the last one is done: at `step = total_steps`. So none is taken at a rate of 0.
+    Linear warmup, which reaches the peak at step `warmup_steps`, then the schedule, which reaches
+    `min_lr_ratio` times the peak only after the last step, at `step = total_steps`. So no step has a rate of 0.
 
     Example: `total_steps = 6`, `warmup_steps = 1`, linear to 0: 0.5, 1, 0.8, 0.6, 0.4, 0.2 of the peak.
     """

@@ -1,12 +1,12 @@
-"""Saves and loads the optimizer's state as safetensors: by one process whole, by several each its own rows.
+"""Saves and loads the optimizer's state as safetensors: one process writes all of it, each of several its own rows.
 
 ```
 optimizer.safetensors                      one process: {parameter}/{step, exp_avg, exp_avg_sq}
 optimizer-00002-of-00003.safetensors       rank 1 of 3: the same, with its rows of the moments alone
 ```
 
-The metadata of a rank's file has `rows`, JSON: for each parameter the first of its rows, and the parameter's shape. Any
-number of processes reads what any other number wrote.
+The metadata of a rank's file has the key `rows`, a JSON object: for each parameter, the index of the file's first row
+and the parameter's full shape. With this, a state can be loaded by another number of processes than saved it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def optimizer_file(rank: int, size: int) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: of a sharded one its rows."""
+    """The part of a tensor that this process holds: its rows if the tensor is sharded, otherwise all of it."""
     return local_rows(tensor)[0]
 
 
 def save_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, *, rank: int = 0, size: int = 1
 ) -> None:
-    """Write the state of every parameter that has one; each process calls it."""
+    """Write the optimizer state of every parameter that has any. Every rank calls it and writes its own file."""
     tensors: dict[str, Tensor] = {}
     rows: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -64,17 +64,17 @@ def save_optimizer(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
-    """Read what `save_optimizer` wrote, into an optimizer that is then bit for bit the same.
+    """Load what `save_optimizer` wrote, bit for bit.
 
     Raises:
-        CheckpointError: no such file, one of another version, or it belongs to another model; the optimizer is then
-            unchanged.
+        CheckpointError: the file is missing, has another format version, or belongs to another model; the optimizer is
+            then unchanged.
     """
     with contextlib.ExitStack() as stack:
         saved = _Saved(folder, stack)
         state: dict[Tensor, dict[str, Tensor]] = {}
         for name, parameter in model.named_parameters():
-            if name in saved.parameters:  # one that never had a gradient has no state
+            if name in saved.parameters:  # a parameter that never had a gradient has no state
                 state[parameter] = saved.state_of(name, parameter)
         unknown = saved.parameters - {name for name, _ in model.named_parameters()}
     if unknown:
@@ -87,7 +87,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
 
 
 class _Saved:
-    """The files of one state, open."""
+    """The open files of one saved state. Tensors are read on demand, so a rank reads only its own rows."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._files: list[tuple[Any, Mapping[str, Any]]] = []
@@ -103,9 +103,9 @@ class _Saved:
             except FormatError:
                 raise
             except (OSError, SafetensorError, ValueError) as error:
-                raise CheckpointError(f"{path} holds no optimizer state that can be read: {error}") from error
+                raise CheckpointError(f"{path} is not a readable optimizer state: {error}") from error
             self._files.append((file, rows))
-            for key in file.keys():  # noqa: SIM118  (no mapping)
+            for key in file.keys():  # noqa: SIM118  (not a mapping)
                 self._file_of.setdefault(key, []).append(len(self._files) - 1)
         self.parameters = {key.rpartition("/")[0] for key in self._file_of}
 
@@ -116,7 +116,7 @@ class _Saved:
         return found
 
     def _moment(self, key: str, name: str, parameter: Tensor) -> Tensor:
-        """This process's rows, out of the files that hold some of them."""
+        """This process's rows of a moment, joined from the files that hold any of them."""
         mine, begin = local_rows(parameter)
         end = begin + (mine.shape[0] if mine.ndim else 0)
         pieces, covered, found = [], begin, None
@@ -141,24 +141,24 @@ class _Saved:
                     local(whole).copy_(self._checked(torch.cat(pieces), key, parameter))
                 return whole
         raise CheckpointError(
-            f"{self.where}: {key} is {found or 'missing'}, the model's parameter is {_describe(parameter)}; resume "
+            f"{self.where}: {key} is {found or 'missing'}, but the model's parameter is {_describe(parameter)}; resume "
             "with the model and dtype the checkpoint was made with"
         )
 
     def _checked(self, value: Tensor, key: str, parameter: Tensor) -> Tensor:
         if value.dtype != parameter.dtype:
             raise CheckpointError(
-                f"{self.where}: {key} is {_describe(value)}, the model's parameter is {_describe(parameter)}; resume "
-                "with the model and dtype the checkpoint was made with"
+                f"{self.where}: {key} is {_describe(value)}, but the model's parameter is {_describe(parameter)}; "
+                "resume with the model and dtype the checkpoint was made with"
             )
         return value.to(parameter.device)
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The file of one process, or all those of several.
+    """The files of a saved state: one, or one per rank.
 
     Raises:
-        CheckpointError: a file is missing.
+        CheckpointError: a rank's file is missing.
     """
     parts = sorted(folder.glob("optimizer-*-of-*.safetensors"))
     if not parts:

@@ -1,6 +1,6 @@
-"""Packs the samples of an optimizer step, and deals them to the processes that train.
+"""Packs the samples of an optimizer step into micro-batches and deals these to the ranks.
 
-Before the first trees of a run are trained on, a few of their samples are computed both ways, as a tree and as rows.
+Before a run trains on its first trees, the gradient of a few samples is computed both ways, as trees and as rows.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from verbatim.trainer.parallel.sharding import Sharding
 from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
 
 MICRO_BATCH_TOKENS = 16_384
-"""Most tokens of one forward pass, where the configuration does not say."""
+"""Default of `trainer.micro_batch_tokens`: the maximum number of tokens in one forward pass."""
 CPU_MICRO_BATCH_TOKENS = 8192
-"""On a CPU: activations of more tokens leave its caches, and with fewer a tree is cut more often."""
+"""The default on a CPU. With more tokens, activations no longer fit its caches; with fewer, trees are cut more
+often."""
 
 Dealt = list[list[MicroBatch]]
-"""The micro-batches of an optimizer step, by rank, or by group of ranks that share each of them."""
+"""The micro-batches of an optimizer step, by rank, or by sequence-parallel group of ranks."""
 
 
 class StepPacker:
-    """Lays out the samples of optimizer steps for a model.
+    """Packs the samples of optimizer steps for a model.
 
     Args:
         targets: The model in training.
         config: The `[trainer]` table.
-        loss: Whether it needs trajectories whole, and what it is divided by.
-        seq_len: Most tokens of a sample, if that is known.
-        ranks: The processes that train together; None: this one alone. Rank 0 packs for all of them.
-        sharding: Of their model.
+        loss: Decides whether trajectories stay whole, and what the loss is divided by.
+        seq_len: Maximum tokens in a sample, 0 if unknown.
+        ranks: The processes that train together; None: one process. Rank 0 packs for all of them.
+        sharding: How the model is sharded over the ranks; None: one process.
 
     Raises:
-        ModelError: the model cannot be packed as asked, or takes fewer tokens than a sample may have.
+        ModelError: the model cannot be packed as configured, or its context is shorter than a sample may be.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class StepPacker:
         self._lm = targets.model
         self._ranks, self._sharding = ranks, sharding
         self.packing = config.packing
-        """The packer: "rows" where a model can take no other, or where this process found trees to be wrong."""
+        """The packer in use. It falls back to "rows" if a model computes nothing else correctly, or if the tree check
+        of this run failed."""
         self.trees_are_right: bool | None = None
-        """None: not tried yet."""
+        """The result of the tree check; None: not run yet."""
         if self._packs:
             refuse_moving_positions(self._lm, seq_len)
             self.packing = packing_for(self._lm, config.packing)
@@ -79,26 +81,27 @@ class StepPacker:
         return self._ranks is None or self._ranks.leads
 
     def suit(self, model: CausalLM, name: str, source: str | Path) -> None:
-        """Pack from now on so that a frozen model scores the micro-batches too.
+        """Choose a packing that a frozen model computes correctly too, for all following steps.
 
         Raises:
-            ModelError: it cannot be packed as asked.
+            ModelError: the frozen model cannot compute the configured packing.
         """
         if self._packs:
             self.packing = packing_beside(model, name, source, self.packing)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step, as one process computes them.
+        """The micro-batches of one optimizer step for a single process.
 
         Raises:
-            ModelError: a sample is so long that it would change the positions of the others.
+            ModelError: a sample is so long that the model's position encoding would change for all samples packed
+                with it.
         """
         refuse_moving_positions(self._lm, max(map(len, samples), default=0))
         return find_packer(self.packing)(samples, micro_batch_tokens=self._budget, keep_whole=self._keep_whole)
 
     def deal(self, samples: Sequence[TrainingSample]) -> Dealt:
-        """The micro-batches of one optimizer step, dealt to the ranks. Where several share a micro-batch, a group of
-        them is dealt to as one rank that takes as many tokens as all of them.
+        """The micro-batches of one optimizer step, dealt to the ranks. With sequence parallelism, a group of ranks is
+        treated as one rank with the token budget of all its members.
 
         Raises:
             ModelError: as `pack`.
@@ -117,7 +120,7 @@ class StepPacker:
         return [step.lay(rank) for rank in range(self._num_groups)]
 
     def deal_checked(self, samples: Sequence[TrainingSample]) -> Dealt:
-        """`deal`; before the first trees of this run are trained on, a few of their samples are tried both ways."""
+        """`deal`, with the tree check before the first trees of a run. If the check fails, deals rows instead."""
         dealt = self.deal(samples)
         rows_alone = all(micro_batch.is_rows for micro_batches in dealt for micro_batch in micro_batches)
         if self.trees_are_right is not None or rows_alone:
@@ -131,7 +134,8 @@ class StepPacker:
         return self.deal(samples)
 
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
-        """Whether trees have the gradient of rows. All ranks call it, with what `deal_checked` hands them."""
+        """True if trees have the same gradient as rows. All ranks call it, with the micro-batches that rank 0 sent them
+        in `deal_checked`."""
         rounds = self._config.dtype == "bfloat16" and self._sharding is None
         exact = replace(self._targets, autocast=partial(in_float32, self._lm.model)) if rounds else None
         return trees_are_right(
@@ -139,13 +143,13 @@ class StepPacker:
         )
 
     def _to_first(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Hand micro-batches to the first rank, or group of ranks, and none to the others."""
+        """Give all micro-batches to the first rank, or group of ranks, and none to the others."""
         if self._ranks is None:
             return micro_batches
         return hand_out(self._ranks, [micro_batches, *([] for _ in range(self._num_groups - 1))])
 
     def denominator(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """What the loss of an optimizer step is divided by: its trained tokens or its trajectories, at least 1."""
+        """The divisor of an optimizer step's loss: its number of trained tokens or of trajectories, at least 1."""
         if self._loss.normalizer == "tokens":
             count = sum(len(micro_batch.targets) for micro_batch in micro_batches)
         else:
@@ -154,7 +158,7 @@ class StepPacker:
 
     @property
     def _share(self) -> int:
-        """Ranks that share each micro-batch."""
+        """Number of ranks that share each micro-batch (sequence parallelism)."""
         return self._targets.sequence.size if self._targets.sequence is not None else 1
 
     @property
@@ -168,13 +172,13 @@ class StepPacker:
 
     @property
     def _budget(self) -> int:
-        """Most tokens of a micro-batch, for each rank that computes it."""
+        """Maximum tokens in a micro-batch, per rank that shares it."""
         on_cpu = self._lm.device.type == "cpu"
         default = CPU_MICRO_BATCH_TOKENS if on_cpu and not self._keep_whole else MICRO_BATCH_TOKENS
         return self._config.micro_batch_tokens or default
 
     def _rounding(self) -> float:
-        """The largest relative difference between two ways to compute one gradient."""
+        """Tolerance of the tree check: the largest relative difference of gradients that rounding explains."""
         if self._config.dtype == "bfloat16":
             return 5e-2
         return 1e-10 if self._lm.output.weight.dtype == torch.float64 else 1e-4

@@ -1,4 +1,4 @@
-"""Reads and writes `trainer.json`: how far the optimizer steps are, and which frozen models scored the tokens."""
+"""Reads and writes `trainer.json`: the progress of the schedule, and fingerprints of the frozen models used so far."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ STATE_FILE = "trainer.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerProgress:
-    """Where a trainer is in its schedule.
+    """A trainer's progress in its learning-rate schedule.
 
-    Example: batches of 2 optimizer steps each, of which the third had one trajectory: after 3 of 10 batches 5 are done,
-    6 planned, and the schedule is stretched over 20.
+    Example: 10 batches of 2 optimizer steps each, and the third batch had only one trajectory. After 3 batches, 5 steps
+    are completed and 6 were planned; the schedule is 20 steps long.
     """
 
     num_optimizer_steps: int
-    """Those that are done."""
+    """Completed optimizer steps."""
     planned_optimizer_steps: int
-    """Those that the schedule had for the batches so far."""
+    """Optimizer steps planned for the batches so far; above the completed ones if batches had few trajectories."""
     total_optimizer_steps: int
-    """Those over which the schedule is stretched."""
+    """Length of the schedule in optimizer steps."""
     last_lr: float | None
-    """The learning rate of the last one that is done; None before the first."""
+    """Learning rate of the last completed step; None before the first."""
     next_lr: float
-    """That of the next one, as things stand."""
+    """Learning rate of the next step under this schedule."""
 
 
 def write_progress(folder: Path, progress: TrainerProgress, fingerprints: Mapping[str, str]) -> None:
-    """Write where the trainer is, and the digests of frozen models' weights by stream."""
+    """Write the trainer's progress and the fingerprints of the frozen models' weights, by stream."""
     state = stamped(STATE_FILE, {**asdict(progress), "frozen": dict(fingerprints)})
     with naming(folder / STATE_FILE):
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
 
 def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[TrainerProgress, dict[str, str]]:
-    """Where the trainer was, and the digests of all frozen models that have scored this run so far, by stream: a model
-    that was left out for a while is still the one that may come back.
+    """The saved progress, and the fingerprints of all frozen models that have scored this run so far, by stream.
 
-    A frozen model that is added or left out is logged as a warning.
+    A model that the run was resumed without keeps its fingerprint, so that it can come back later, but only with the
+    same weights. A warning is logged if a frozen model was added or left out.
 
     Args:
-        folder: Where `write_progress` wrote.
-        fingerprints: Digests of the frozen models' weights that there are now.
+        folder: The folder that `write_progress` wrote.
+        fingerprints: Fingerprints of the current frozen models' weights, by stream.
 
     Raises:
-        CheckpointError: no such file, one of another version, or a frozen model with other weights.
+        CheckpointError: the file is missing, has another format version, or a frozen model has other weights.
     """
     path = folder / STATE_FILE
     try:
@@ -66,7 +66,7 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Traine
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is no trainer state: {error!r}; expected a folder that save_state wrote"
+            f"{path} is not a trainer state: {error!r}; expected a folder that save_state wrote"
         ) from error
     for name, digest in fingerprints.items():
         if scored.get(name, digest) != digest:
@@ -82,13 +82,14 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Traine
 
 
 def _progress(state: Mapping[str, Any]) -> TrainerProgress:
-    """
+    """The progress in the content of a file.
+
     Raises:
-        ValueError, KeyError: the figures are impossible or missing.
+        ValueError, KeyError: the numbers are impossible or missing.
     """
     done, planned, total = (state[f"{name}_optimizer_steps"] for name in ("num", "planned", "total"))
     if any(type(number) is not int for number in (done, planned, total)) or not 0 <= done <= min(planned, total):
-        raise ValueError(f"{done!r} optimizer steps are done, of {planned!r} and {total!r}")
+        raise ValueError(f"{done!r} optimizer steps are done, but {planned!r} were planned so far and {total!r} in all")
     last = state["last_lr"]
     return TrainerProgress(
         num_optimizer_steps=done,

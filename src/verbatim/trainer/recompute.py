@@ -1,4 +1,4 @@
-"""Recomputes activations of layers in the backward pass, to save memory."""
+"""Activation (gradient) checkpointing: recomputes layers in the backward pass to save memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
     """Recompute each layer's activations in the backward pass, with dropout still off.
 
     Args:
-        model: A model of `transformers`.
-        offload: Keeps the inputs of the layers, all that is left to keep, off the device; None: they stay there.
-        routers: Those of a mixture of experts, which are recomputed as they were.
+        model: A `transformers` model.
+        offload: Moves the layers' inputs, all that checkpointing keeps, to host memory; None: they stay on the device.
+        routers: Routers of a mixture of experts, which must choose the same experts when a layer is recomputed; None: a
+            dense model.
 
     Raises:
-        ModelError: a model without such layers, or with dropout.
+        ModelError: the model has no layers that support checkpointing, or it has dropout.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -34,19 +35,20 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
         )
     if dropouts := _dropouts(layers):
         raise ModelError(
-            f"{type(model).__name__} has {dropouts} in its layers: checkpointed layers would apply it, and train "
-            "another policy than the one that sampled; set these to 0 in the model's config.json"
+            f"{type(model).__name__} has dropout in its layers ({dropouts}): with checkpointing, dropout is applied, and "
+            "the trained policy differs from the one that sampled; set these to 0 in the model's config.json"
         )
     again: dict[str, Any] = {} if routers is None else {"context_fn": routers.recomputed}
     for layer in layers:
         layer._gradient_checkpointing_func = partial(_checkpoint, offload, again)
         layer.gradient_checkpointing = True
-        layer.training = True  # the layer alone, not the modules in it: transformers asks for it here
+        # transformers checkpoints only layers in training mode. Set on the layer alone: its modules stay in eval mode.
+        layer.training = True
 
 
 def _dropouts(layers: Iterable[nn.Module]) -> dict[str, float]:
-    """What the modules of these layers would drop, by name. What a configuration names beside it, such as the dropout
-    of a head for classification, is in none of them."""
+    """Nonzero dropout probabilities in these layers, by module name. Read from the modules, not from the configuration,
+    which may also list dropouts that the layers do not have, such as that of a classification head."""
     found: dict[str, float] = {}
     for layer in layers:
         for name, module in layer.named_modules():
@@ -60,6 +62,7 @@ def _dropouts(layers: Iterable[nn.Module]) -> dict[str, float]:
 def _checkpoint(
     offload: ActivationOffload | None, again: Mapping[str, Any], function: Callable[..., Any], *inputs: Any
 ) -> Any:
-    """The hooks see the inputs alone: inside, `checkpoint` has hooks of its own, which keep nothing."""
+    """Checkpoint a call, and offload its inputs. Only the inputs reach the offload's hooks: inside, `checkpoint` has
+    hooks of its own, which save nothing."""
     with nullcontext() if offload is None else offload.hooks():
         return checkpoint(function, *inputs, use_reentrant=False, **again)
