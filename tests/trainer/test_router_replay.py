@@ -355,7 +355,7 @@ def test_records_come_back_from_json_and_messages(tmp_path):
 
 def test_experts_of_another_model_are_refused(model, tmp_path):
     samples = routed_samples()
-    with pytest.raises(UsageError, match="LlamaForCausalLM has no routers that can be told"):
+    with pytest.raises(UsageError, match="LlamaForCausalLM has no routers that can replay"):
         make_trainer(write_llama(tmp_path / "dense")).train_batch(samples)
     small = write_qwen_moe(tmp_path / "small", experts=4)
     with pytest.raises(UsageError, match=r"2 for each token of at least 5; the model has 3 layers, 2 of 4 \(Qwen3Moe"):

@@ -63,7 +63,7 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step`, which counts from 0 and is below `total_steps`.
+    """The learning rate of optimizer step `step`, counted from 0.
 
     Linear warmup, which reaches the peak at step `warmup_steps`, then the schedule, which reaches
     `min_lr_ratio` times the peak only after the last step, at `step = total_steps`. So no step has a rate of 0.

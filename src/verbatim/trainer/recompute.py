@@ -35,8 +35,8 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
         )
     if dropouts := _dropouts(layers):
         raise ModelError(
-            f"{type(model).__name__} has dropout in its layers ({dropouts}): with checkpointing, dropout is applied, and "
-            "the trained policy differs from the one that sampled; set these to 0 in the model's config.json"
+            f"{type(model).__name__} has {dropouts} in its layers: gradient checkpointing would apply this dropout, "
+            "and the trained policy would differ from the one that sampled; set these to 0 in the model's config.json"
         )
     again: dict[str, Any] = {} if routers is None else {"context_fn": routers.recomputed}
     for layer in layers:

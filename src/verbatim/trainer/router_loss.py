@@ -1,18 +1,18 @@
 """Computes the load-balancing loss of a mixture of experts over a whole optimizer step.
 
-For each layer with a router, with `f_e` the share of the step's T tokens that expert e computes and `P_e` the mean of
-its router probability over them (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
+For each layer with a router, let `f_e` be the share of the step's T tokens that expert e computes and `P_e` its mean
+router probability over these tokens (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
 
     loss = coefficient * mean over layers of  E * sum over e of  f_e * P_e
 
-It is K where all experts have the same load. `f` has no gradient, and `P` is a sum over tokens: once the f of the whole
-step is known, each micro-batch adds its own tokens' part, and no way of packing changes the sum. A forward pass over
-the step without a gradient finds it.
+Without the coefficient it is K if all experts have the same load. `f` has no gradient, and `P` is a sum over tokens. So
+once `f` of the whole step is known, each micro-batch adds the part of its own tokens, and packing does not change the
+sum. A forward pass over the step without a graph measures `f`.
 
-A token counts once for each target that is predicted from it. So a prefix that samples share counts as often whether it
-is computed once or for each of them, padding does not count, and neither does a token from which nothing is trained.
+A token counts once for each target predicted from it. So a prefix that samples share has the same weight in a tree,
+where it is computed once, as in rows; padding and tokens without a target do not count.
 
-Legend: T tokens of a pass, M targets of the step, L layers with a router, E experts, K experts of a token.
+Legend: T tokens of a pass, M targets of the step, L layers with a router, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class RouterLoss:
-    """The load-balancing loss of one optimizer step: `measure` its micro-batches, then run their passes.
+    """The load-balancing loss: call `measure` with the micro-batches of an optimizer step, then run their passes.
 
     Args:
-        lm: Asks the model, which has routers.
+        lm: The model in training, which must have routers.
         coefficient: `trainer.router_aux_loss_coef`.
     """
 
@@ -47,24 +47,30 @@ class RouterLoss:
         self._lm, self._coefficient = lm, coefficient
         self._num_layers, self._num_experts = len(lm.model.routers.layers), lm.model.routers.num_experts
         self._columns = [self._num_experts, self._num_experts, 1]
-        """What is summed over tokens for each layer: tokens and probabilities of each expert, and the entropy."""
+        """Widths of what is summed over tokens per layer: token counts [E], router probabilities [E], entropy [1]."""
         self._slope_LE = torch.zeros(0, device=lm.model.device)
 
     @torch.no_grad()
     def measure(
         self, batches: Sequence[DeviceBatch], ranks: Ranks | None, *, num_idle: int = 0
     ) -> tuple[dict[str, Tensor], float]:
-        """Find each expert's share of the optimizer step; later passes over the micro-batches have the loss's gradient.
+        """Measure each expert's share of the tokens. Later passes over the same micro-batches add the loss's gradient.
 
-        Of several processes all call it, each with its own micro-batches; `num_idle` is how many more another one has.
+        All ranks call it, each with its own micro-batches.
+
+        Args:
+            batches: This rank's micro-batches of the optimizer step.
+            ranks: The processes of the trainer; None: one process.
+            num_idle: How many more micro-batches the rank with the most has.
 
         Returns:
-            `router/aux_loss` (before the coefficient), `router/load_max` (of the expert with the most tokens, over the
-            mean of its layer; the largest of all layers) and `router/entropy` (of a token's probabilities, in nats; the
-            mean of layers and targets) of all processes, and the weight of these: the number of targets for rank 0, and
-            0 for the others.
+            Metrics over all ranks: `router/aux_loss` (before the coefficient), `router/load_max` (tokens of the busiest
+            expert over the mean of its layer; the maximum over layers) and `router/entropy` (of a token's router
+            probabilities, in nats; the mean over layers and targets). Then their weight: the number of targets. Ranks
+            other than 0 return no metrics and a weight of 0, so that the metrics count once.
         """
         device = self._lm.model.device
+        # float64: the order of the sum depends on packing and ranks, and its rounding should not show.
         sums = torch.zeros(self._num_layers, sum(self._columns), dtype=torch.float64, device=device)
         weights = [_weights(batch) for batch in batches]
         for batch, weights_T in zip(batches, weights, strict=True):
@@ -111,7 +117,7 @@ class RouterLoss:
     def _attach(
         self, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor, _: Tensor
     ) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a pass for logprobs only
             return weights_TK
         probabilities_TE = _log_probabilities(logits_TE).exp()
         slope_E = self._slope_LE[router].to(probabilities_TE.dtype)
@@ -136,7 +142,8 @@ def _log_probabilities(logits_TE: Tensor) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Its first argument; a backward pass that reaches it also adds the gradient of the second, a scalar."""
+    """Returns its first argument unchanged. A backward pass through it also backpropagates the second argument, a
+    scalar, with gradient 1. This adds the loss inside a layer, which returns no loss of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
@@ -150,10 +157,10 @@ class _Attach(torch.autograd.Function):
 
 
 def router_loss(lm: TargetLogprobs, coefficient: float) -> RouterLoss | None:
-    """The load-balancing loss of a model; None where the coefficient is 0.
+    """The load-balancing loss of a model; None if the coefficient is 0.
 
     Raises:
-        ModelError: a dense model, or one whose class has no such loss in `transformers`.
+        ModelError: a dense model, or one whose class has no load-balancing loss in `transformers`.
     """
     if not coefficient:
         return None
@@ -162,10 +169,11 @@ def router_loss(lm: TargetLogprobs, coefficient: float) -> RouterLoss | None:
 
 
 def check_router_loss(model_config: Any) -> None:
-    """Refuse what `router_loss` would refuse, without weights: before a warm start, not after it.
+    """Refuse what `router_loss` would refuse, without loading weights. A run calls it before its warm start, so that
+    the warm start's work is not lost to a mistake in the configuration.
 
     Args:
-        model_config: The model's configuration, of `transformers`.
+        model_config: The model's `transformers` configuration.
 
     Raises:
         ModelError: as `router_loss`.
@@ -186,10 +194,10 @@ def refuse_without_router_loss(model: Any, routers: Routers | None) -> None:
     if routers is None:
         what = "it has no routers"
     elif not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
-        what = "transformers has none for this class, whose experts are balanced by other means, or not at all"
+        what = "transformers has no such loss for this class, which balances its experts in another way or not at all"
     else:
         return
     raise ModelError(
         f"trainer.router_aux_loss_coef asks for the load-balancing loss of {type(model).__name__}, but "
-        f"{what}; leave it out"
+        f"{what}; remove the key"
     )

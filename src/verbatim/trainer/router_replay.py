@@ -1,9 +1,9 @@
-"""Checks recorded experts before they are replayed in the trainer, and counts the targets that have them.
+"""Checks recorded experts before the trainer replays them, and measures the share of targets that have them.
 
-"Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv 2510.11370) calls it rollout
-routing replay: sampler and trainer compute the same logits up to rounding, but where two experts are almost tied,
-rounding decides which one computes a token, and its logprob changes by much more than rounding.
-"""
+"Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv 2510.11370) calls this
+rollout routing replay. Sampler and trainer compute the same router logits up to rounding. But where two experts are
+almost tied, rounding decides which one computes a token, and the token's logprob then changes by much more than
+rounding. """
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from verbatim.models.experts import Routers, refuse_limited_groups
 
 
 def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, name: str) -> None:
-    """Refuse recorded experts that are not those of this model.
+    """Refuse recorded experts that this model cannot replay.
 
     Args:
-        samples: Of a batch.
-        routers: Of the model in training; None: it has none that can be told what to choose.
-        name: The model's class.
+        samples: The samples of a batch.
+        routers: The routers of the model in training; None: it has none whose choice can be replayed.
+        name: The model's class, for messages.
 
     Raises:
-        UsageError: they are of another model.
+        UsageError: the experts were recorded from another model, or this model cannot replay them.
     """
     routed = [sample.routed_experts.experts for sample in samples if sample.routed_experts is not None]
     if not routed:
         return
     if routers is None:
         raise UsageError(
-            f"the samples have recorded experts, but {name} has no routers that can be told what to "
-            "choose; set inference.return_routed_experts = false"
+            f"the samples have recorded experts, but {name} has no routers that can replay "
+            "them; set inference.return_routed_experts = false"
         )
     refuse_limited_groups(routers)
     for experts in routed:
@@ -40,8 +40,8 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
 
 
 def replayed_share(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """`router/replayed`: of the targets, the share whose token before them is computed by recorded experts. Nothing
-    where no experts are recorded at all."""
+    """`router/replayed`: the share of targets whose preceding token is computed by recorded experts. Empty if no
+    experts are recorded at all."""
     if all(micro_batch.routed_experts is None for micro_batch in micro_batches):
         return {}
     known = sum(

@@ -1,4 +1,4 @@
-"""Counts optimizer steps, and says at which learning rate each of them is taken, also in a run that is resumed."""
+"""Counts optimizer steps and gives each its learning rate, across resumes."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ logger = logging.getLogger(__name__)
 
 
 class Schedule:
-    """The learning rates of a run's optimizer steps.
+    """The learning-rate schedule of a run.
 
     Args:
-        config: Peak and shape.
-        total: Optimizer steps of the whole run, over which the shape is stretched.
+        config: Peak learning rate, warmup and shape.
+        total: Length of the schedule: optimizer steps in the whole run.
     """
 
     def __init__(self, config: OptimConfig, total: int) -> None:
         self._config = config
         self.total = total
-        """Optimizer steps over which it is stretched."""
+        """Length of the schedule in optimizer steps."""
         self.num_done = 0
-        """Optimizer steps that are done."""
+        """Completed optimizer steps."""
         self._num_planned = 0
         self._last_lr: float | None = None
 
     def take(self) -> float:
-        """The learning rate of the next optimizer step, which is counted."""
+        """Count the next optimizer step and return its learning rate."""
         assert self.num_done < self.total, f"all {self.total} optimizer steps of the schedule are done"
         self._last_lr = learning_rate(self._config, self.num_done, self.total)
         self.num_done += 1
         return self._last_lr
 
     def batch_is_over(self, planned: int) -> None:
-        """A batch is trained, for which the schedule had this many optimizer steps."""
+        """Record that a batch with this many planned optimizer steps is over; it may have taken fewer."""
         self._num_planned += planned
 
     @property
     def progress(self) -> TrainerProgress:
-        """Where it is."""
+        """The progress to save."""
         return TrainerProgress(
             num_optimizer_steps=self.num_done,
             planned_optimizer_steps=self._num_planned,
@@ -53,22 +53,22 @@ class Schedule:
         )
 
     def go_on(self, before: TrainerProgress, left: int | None) -> None:
-        """Go on where a trainer was: stretched over what it had for the batches so far and what is left.
+        """Continue from a saved progress. The schedule's length becomes the steps planned so far plus `left`.
 
-        A learning rate that is not the one that would have come next is logged as a warning.
+        A warning is logged if the learning rate jumps, that is, if the next one is not the saved `next_lr`.
 
         Args:
-            before: Where that trainer was, under the schedule of then.
-            left: Optimizer steps that there are for the batches that are left; None: the total stays.
+            before: The saved progress, under the schedule at that time.
+            left: Optimizer steps planned for the remaining batches; None: keep the total.
 
         Raises:
-            CheckpointError: more are done than there are.
+            CheckpointError: more steps are completed than the schedule has.
         """
         total = self.total if left is None else before.planned_optimizer_steps + left
         if before.num_optimizer_steps > total:
             raise CheckpointError(
-                f"{before.num_optimizer_steps} optimizer steps are done, this run has {total} in "
-                "all; raise max_steps to go on"
+                f"{before.num_optimizer_steps} optimizer steps are done, but this run has only {total} in "
+                "all; raise max_steps to continue"
             )
         self.total, self.num_done, self._last_lr = total, before.num_optimizer_steps, before.last_lr
         self._num_planned = before.planned_optimizer_steps

@@ -1,4 +1,4 @@
-"""Computes the policy's logprobs of samples, and brings those of all micro-batches back to their samples."""
+"""Computes the policy's logprobs of samples: scores micro-batches and maps the results back to the samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 def numbered(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples, each as a trajectory of its own whose id is the sample's number: as `by_sample` reads it."""
+    """The samples, each as its own trajectory with the sample's index as id, by which `by_sample` finds it again."""
     return [dataclasses.replace(sample, trajectory_id=str(number)) for number, sample in enumerate(samples)]
 
 
@@ -26,8 +26,14 @@ def numbered(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 def target_logprobs(
     lm: TargetLogprobs, own: Sequence[MicroBatch], ranks: Ranks | None, *, rounded: bool
 ) -> list[Float32]:
-    """The logprobs of the targets of this rank's micro-batches, [M] each; of a micro-batch that several ranks share,
-    all of its targets. All ranks call it. Where they are `rounded`, each layer gives bfloat16 to the next one."""
+    """The logprobs of the targets in this rank's micro-batches: float32 [M] each. All ranks call it.
+
+    Args:
+        lm: The model in training.
+        own: This rank's micro-batches. If several ranks share a micro-batch, each of them returns all its targets.
+        ranks: The processes of the trainer; None: one process.
+        rounded: Round each layer's output to bfloat16.
+    """
     found = []
     most = len(own) if ranks is None else ranks.most(len(own))[0]
     with _rounded_layers(lm.model.model if rounded else None):
@@ -44,15 +50,15 @@ def target_logprobs(
 def by_sample(
     samples: Sequence[TrainingSample], dealt: Sequence[Sequence[MicroBatch]], found: Sequence[Sequence[Float32]]
 ) -> list[Float32]:
-    """The logprobs of each sample: float32 [L], NaN where nothing was asked for.
+    """The logprobs of each sample: float32 [L], NaN for tokens that are not targets.
 
     Args:
-        samples: As they were given to `numbered`.
-        dealt: Their micro-batches, by rank, or by group of ranks that share each of them.
-        found: What `target_logprobs` returned on each rank.
+        samples: The samples, as given to `numbered`.
+        dealt: Their micro-batches, by rank, or by group of ranks that share micro-batches.
+        found: The results of `target_logprobs`, by rank.
     """
     out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
-    by_group = found[:: len(found) // len(dealt)]  # ranks that share micro-batches have the same
+    by_group = found[:: len(found) // len(dealt)]  # ranks of a group have the same logprobs: take the first
     for micro_batches, logprobs in zip(dealt, by_group, strict=True):
         for micro_batch, logprobs_M in zip(micro_batches, logprobs, strict=True):
             targets = micro_batch.targets
@@ -64,12 +70,11 @@ def by_sample(
 
 @contextmanager
 def _rounded_layers(model: Any) -> Iterator[None]:
-    """A context in which the decoder layers of a model round what they return to bfloat16, to see how far logprobs move
-    by rounding alone; None: as ever.
+    """Context manager: a model's decoder layers round their outputs to bfloat16; None: nothing changes.
 
-    An engine in bfloat16 keeps that sum of all layers so far in 8 bits. A trainer in bfloat16 rounds the factors of its
-    products, and keeps the sum in float32. How far they are from each other depends on the model: on its depth, and on
-    how sharp its logits are.
+    It measures how far rounding alone moves logprobs. An engine in bfloat16 keeps the residual stream (the sum of all
+    layers so far) in 8 bits. A trainer in bfloat16 rounds the factors of its products, and keeps the residual stream in
+    float32. How far the two diverge depends on the model's depth and on how peaked its logits are.
     """
     hooks = [] if model is None else [layer.register_forward_hook(_round) for layer in decoder_layers(model)]
     try:
@@ -80,7 +85,7 @@ def _rounded_layers(model: Any) -> Iterator[None]:
 
 
 def _round(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    """The output, a tensor or a tuple whose first element is one, with 8 bits for each number."""
+    """Round a layer's output, a tensor or a tuple that starts with one, to bfloat16 precision; its dtype stays."""
     if isinstance(output, tuple):
         return (_rounded(output[0]), *output[1:])
     return _rounded(output)

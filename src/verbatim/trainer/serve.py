@@ -1,4 +1,4 @@
-"""Runs the trainer's process: executes one message after the other until it is told to end."""
+"""Main loop of the trainer process: executes messages one at a time until a stop message."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ def serve(
     look: Callable[[], None],
     on_step: Callable[[int, dict[str, float]], None] = lambda version, metrics: None,
 ) -> None:
-    """Train until the orchestrator ends the run.
+    """Execute messages until the orchestrator ends the run.
 
-    `look` is called while waiting, and raises when the orchestrator is gone; `on_step` is called after each step with
-    the new version and the metrics.
+    Args:
+        worker: Executes the requests.
+        exchange: Where messages arrive and answers go.
+        heartbeat: Publishes what this process is doing.
+        look: Called while waiting for a message; raises if the orchestrator is gone.
+        on_step: Called after each step with the new policy version and the metrics.
     """
     number = 0
     while True:
@@ -55,7 +59,8 @@ def _execute(
     idle: float,
     on_step: Callable[[int, dict[str, float]], None],
 ) -> dict[str, Any]:
-    """The answer. An external fault is reported; a bug of ours ends the process with a traceback."""
+    """The answer to a message. An external fault becomes an error in the answer; a bug in this code ends the process
+    with a traceback."""
     try:
         if message.kind == "save":
             return {"result": path_to_json(worker.leave_state(message.version), run)}

@@ -1,4 +1,4 @@
-"""Checks trees before the first are trained: a few samples must have the same gradient as a tree and as rows."""
+"""The tree check: before a run trains on trees, a few samples must have the same gradient as trees and as rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from verbatim.trainer.parallel.sharding import Sharding
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2048
-"""Most tokens of the samples that are compared; one pair may be longer."""
+"""Maximum tokens in the samples to compare; a single pair may be longer."""
 ROOM = 1.5
-"""In bfloat16: how much farther from the gradient in float32 trees may be than rows."""
+"""In bfloat16, the error of trees may be this many times the error of rows, both against the float32 gradient."""
 
 
 def pack_both_ways(samples: Sequence[TrainingSample]) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """Some of the samples that share prefixes, in rows and in trees."""
+    """Some of the samples that share prefixes, packed as rows and as trees."""
     sharing = sharing_samples(samples)
     total = sum(map(len, sharing))
     rows, trees = (pack(sharing, micro_batch_tokens=total, keep_whole=False) for pack in (pack_rows, pack_tree))
@@ -44,22 +44,23 @@ def trees_are_right(
     exact: TargetLogprobs | None = None,
     sharding: Sharding | None = None,
 ) -> bool:
-    """Whether the gradient of samples packed as trees is that of the same samples as rows; a warning where it is not.
+    """True if samples have the same gradient packed as trees as packed as rows; logs a warning if not.
 
-    The gradient is that of a sum of logprobs in which every target has a weight of its own: the run's loss may be flat
-    or refuse these samples, and what packing can get wrong lies before it. Where the gradient of the rows is not finite
-    itself there is nothing to compare.
+    The compared gradient is that of a sum of logprobs with a different weight for every target, not that of the run's
+    loss: the loss may be flat or refuse these samples, and packing only affects what comes before the loss. If the
+    gradient of the rows is not finite, there is nothing to compare, and the result is True.
 
-    In bfloat16 rounding grows with the depth of a model, beyond any fixed tolerance. There trees may be as far from the
-    gradient in float32 as rows are, and half as far again.
+    In bfloat16, rounding errors grow with the depth of a model, beyond any fixed tolerance. Trees may then be up to
+    `ROOM` times as far from the float32 gradient as rows are.
 
     Args:
-        lm: Its model's gradients are empty, before and after.
-        rows: As `pack_both_ways` has made them.
-        trees: The same samples.
+        lm: The model in training. Its gradients must be empty, and are empty afterwards.
+        rows: The samples as rows, from `pack_both_ways`.
+        trees: The same samples as trees.
         tolerance: The largest relative difference that rounding explains in any case.
         exact: The same model without rounding to bfloat16; None: `lm` does not round, or the model is sharded.
-        sharding: Of a sharded model, all of whose ranks call this; all but one with no micro-batch.
+        sharding: The model's sharding, whose ranks all call this, most of them without micro-batches; None: one
+            process.
     """
     expected, found = (
         gradient(lm.model.model, partial(_backward, lm, micro_batches, sharding)) for micro_batches in (rows, trees)
@@ -77,7 +78,7 @@ def trees_are_right(
     if difference > tolerance:
         logger.warning(
             "prefix trees do not have the gradient of rows here: %s differs by %.1e, expected at most %.0e; packing "
-            'falls back to rows for this run; set trainer.packing = "rows" to silence',
+            'falls back to rows for this run; set trainer.packing = "rows" to silence this warning',
             name,
             difference,
             tolerance,
@@ -88,16 +89,18 @@ def trees_are_right(
 def _beside_float32(
     exact: TargetLogprobs, rows: Sequence[MicroBatch], found: Gradient, expected: Gradient, tolerance: float
 ) -> tuple[float, dict[str, float]]:
-    """How far trees (`found`) may be from the gradient in float32, given how far rows (`expected`) are; and how far."""
-    with exact.autocast():  # the backward pass too, where activations are recomputed
+    """The tolerance for trees (`found`), given the error of rows (`expected`), both against the float32 gradient; and
+    the differences of trees by parameter."""
+    with exact.autocast():  # around the backward pass too: with checkpointing, it recomputes layers
         in_float32 = gradient(exact.model.model, partial(_backward, exact, rows, None))
     of_rows = max(differences(expected, in_float32).values(), default=0.0)
     return max(tolerance, ROOM * of_rows), differences(found, in_float32)
 
 
 def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The shortest pairs of samples that share a prefix, as many as fit: those that branch first, then those of which
-    one continues the other."""
+    """The shortest pairs of samples that share a prefix, up to `MOST_TOKENS`. Pairs that branch come before pairs in
+    which one sample continues the other: such a pair is a single path and tests less."""
+    # In token order, the samples with the longest common prefix are neighbours.
     ordered = sorted((sample for sample in samples if sample.num_trained_tokens), key=token_order)
     pairs = []
     for i, (a, b) in enumerate(pairwise(ordered)):
@@ -114,7 +117,7 @@ def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 
 
 def _differences_of_shards(found: Gradient, expected: Gradient, sharding: Sharding) -> tuple[bool, dict[str, float]]:
-    """Whether the expected gradient is finite, and `differences`, over all ranks."""
+    """Whether the expected gradient is finite, and the relative `differences` by parameter, over all ranks' shards."""
     names = sorted(expected.keys() | found.keys())
 
     def squares(name: str) -> list[float]:

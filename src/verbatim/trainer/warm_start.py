@@ -1,4 +1,4 @@
-"""Trains on recorded conversations before reinforcement learning."""
+"""Supervised fine-tuning on recorded conversations before reinforcement learning (warm start)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ def warm_start(
     seed: int,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> None:
-    """Take `steps` optimizer steps on `batch_size` conversations each, in shuffled passes over all of them.
+    """Take `steps` optimizer steps on `batch_size` conversations each, in shuffled epochs.
 
-    The trainer is made with the `sft` loss; a conversation is its samples. `on_step` is called with the optimizer
-    step's number, from 1, and its metrics.
+    Args:
+        trainer: A trainer with the `sft` loss.
+        conversations: The training samples of each conversation.
+        steps: Number of optimizer steps.
+        batch_size: Conversations per step; fewer if there are fewer in all.
+        seed: Seed of the shuffles.
+        on_step: Called after each step with its number, counted from 1, and its metrics.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     order: list[int] = []
@@ -31,7 +36,7 @@ def warm_start(
         while len(order) < min(batch_size, len(conversations)):
             order.extend(rng.permutation(len(conversations)).tolist())
         batch, order = order[:batch_size], order[batch_size:]
-        # A batch may end one pass and begin the next: a conversation that is in it twice is two trajectories.
+        # A batch may span two epochs and have a conversation twice; the place makes these two trajectories.
         metrics = trainer.train_batch(
             [
                 dataclasses.replace(sample, trajectory_id=f"{place}:{sample.trajectory_id}")

@@ -1,4 +1,4 @@
-"""Sends the trainer's weights to the workers of the sampler's servers: rank 0 of the groups in which they receive."""
+"""Broadcasts the trainer's weights to the workers of the sampler's servers, as rank 0 of a process group with them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 class WeightBroadcaster:
-    """Serves the store in which the trainer and the receivers meet, and sends what it is asked for.
+    """Serves the rendezvous store for trainer and receivers, and sends weights on request.
 
     Args:
-        trainer: That of rank 0.
-        host: The address of this host that the receivers reach.
+        trainer: The trainer of rank 0.
+        host: An address of this host that the receivers can reach.
 
     Raises:
-        OSError: nothing can listen on this address.
+        OSError: cannot listen on this address.
     """
 
     def __init__(self, trainer: Trainer, host: str) -> None:
         self._trainer = trainer
         self._group: WeightGroup | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # Bound here, not by TCPStore, which would listen on all of the host's addresses.
         listening = socket.create_server((host, 0), family=family)
         port = listening.getsockname()[1]
         self._server = dist.TCPStore(  # type: ignore[attr-defined]
@@ -48,13 +49,13 @@ class WeightBroadcaster:
         on_cuda = trainer.device.type == "cuda"
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None  # type: ignore[no-untyped-call]
         self.store = WeightStore(host=host, port=port, on=socket.gethostname(), nccl=nccl)
-        """Where it listens."""
+        """The address of the rendezvous store."""
 
     def send(self, order: SendOrder) -> SendReport:
-        """Send the trainer's weights. What goes wrong with the receivers stands in the report.
+        """Send the trainer's weights. A failure of the receivers is reported in the result, not raised.
 
         Raises:
-            RunStopped: another rank of the trainer failed; the receivers are told.
+            RunStopped: another rank of the trainer failed; the receivers are notified.
         """
         began = time.monotonic()
         try:
@@ -69,21 +70,22 @@ class WeightBroadcaster:
             self._leave(str(fault))
             return SendReport(fault=str(fault), seconds=time.monotonic() - began, seconds_meeting=met - began)
         except BaseException:
-            self._leave("the trainer failed")
+            self._leave("the trainer failed")  # or the receivers would wait for tensors until they time out
             raise
         return SendReport(num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began)
 
     def _enter(self, order: SendOrder) -> WeightGroup:
-        """The group of the order before, or a new one; waits for the receivers of a new one.
+        """The process group for an order: the existing one if the order names it, otherwise a new one, for whose
+        receivers it waits.
 
         Raises:
-            GroupOver: they do not come, or one of them failed.
+            GroupOver: the receivers do not join, or one of them failed.
         """
         if self._group is not None and self._group.name == order.group:
             self._group.begin()
             return self._group
         self._leave(None)
-        logger.info("weights are sent to %d receivers (%s)", order.size - 1, order.kind)
+        logger.info("sending weights to %d receivers (%s)", order.size - 1, order.kind)
         self._group = WeightGroup(
             self._server,
             order.group,
@@ -103,18 +105,18 @@ class WeightBroadcaster:
 
 
 class _GroupReceivers:
-    """The other ranks of a group, as `Trainer.send_weights` sees them."""
+    """The other ranks of a process group, as the `Receivers` of `Trainer.send_weights`."""
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
         self.num_bytes = 0
-        """Bytes that were sent."""
+        """Bytes sent so far."""
 
     def send(self, name: str, tensor: Tensor) -> None:
         """Broadcast a tensor.
 
         Raises:
-            SamplerFault: it is not received.
+            SamplerFault: the receivers failed; names the tensor.
         """
         try:
             self._group.send(tensor)

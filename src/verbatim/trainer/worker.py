@@ -1,4 +1,4 @@
-"""Executes requests to the trainer: train a batch and publish weights, save state, compute the probes' logprobs."""
+"""Executes requests to the trainer: train a batch and publish its weights, save state, send weights, score probes."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from verbatim.trainer.weight_sender import WeightBroadcaster
 
 @dataclass(eq=False)
 class TrainerWorker:
-    """A `Trainer` and what it publishes; knows which policy version it holds."""
+    """A `Trainer` with the folders it publishes to and the policy version it holds."""
 
     trainer: Trainer
     _: KW_ONLY
     version: int
-    """The policy version it holds and has published (or began with)."""
+    """The policy version that the trainer holds: the last one published, or the one it started with."""
     weights: WeightFolders
     """Where versions are published."""
     states: Path
-    """Where its parts of checkpoints wait to be taken away."""
+    """Where the trainer's parts of checkpoints are left for the orchestrator to collect."""
     context_length: int
-    """Most tokens of a sequence that the sampler takes, and so of a probe."""
+    """The sampler's maximum sequence length in tokens, which bounds the length of probes."""
     keeps_tokens: bool = False
-    """Whether its reports say what it computed for each trained token."""
+    """Whether reports include the logprob and gradient of each trained token."""
     memory: DeviceMemory | None = None
-    """Set for a trainer that shares its device: it is there only while it trains."""
+    """Set if the trainer shares its device with a sampler: it occupies the device only while it trains."""
     measures_rounding: bool = False
-    """Whether its probes say what rounding to bfloat16 changes: where one side computes in it."""
+    """Whether probes include the effect of rounding to bfloat16. Set if trainer or sampler computes in bfloat16."""
     broadcaster: WeightBroadcaster | None = None
-    """Sends its weights to the sampler's servers; None: they read what it publishes."""
+    """Sends weights to the sampler's servers; None: they load the published folders."""
     _failure: str | None = None
+    """Why a batch failed; every later batch is then refused."""
     _cores: CoreShare | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class TrainerWorker:
         self._optimizer_steps = self.trainer.schedule.num_done
 
     def share(self, cores: CoreShare) -> None:
-        """Compute from now on with as many threads as the sampler leaves free."""
+        """Use only as many threads as the sampler leaves free, decided before each micro-batch."""
         self._cores = cores
         self.trainer.before_pass = self._take_cores
 
@@ -70,12 +71,12 @@ class TrainerWorker:
         """Train on one batch and publish the weights.
 
         Raises:
-            RunStopped: no finite loss or gradient, no memory, or the weights could not be written; also for every
-                batch after such a one, because they may be handed over before the failure is known.
+            RunStopped: the loss or gradient is not finite, memory ran out, or the weights could not be written. Every
+                later batch is refused too: the orchestrator may have handed it over before it knew of the failure.
         """
         if self._failure is not None:
             raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
-        assert version == self.version + 1, f"version {version} was asked for, version {self.version} is held"
+        assert version == self.version + 1, f"asked to train version {version}, but the trainer holds {self.version}"
         state = self._state(version) if checkpoint else None
         moving = 0.0
         try:
@@ -88,7 +89,7 @@ class TrainerWorker:
             if state is not None:
                 _make_empty(state)
                 self._write(state, folder)
-            probes = self.probe()
+            probes = self.probe()  # before the trainer leaves the device
             moving += self.memory.leave() if self.memory is not None else 0.0
         except VerbatimError as error:
             self._failure = str(error)
@@ -106,6 +107,7 @@ class TrainerWorker:
         finally:
             if self._cores is not None:
                 self._cores.compute(False)
+        # Set only on success: after a failure the two disagree with the trainer, and `_check_held` refuses to save.
         self.version = version
         self._optimizer_steps = self.trainer.schedule.num_done
         if self.memory is not None:
@@ -121,12 +123,12 @@ class TrainerWorker:
         )
 
     def send(self, order: SendOrder) -> SendReport:
-        """Send the weights of the version that it holds to the sampler's servers.
+        """Send the weights of the current version to the sampler's servers.
 
         Raises:
-            RunStopped: this is not the version it holds, or a rank of the trainer failed.
+            RunStopped: the order is for another version, or a rank of the trainer failed.
         """
-        assert self.broadcaster is not None, "the trainer was started to publish folders"
+        assert self.broadcaster is not None, "the trainer was started without a broadcaster: it publishes folders"
         self._check_held(order.version)
         return self.broadcaster.send(order)
 
@@ -134,13 +136,13 @@ class TrainerWorker:
         """Write weights, optimizer and schedule into an existing folder.
 
         Raises:
-            RunStopped: this is not the version it holds, or a batch failed after some of its optimizer steps.
+            RunStopped: the trainer holds another version, or a batch failed after some of its optimizer steps.
         """
         self._check_held(version)
         self._write(folder, None)
 
     def leave_state(self, version: int) -> Path:
-        """Write the same into a folder of its own, as `train` does for a checkpoint, and return it.
+        """Write the same as `save` into a new folder under `states`, as `train` does for a checkpoint. Returns it.
 
         Raises:
             RunStopped: as `save`.
@@ -162,11 +164,11 @@ class TrainerWorker:
             )
 
     def probe(self) -> Probes:
-        """Its weights' logprobs of the fixed probes."""
+        """The current weights' logprobs of the fixed probes."""
         logprobs = [values[1:] for values in self.trainer.logprobs(self._probe_samples)]
         rounding = None
         if self.measures_rounding:
-            short = self._probe_samples[:NUM_PROBES]  # enough for a mean
+            short = self._probe_samples[:NUM_PROBES]  # without the long probe: these are enough for a mean
             rounded = np.concatenate([values[1:] for values in self.trainer.logprobs(short, rounded=True)])
             rounding = float(np.abs(rounded - np.concatenate(logprobs[:NUM_PROBES])).mean())
         return Probes(
@@ -178,7 +180,7 @@ class TrainerWorker:
     def _write(self, folder: Path, published: Path | None) -> None:
         if published is None:
             self.trainer.save_weights(folder / "weights")
-        else:
+        else:  # the same weights are on disk already: hard links take no time and no space
             shutil.copytree(published, folder / "weights", copy_function=link_or_copy)
         self.trainer.save_state(folder / "trainer")
 

@@ -1,4 +1,4 @@
-"""Moves batches to the trainer and weights to the sampler: through files, between hosts, or as broadcasts."""
+"""Moves batches to the trainer and weights to the sampler: by files in a shared folder, or as broadcasts."""
 
 from verbatim.trainer.transport.trainer_link import StepReport, TrainerLink, TrainerReady
 from verbatim.trainer.transport.weights import WeightFolders

@@ -1,4 +1,4 @@
-"""Defines the orchestrator's link to a trainer, wherever the trainer runs."""
+"""Defines `TrainerLink`, the orchestrator's interface to a trainer, whether local or in another process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class TrainerReady:
     """The state of a trainer before its first batch."""
 
     version: int
-    """Steps done before; also the policy version it holds."""
+    """The policy version it holds, which is the number of steps completed so far."""
     weights: str
     """The folder (or hub id) of that version's weights."""
     checkpoint: Path | None
-    """The checkpoint it goes on from; None at the start of a run."""
+    """The checkpoint that it resumes from; None: a new run."""
     probes: Probes | None = None
-    """That version's logprobs of the fixed probes; None: this trainer has none."""
+    """That version's logprobs of the fixed probes; None: this trainer does not compute probes."""
     store: WeightStore | None = None
-    """Where it meets the servers that it sends weights to; None: it sends none."""
+    """Rendezvous store of trainer and servers for broadcasts of weights; None: weights are published as folders."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,25 +34,25 @@ class StepReport:
     """The result of training on one batch: one step."""
 
     version: int
-    """The policy version that now exists: batches trained and published."""
+    """The new policy version: the number of batches trained and published."""
     weights: Path
-    """Its folder, complete."""
+    """The complete folder of its weights."""
     num_trained_tokens: int
-    """Tokens that were targets of an optimizer step."""
+    """Number of tokens that were targets of an optimizer step."""
     metrics: Mapping[str, float]
-    """The trainer's metrics."""
+    """The metrics of `Trainer.train_batch` and of publishing."""
     probes: Probes | None = None
-    """The new version's logprobs of the fixed probes; None: this trainer has none."""
+    """The new version's logprobs of the fixed probes; None: this trainer does not compute probes."""
     state: Path | None = None
-    """Where it left its part of a checkpoint, if it was asked to; the caller moves it away."""
+    """The folder with the trainer's part of a checkpoint, if one was requested. The caller moves it away."""
     tokens: TrainedTokens | None = None
-    """What it computed for each trained token; None: that is not kept."""
+    """The trainer's logprob and gradient of each trained token; None: they are not kept."""
 
 
 class TrainerLink(Protocol):
-    """Trains batches in the order in which they are handed over, and publishes the weights of each.
+    """Trains batches in the order in which they are handed over, and publishes weights after each.
 
-    A batch may be handed over while the one before is still being trained.
+    A batch may be handed over while the previous one is still being trained.
     """
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
@@ -60,34 +60,34 @@ class TrainerLink(Protocol):
 
         Args:
             samples: The batch.
-            version: One more than that of the batch handed over before.
-            checkpoint: Also write the trainer's part of a checkpoint, before the next batch is begun.
+            version: One more than the version of the previous batch.
+            checkpoint: Also write the trainer's part of a checkpoint, before the next batch starts.
 
         Raises:
             RunStopped: the loss or the gradient is not finite, the weights could not be published, or the trainer is
-                gone. Batches that were handed over after this one are not trained.
+                gone. Batches handed over after this one are not trained.
         """
 
     async def save(self, folder: Path, version: int) -> None:
-        """Write everything that continuing needs into an existing folder: weights, optimizer, schedule.
+        """Write everything that a resume needs into an existing folder: weights, optimizer, schedule.
 
         Raises:
             RunStopped: the trainer does not hold exactly this version, or is gone.
         """
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Send the weights of the version that it holds to the sampler's servers, before it begins another batch.
+        """Send the current version's weights to the sampler's servers, before the next batch starts.
 
         Raises:
             RunStopped: the trainer is gone, or one of its processes failed.
         """
 
     async def watch(self) -> None:
-        """Ends only when the trainer is gone.
+        """Watch the trainer; never returns normally.
 
         Raises:
-            RunStopped: it is gone, or stuck; says what was seen of it last.
+            RunStopped: the trainer is gone or stuck; gives its last known activity.
         """
 
     async def close(self) -> None:
-        """Let the trainer end, and release what it holds."""
+        """Tell the trainer to end, and release its resources."""
