@@ -3,7 +3,7 @@
 "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv 2510.11370) calls this
 rollout routing replay. Sampler and trainer compute the same router logits up to rounding. But where two experts are
 almost tied, rounding decides which one computes a token, and the token's logprob then changes by much more than
-rounding. """
+rounding."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class TrainerWorker:
         finally:
             if self._cores is not None:
                 self._cores.compute(False)
-        # Set only on success: after a failure the two disagree with the trainer, and `_check_held` refuses to save.
+        # Set only on success, so that `_check_held` notices optimizer steps whose weights were never published.
         self.version = version
         self._optimizer_steps = self.trainer.schedule.num_done
         if self.memory is not None:

@@ -1,1 +1,1 @@
-"""Computes attention over packed samples: rows, prefix trees, and trees by flex attention."""
+"""Computes attention over packed samples: rows, and prefix trees with C or torch on a CPU and FlexAttention on CUDA."""

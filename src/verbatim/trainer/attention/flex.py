@@ -1,4 +1,4 @@
-"""Computes attention of prefix trees by FlexAttention, on CUDA: one kernel that skips what no query of a block sees."""
+"""Computes attention of prefix trees on CUDA with FlexAttention: one kernel, which skips blocks that no query sees."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from verbatim.core.types import Int32
 from verbatim.models.attention import AttentionCall
 
 BLOCK = 128
-"""Queries and keys of a block of the mask; the tokens of a micro-batch are a multiple of this, by padding."""
+"""Block size of the mask, in queries and in keys. Micro-batches are padded to a multiple of this many tokens."""
 
 
 class FlexPlan:
     """The `AttentionPlan` of a forest in depth-first order: query q sees key k if `k <= q < ends[k]`.
 
-    Which blocks hold a key that some query sees, and which hold nothing else, is read off the intervals; so no mask
-    over the micro-batch ever exists.
+    Which blocks are visible in part or in full follows from these intervals, so a mask over the whole micro-batch is
+    never materialised.
 
     Legend: U tokens, H query heads, K key/value heads, D head size of queries and keys, E of values.
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str) -> None:
-        """Plan for tokens with these depths and ends of subtrees: int32 [U] each."""
-        assert len(ends) % BLOCK == 0, f"{len(ends)} tokens are no multiple of {BLOCK}"
+        """Plan for tokens with these depths and ends of their subtrees: int32 [U] each."""
+        assert len(ends) % BLOCK == 0, f"{len(ends)} tokens are not a multiple of {BLOCK}"
         self._depths, self._ends = position_ids, ends
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
@@ -42,7 +42,7 @@ class FlexPlan:
         window = call.sliding_window
         if window not in self._masks:
             self._masks[window] = self._mask(window)
-        # Under autocast the three may differ in dtype; the kernel wants contiguous tensors of one.
+        # Under autocast the three may differ in dtype; the kernel needs contiguous tensors of the same dtype.
         query, key, value = (x.to(value_BKTD.dtype).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         attention = _compiled() if value.is_cuda and value.dtype != torch.float64 else flex_attention
         out, aux = attention(
@@ -56,6 +56,8 @@ class FlexPlan:
             return_aux=AuxRequest(lse=call.sinks_H is not None),
         )
         if call.sinks_H is not None:
+            # A sink is one more score in each softmax, with a value of 0. The output without it, times the share of the
+            # softmax that is left to the keys, is the output with it: exp(lse) / (exp(lse) + exp(sink)).
             share_BHU = torch.sigmoid(aux.lse - call.sinks_H[:, None].to(aux.lse.dtype))
             out = out * share_BHU[..., None].to(out.dtype)
         transposed: Tensor = out.transpose(1, 2)
@@ -72,7 +74,8 @@ class FlexPlan:
         )
 
     def _blocks(self, which_RR: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-        """How many blocks each row of blocks has, and their numbers first: int32 [1, 1, R] and [1, 1, R, R]."""
+        """The number of selected blocks in each row of blocks, int32 [1, 1, R], and block indices with the selected
+        ones first, int32 [1, 1, R, R]: the format of `BlockMask.from_kv_blocks`."""
         numbers_RR = np.argsort(~which_RR, axis=1, kind="stable")
         counts_R = which_RR.sum(axis=1)
         return self._ints(counts_R[None, None]), self._ints(numbers_RR[None, None])
@@ -81,7 +84,8 @@ class FlexPlan:
         return torch.tensor(array, dtype=torch.int32, device=self._device)
 
     def _mask_mod(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Whether a query sees a key, one pair at a time. It holds tensors only: a number would be compiled in."""
+        """A function that decides whether a query sees a key. It closes over tensors only: a Python number would be
+        compiled in as a constant, and the kernel recompiled for each micro-batch."""
         ends = self._ints(self._ends)
 
         def descends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -99,8 +103,8 @@ class FlexPlan:
 
 
 def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Blocks of [queries, keys] in which some query sees some key, and in which all see all, bool [R, R] each; a block
-    is in at most one of them. With a window some of the former may hold nothing that is seen.
+    """Blocks of [queries, keys] that are visible in part, and blocks that are visible in full: bool [R, R] each, at
+    most one of them true for a block. With a window, a block of the first kind may turn out to have no visible pair.
 
     Example: a row of 256 tokens: `[[T, F], [F, T]]` and `[[F, F], [T, F]]`.
     """
@@ -121,7 +125,7 @@ def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDAr
 
 @cache
 def _cap(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The soft cap, one score at a time; one function for each cap, so that it is compiled once."""
+    """The score function of a soft cap. Cached, so that each cap is one function object, which is compiled once."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap
@@ -131,5 +135,5 @@ def _cap(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], T
 
 @cache
 def _compiled() -> Any:
-    """Compiled once, for any number of tokens."""
+    """FlexAttention, compiled once per process for any number of tokens."""
     return torch.compile(flex_attention, dynamic=True)

@@ -1,4 +1,4 @@
-"""Chooses how attention of trees is computed on a device."""
+"""Chooses the attention plan for trees by device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from verbatim.trainer.attention.tree import TreePlan
 
 
 def forest_plan(position_ids: Int32, ends: Int32, device: torch.device) -> AttentionPlan:
-    """The plan of a forest in depth-first order: FlexAttention has a backward pass on CUDA alone.
+    """The plan of a forest in depth-first order: `FlexPlan` on CUDA, `TreePlan` elsewhere, because FlexAttention has a
+    backward pass on CUDA only.
 
     Args:
         position_ids: Depth of each token: int32 [U].
         ends: End of each token's subtree: int32 [U].
-        device: Where attention is computed; on CUDA, U is a multiple of `flex.BLOCK`.
+        device: The device to compute on; on CUDA, U must be a multiple of `flex.BLOCK`.
     """
     plan = FlexPlan if device.type == "cuda" else TreePlan
     return plan(position_ids, ends, device)

@@ -1,4 +1,4 @@
-"""Calls the compiled attention of prefix trees (`tree.c`), where there is a compiler and the numbers are float32."""
+"""Calls the C functions for attention of prefix trees on a CPU (`tree.c`), if a compiler is available."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from verbatim.models.attention import AttentionCall
 
 SOURCE = native.CSource.read(Path(__file__).with_name("tree.c"))
 SIZE_MULTIPLE = 16
-"""Head sizes are multiples of a vector."""
+"""Head sizes must be a multiple of this: the C functions work on whole vectors of 16 floats."""
 MOST_GROUPS = 96
-"""Query heads of one key/value head: `ROWS` in tree.c."""
+"""Maximum query heads per key/value head: `ROWS` in tree.c."""
 MOST_KEYS = 2**31 - 1
-"""Keys of all blocks together: they are counted in int32."""
+"""Maximum keys of all blocks together: tree.c counts them in int32."""
 PARTS = 4
-"""Gradients of keys and values are added up in at least so many parts, which threads share, and then over the parts.
-Up to this the result does not depend on the number of threads."""
+"""Minimum number of partial sums for the gradients of keys and values, divided among the threads. With up to this many
+threads, the result does not depend on the number of threads."""
 NO_WINDOW = 2**31 - 1
+"""The window passed to C if there is none: more tokens than a micro-batch can have."""
 
 
 def suits(num_heads: int, key_BKTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:
-    """Whether these keys and values, and so many query heads, can be given to the compiled functions, and there are
-    any. A plan of memory has tensors without numbers, of another type."""
+    """True if the C functions exist and can compute attention with these keys, values and number of query heads."""
     sizes = (key_BKTD.shape[3], value_BKTE.shape[3])
     rounds = key_BKTD.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    on_cpu = type(key_BKTD) is Tensor and key_BKTD.device.type == "cpu"
+    on_cpu = type(key_BKTD) is Tensor and key_BKTD.device.type == "cpu"  # excludes FakeTensor, which has no data
     fits = rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
     fits = fits and num_heads <= MOST_GROUPS * value_BKTE.shape[1]
     return on_cpu and fits and native.library(SOURCE) is not None
 
 
 class NativeForest:
-    """The keys of each block of queries of a forest, for one window.
+    """A forest prepared for the C functions: the keys of each block of queries, for one window.
 
-    Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second block are all
-    six tokens. With queries of the first, the second, the fourth and the last token alone, the first block sees the
-    first four tokens, and the second block the path and the last one.
+    Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3 queries: the keys of the second block
+    are all six tokens. If only the first, second, fourth and last token have queries, the first block sees the first
+    four tokens, and the second block sees the path and the last token.
 
     Args:
-        depths: Of the tokens, in depth-first order: int32 [U].
-        ends: Of their subtrees: int32 [U].
-        window: Tokens that a query sees, itself included; None: all its ancestors.
-        groups: Query heads of each key/value head.
-        queries: The tokens that have queries, ascending: int32 [Q]; None: all of them.
+        depths: Depth of each token, in depth-first order: int32 [U].
+        ends: End of each token's subtree: int32 [U].
+        window: Number of tokens that a query sees, itself included; None: all its ancestors.
+        groups: Query heads per key/value head.
+        queries: The tokens that have queries, ascending: int32 [Q]; None: all tokens.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class NativeForest:
         self.tree = _Tree(*(array.ctypes.data for array in arrays))
 
     def attend(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> Tensor:
-        """The attention output, [Q, H, E], in the dtype of the values; sums are in float32."""
+        """The attention output, [Q, H, E], in the dtype of the values; it is computed in float32."""
         exact = [x.float() for x in (query_QHD, key_UKD, value_UKE)]
         out_QHE: Tensor = _NativeTreeAttention.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
         return out_QHE.to(value_UKE.dtype)
 
     def shape(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
-        """What the compiled functions are told of these tensors."""
+        """Sizes and strides of these tensors for the C functions."""
         sizes, planned = (len(query_QHD), len(key_UKD)), (len(self._queries), len(self._depths))
         assert sizes == planned, f"(queries, tokens) are {sizes}, the plan has {planned}"
         groups = query_QHD.shape[1] // key_UKD.shape[1]
@@ -100,8 +100,8 @@ class NativeForest:
 
 
 def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window: int | None) -> list[Int32]:
-    """For each block of neighbouring queries the path to the first one, as far as a window reaches, and the tokens from
-    there to the last one.
+    """For each block of neighbouring queries, its keys: the path to the block's first query, as far as the window
+    reaches, then all tokens from there to its last query. Depth-first order makes this contain every ancestor.
 
     Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3: `[0, 1, 2]` and all six tokens.
     """
@@ -111,7 +111,9 @@ def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window
     for start in range(0, len(queries), queries_per_block):
         block = queries[start : start + queries_per_block]
         before, own = (np.arange(*x, dtype=np.int32) for x in ((done, block[0]), (block[0], block[-1] + 1)))
-        path[depths[before]] = before  # where depths repeat, the last one stays: the path to what comes next
+        # numpy keeps the last of several writes to a place: for each depth the latest token, which is the path to
+        # `own`.
+        path[depths[before]] = before
         own_depths = depths[own]
         first = 0 if window is None else max(0, int(own_depths.min()) - window + 1)
         found.append(np.concatenate([path[first : own_depths[0]], own]))
@@ -121,7 +123,8 @@ def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window
 
 
 class _NativeTreeAttention(torch.autograd.Function):
-    """Softmax attention. Nothing is kept but the inputs, the output and one number for each token and query head."""
+    """Softmax attention. Saves only the inputs, the output and the log-sum-exp of each token and query head; scores are
+    recomputed in the backward pass."""
 
     @staticmethod
     def forward(
@@ -140,7 +143,7 @@ class _NativeTreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_QHD, key_UKD, value_UKE, out_QHE, lse_QH = ctx.saved_tensors
         tokens, heads = key_UKD.shape[:2]
-        parts = -(-max(PARTS, torch.get_num_threads()) // heads)
+        parts = -(-max(PARTS, torch.get_num_threads()) // heads)  # heads are independent: parts times heads of work
         grad_query_QHD = torch.empty_like(query_QHD, memory_format=torch.contiguous_format)
         grad_key, grad_value = (x.new_zeros(parts, tokens, heads, x.shape[2]) for x in (key_UKD, value_UKE))
         given = (query_QHD, key_UKD, value_UKE)
@@ -161,16 +164,16 @@ def _call(
     numbers: Sequence[int],
     tensors: Sequence[Tensor],
 ) -> None:
-    """Call a compiled function.
+    """Call a C function.
 
     Raises:
-        MemoryError: it had too little.
+        MemoryError: it could not allocate its buffers.
     """
     shape = forest.shape(*given, scale)
     sizes = (ctypes.c_int64(number) for number in (forest.num_blocks, forest.queries_per_block, *numbers))
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*given, *tensors))
     if getattr(native.library(SOURCE), name)(ctypes.byref(shape), ctypes.byref(forest.tree), *sizes, *pointers):
-        raise MemoryError("attention of prefix trees: too little memory for its blocks")
+        raise MemoryError("attention of prefix trees: could not allocate memory for its blocks")
 
 
 class _Shape(ctypes.Structure):

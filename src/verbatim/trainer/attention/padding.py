@@ -1,4 +1,4 @@
-"""Lays tokens out in padded grids and back, with gradients that are gathers and copies."""
+"""Copies tokens into padded grids and back, with backward passes that are gathers and copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Padding:
-    """Where the tokens of a micro-batch stand in the padded grids of an attention plan.
+    """The places of a micro-batch's tokens in the padded grids of an attention plan.
 
     Legend: U tokens, P places of all grids one after the other, H heads, D head size.
 
@@ -18,7 +18,13 @@ class Padding:
     """
 
     def __init__(self, token_of_place: Tensor, real: Tensor, device: torch.device | str) -> None:
-        """The token that each place shows, int64 [P], and whether it is no padding, bool [P]: each token once."""
+        """Build both index maps.
+
+        Args:
+            token_of_place: The token that each place shows: int64 [P]. Padding may show any token.
+            real: True for a token's own place, false for padding: bool [P]. Each token has one place of its own.
+            device: Where the tokens are.
+        """
         (places,) = real.nonzero(as_tuple=True)
         place_of_token = torch.empty_like(places)
         place_of_token[token_of_place[places]] = places
@@ -30,8 +36,8 @@ class Padding:
         return len(self._place_of_token_U)
 
     def spread(self, x_UHD: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """[U, H, D] to one [rows, columns, H, D] for each grid; padding shows some token, and its gradient is left out
-        (it has to be 0)."""
+        """[U, H, D] to one [rows, columns, H, D] for each grid. Padding shows some token; its gradient is ignored and
+        must be 0."""
         x_PHD = x_UHD
         if not self._as_is:
             x_PHD = _Spread.apply(x_UHD, self._token_of_place_P, self._place_of_token_U)  # type: ignore[no-untyped-call]
@@ -39,19 +45,19 @@ class Padding:
         return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
 
     def collect(self, x_PHD: Tensor) -> Tensor:
-        """[P, H, D] to [U, H, D]: what stands in padding is dropped."""
+        """[P, H, D] to [U, H, D]: padding is dropped."""
         if self._as_is:
             return x_PHD
         out: Tensor = _Collect.apply(x_PHD, self._place_of_token_U)  # type: ignore[no-untyped-call]
         return out
 
 
-# Autograd's own backward of a gather adds up into zeros, token by token. Here no token has two places with a
-# gradient, so the backward is a gather or a copy: faster, and the same bits on every device.
+# Autograd's own backward of a gather scatter-adds into zeros. Here no token has two places with a gradient, so the
+# backward is a gather or a copy: faster, and deterministic on every device.
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens to places: the gradient of padding is 0 and is left out."""
+    """Tokens to places. The gradient of padding is 0, so the backward pass ignores it."""
 
     @staticmethod
     def forward(ctx: Any, x_UHD: Tensor, token_of_place_P: Tensor, place_of_token_U: Tensor) -> Tensor:
@@ -65,7 +71,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Places to tokens: padding gets a gradient of 0."""
+    """Places to tokens. In the backward pass, padding gets a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, x_PHD: Tensor, place_of_token_U: Tensor) -> Tensor:

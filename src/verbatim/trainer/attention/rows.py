@@ -1,4 +1,5 @@
-"""Computes attention of packed rows: each row by itself, rows of like length together, without a full mask."""
+"""Computes attention of packed rows: rows of similar length as one padded batch, without a mask over the
+micro-batch."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.padding import Padding
 
 BUCKET_FILL = 0.9
-"""A row joins a bucket of longer rows where it is at least this share of their length."""
+"""A row joins a bucket if it has at least this share of the bucket's longest row, so at most a tenth is padding."""
 
 
 class RowsPlan:
-    """The `AttentionPlan` of rows that lie one after the other: causal, inside each row only.
+    """The `AttentionPlan` of rows laid one after the other: causal attention within each row.
 
-    Rows of like length are gathered into padded buckets. The padding is at the end of a row, where causality keeps
-    it out of sight, so no mask is needed, and its gradient is 0. The index tensors are made once for all layers.
+    Rows of similar length are gathered into padded buckets. Padding is at the end of a row, where causality hides it
+    from every real token, so no mask is needed and its gradient is 0. The index tensors are built once for all layers.
 
     Example: rows of lengths 3, 9 and 10 become the buckets `[2, 10]` (one place of padding) and `[1, 3]`.
 
@@ -42,7 +43,7 @@ class RowsPlan:
             real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))
         self.wanted: Any = None
-        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None: all."""
+        """The tokens for which the last layer computes its output (`last_layer.Wanted`); None: all."""
         self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
         self._row_lengths, self._device = row_lengths, torch.device(device)
 
@@ -65,7 +66,8 @@ class RowsPlan:
 
     @cached_property
     def _forest(self) -> AttentionPlan:
-        """The same rows as trees without branches, for scores that the kernel of plain softmax does not have."""
+        """The same rows as trees without branches, for soft caps and sinks, which torch's fused kernel does not
+        have."""
         lengths = np.array(self._row_lengths)
         ends = np.cumsum(lengths)
         starts = np.repeat(ends - lengths, lengths)
@@ -74,7 +76,7 @@ class RowsPlan:
 
 
 def _buckets(row_lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Rows as (start, length), grouped by like length, longest first."""
+    """Rows as (start, length), grouped by similar length, longest first."""
     starts = [0]
     for length in row_lengths:
         assert length > 0
@@ -89,7 +91,7 @@ def _buckets(row_lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def _causal(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention, [B, H, L, D]; a sliding window is walked in blocks, so that cost is linear in L."""
+    """Causal attention, [B, H, L, D]. A sliding window is computed in blocks of queries, at a cost linear in L."""
     length = query_BHLD.shape[2]
     if window is None or length <= window:
         return scaled_dot_product_attention(

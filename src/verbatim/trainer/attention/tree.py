@@ -1,4 +1,4 @@
-"""Computes attention of prefix trees by blocks of queries: each token sees its ancestors and itself."""
+"""Computes attention of prefix trees in blocks of queries: each token sees its ancestors and itself."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from verbatim.trainer.attention.native_tree import NativeForest, suits
 from verbatim.trainer.linear import product
 
 BLOCK = 128
-"""Queries scored together."""
+"""Number of queries scored together."""
 KEY_MULTIPLE = 64
-"""Blocks have a multiple of this many keys, padding included: products then recur in shape."""
+"""The keys of a block are padded to a multiple of this, so that products recur in shape (see `linear.ROW_MULTIPLE`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """What neighbouring queries see. Legend: Q queries, P keys, M keys under the mask."""
+    """The keys of a block of neighbouring queries. Legend: Q queries, P keys, M masked keys."""
 
     keys_P: Tensor
-    """Tokens: first those that all queries see, padding at the end. int64."""
+    """Token indices: first the keys that all queries see, padding at the end. int64 [P]."""
     mask_Q1M: Tensor
-    """Added to the scores of the last M keys: 0 where a query sees a key, else -inf. float32."""
+    """Added to the scores of the last M keys: 0 if the query sees the key, otherwise -inf. float32 [Q, 1, M]."""
 
 
 class TreePlan:
     """The `AttentionPlan` of a forest in depth-first order.
 
-    The ancestors of a block's queries are the path to the first one, and tokens of the block itself. So a block is
-    scored against these alone, under a mask no wider than what some of its queries do not see. Scores exist for one
-    block and one key/value head at a time and are computed again in the backward pass: nothing but queries, keys and
-    values is saved, and no mask over the micro-batch exists.
+    The ancestors of a block's queries lie on the path to its first query or in the block itself. So a block is scored
+    against these tokens only, with a mask that covers only the keys that some of its queries do not see. Scores exist
+    for one block and one key/value head at a time and are recomputed in the backward pass. Only queries, keys and
+    values are saved, and there is never a mask over the whole micro-batch.
 
     Example: a path of 3 tokens from the root with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second
     block are all six tokens; the last query does not see the fourth and the fifth.
@@ -48,13 +48,13 @@ class TreePlan:
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str = "cpu") -> None:
-        """Plan for tokens with these depths and ends of subtrees: int32 [U] each."""
+        """Plan for tokens with these depths and ends of their subtrees: int32 [U] each."""
         self._depths = position_ids.astype(np.int64)
         self._ends = ends.astype(np.int64)
         self._device = device
         self._blocks: dict[int | None, list[_Block]] = {}
         self.wanted: Any = None
-        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None: all."""
+        """The tokens for which the last layer computes its output (`last_layer.Wanted`); None: all."""
         self._native: dict[tuple[int | None, int, bool], NativeForest] = {}
 
     def attend(
@@ -79,9 +79,15 @@ class TreePlan:
     def attend_some(
         self, tokens: Int32 | None, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
-        """The attention output of some tokens, ascending: int32 [Q]; None: of all. Their queries are [1, H, Q, D],
-        keys and values those of all tokens; the output is [1, Q, H, E]. For inputs that compiled functions read
-        (`suits`)."""
+        """The attention output for some tokens only, [1, Q, H, E], for inputs that the C functions accept (`suits`).
+
+        Args:
+            tokens: The tokens that have queries, ascending: int32 [Q]; None: all tokens.
+            query_BHQD: Their queries, [1, H, Q, D].
+            key_BKTD: Keys of all tokens, [1, K, U, D].
+            value_BKTD: Values of all tokens, [1, K, U, E].
+            call: The layer's settings.
+        """
         window, groups = call.sliding_window, query_BHQD.shape[1] // key_BKTD.shape[1]
         kind = (window, groups, tokens is None)
         if kind not in self._native:  # layers may differ in these
@@ -98,13 +104,13 @@ class TreePlan:
             depths = self._depths[own]
             first = 0 if window is None else max(0, int(depths.min()) - window + 1)
             keys = np.concatenate([path[first : depths[0]], own])
-            path[depths] = own  # where depths repeat, the last one stays: the path to the next block
+            path[depths] = own  # numpy keeps the last write to a depth: this is the path to the next block
             padding = np.zeros(-len(keys) % KEY_MULTIPLE, dtype=np.int64)
             keys, ends = np.append(keys, padding), np.append(self._ends[keys], padding)
             seen = (keys <= own[:, None]) & (own[:, None] < ends)
             if window is not None:
                 seen &= depths[:, None] - self._depths[keys] < window
-            by_all = int(np.append(seen.all(axis=0), False).argmin())
+            by_all = int(np.append(seen.all(axis=0), False).argmin())  # leading keys that all queries see: no mask
             mask = np.where(seen[:, None, by_all:], np.float32(0), np.float32(-np.inf))
             blocks.append(
                 _Block(
@@ -116,7 +122,7 @@ class TreePlan:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Softmax attention in at least float32. Legend: R queries of a block, over all heads that share keys: R = Q G."""
+    """Softmax attention in at least float32. Legend: R = Q G, the queries of a block in all heads that share keys."""
 
     @staticmethod
     def forward(
@@ -157,7 +163,7 @@ class _TreeAttention(torch.autograd.Function):
                 if grad_sinks_KG is not None and found.sink_R is not None:
                     mean_R = torch.linalg.vecdot(grad_weights_RP, found.weights_RP)
                     grad_sinks_KG[head] -= (found.sink_R * mean_R).view(-1, sinks_KG.shape[1]).sum(0)
-                # p * (g - sum of p g) also where the weights do not sum to 1, because a sink has no value
+                # p * (g - sum of p g) holds with a sink too, where the weights sum to less than 1: a sink has no value
                 grad_scores_RP = torch._softmax_backward_data(
                     grad_weights_RP, found.weights_RP, -1, found.weights_RP.dtype
                 )
@@ -167,7 +173,7 @@ class _TreeAttention(torch.autograd.Function):
                 grad_keys[head].index_add_(0, block.keys_P, product(queries_RD.T, grad_scores_RP.T).T)
                 grad_values[head].index_add_(0, block.keys_P, product(grad_RE.T, found.weights_RP.T).T)
         grad_query = torch.cat(grad_queries).view_as(query_KUGD)
-        return grad_query, grad_keys, grad_values, grad_sinks_KG, None, None  # autograd casts them
+        return grad_query, grad_keys, grad_values, grad_sinks_KG, None, None  # autograd casts to input dtypes
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -179,20 +185,20 @@ def _sinks(sinks_KG: Tensor | None, num_kv_heads: int) -> Sequence[Tensor | None
 
 
 def _by_block(x_KUGD: Tensor) -> list[tuple[Tensor, ...]]:
-    """For each key/value head the blocks, [R, D] each (or [R, E])."""
+    """For each key/value head, its blocks of queries: [R, D] each (or [R, E] for outputs)."""
     return [x_RD.split(BLOCK * x_KUGD.shape[2]) for x_RD in _exact(x_KUGD).flatten(1, 2)]
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a block's queries give to its keys."""
+    """The attention weights of a block, and what their backward pass needs."""
 
     weights_RP: Tensor
-    """Softmax of the scores under the block's mask; with a sink, its part of it."""
+    """Softmax of the masked scores; with a sink, scaled down by the sink's share."""
     sink_R: Tensor | None
-    """What the sink takes of each query."""
+    """The sink's share of each query's softmax; None: no sinks."""
     slope_RP: Tensor | None
-    """d(score under the soft cap) / d(score)."""
+    """d(capped score) / d(score); None: no soft cap."""
 
 
 def _weights(

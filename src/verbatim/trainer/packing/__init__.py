@@ -1,4 +1,4 @@
-"""Packs training samples into micro-batches: decides which samples share a forward pass, and nothing else."""
+"""Packs training samples into micro-batches: decides only which samples share a forward pass."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,11 @@ from verbatim.trainer.packing.rows import pack_rows
 from verbatim.trainer.packing.tree import pack_tree, unique_tokens
 
 WORTH_A_TREE = 0.95
-"""A tree of at most this share of the rows' tokens is the cheaper one."""
+"""Trees are used if they compute at most this share of the tokens of rows; attention in rows is cheaper per token."""
 
 
 def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """A tree where that saves tokens, what its cuts repeat included, and rows elsewhere."""
+    """Trees if they save enough tokens (`WORTH_A_TREE`), counting the tokens that cuts repeat; rows otherwise."""
     tree, rows = (
         pack(samples, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole) for pack in (pack_tree, pack_rows)
     )
@@ -20,7 +20,7 @@ def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 
 
 def num_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens that are computed."""
+    """Tokens that these micro-batches compute."""
     return sum(micro_batch.num_tokens for micro_batch in micro_batches)
 
 
@@ -28,14 +28,14 @@ Packer = Callable[..., list[MicroBatch]]
 """`packer(samples, *, micro_batch_tokens, keep_whole) -> list[MicroBatch]`."""
 
 PACKERS: dict[str, Packer] = {"auto": pack_auto, "rows": pack_rows, "tree": pack_tree}
-"""Packers by name; "auto" takes the cheapest one."""
+"""Packers by name; "auto" takes the cheaper one of rows and trees."""
 
 
 def find_packer(name: str) -> Packer:
-    """The packer of this name, or at this import path.
+    """The packer with this name or import path.
 
     Raises:
-        ComponentError: it cannot be imported.
+        ComponentError: the import path cannot be imported.
     """
     packer: Packer = PACKERS.get(name) or import_object(name)
     return packer

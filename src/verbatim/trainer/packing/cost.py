@@ -1,4 +1,5 @@
-"""Predicts what a micro-batch costs to compute: tokens in linear layers, pairs of tokens in attention, targets."""
+"""Predicts the compute cost of a micro-batch from its tokens (linear layers), token pairs (attention) and targets
+(head)."""
 
 from __future__ import annotations
 
@@ -16,41 +17,40 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs in units of one token's way through the linear layers, forward and backward.
+    """Costs, in units of computing one token in all linear layers, forward and backward.
 
-    The backward pass takes twice the forward pass in each of the three parts, so the ratios are those of the forward
-    pass.
+    In each of the three parts the backward pass costs twice the forward pass, so ratios of forward costs are enough.
 
-    Example: `CostModel(attention=((0, 0.5), (2, 0.25)), per_target=3.0)`, a row of 3 tokens with 1 target: 3 tokens,
-    1 + 2 + 3 pairs in the layers that see everything, 1 + 2 + 2 in those with a window of 2:
+    Example: with `CostModel(attention=((0, 0.5), (2, 0.25)), per_target=3.0)`, a row of 3 tokens with 1 target has 3
+    tokens, 1 + 2 + 3 pairs in layers with full attention, and 1 + 2 + 2 pairs in layers with a window of 2. Its cost is
     `3 + 0.5 * 6 + 0.25 * 5 + 3 = 10.25`.
     """
 
     attention: tuple[tuple[int, float], ...] = ((0, 1 / 6144),)
-    """(window, cost of a pair of tokens) for each kind of layer; window 0: every token before it. The default is a
-    dense model of width 1,024."""
+    """(window, cost of a pair of tokens) for each kind of layer; window 0 means full causal attention. The default is
+    for a dense model of width 1,024."""
     per_target: float = 0.0
-    """Cost of the head's products for one target."""
+    """Cost of the output head for one target."""
     unit: float = 0.0
-    """Operations of the forward pass for a cost of 1: 2 for each parameter that a token meets in linear layers. 0 =
-    unknown."""
+    """FLOPs of the forward pass for a cost of 1: 2 per parameter that a token uses in linear layers; 0 if unknown."""
 
     def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:
-        """Cost of the tokens at the positions from `begins` to `ends`, with so many targets: float64 like these."""
+        """Costs of runs of tokens, each from position `begins` up to `ends`, with `num_targets` targets: float64, same
+        shape."""
         cost = (ends - begins) + self.per_target * num_targets
         for window, weight in self.attention:
             cost = cost + weight * (_pairs(ends, window) - _pairs(begins, window))
         return np.asarray(cost, dtype=np.float64)
 
     def micro_batch(self, micro_batch: MicroBatch) -> float:
-        """Cost of a micro-batch of rows or trees: a token attends to as many tokens as it is deep."""
+        """Cost of a micro-batch of rows or trees. A token at position p attends to p + 1 tokens in both."""
         seen = micro_batch.position_ids.astype(np.int64) + 1
         attention = sum(weight * float(np.minimum(seen, window or seen).sum()) for window, weight in self.attention)
         return micro_batch.num_tokens + attention + self.per_target * len(micro_batch.targets)
 
 
 def _pairs(length: Int64, window: int) -> Int64:
-    """Pairs of tokens (query, key) in a row of this length."""
+    """Visible (query, key) pairs in a row of this length."""
     near = np.minimum(length, window) if window else length
     return near * (near + 1) // 2 + (length - near) * window
 
@@ -58,10 +58,10 @@ def _pairs(length: Int64, window: int) -> Int64:
 def model_cost(config: Any) -> CostModel:
     """The cost model of a decoder, from the text part of its `transformers` configuration.
 
-    Per layer: `P` parameters that a token meets in linear layers (of a mixture of experts, those of its own experts)
-    take 2 P operations; a pair of tokens takes 4 x heads x head width (queries by keys, weights by values); a target
-    takes 2 x width x vocabulary once. What a configuration does not say is taken as usual: as many key and value
-    heads as queries, a feed-forward part of four times the width.
+    Forward FLOPs per layer: a token costs 2 P for the `P` parameters of linear layers that it uses (in a mixture of
+    experts, those of its own experts). A pair of tokens costs 4 x heads x head width (queries by keys, weights by
+    values). A target costs 2 x width x vocabulary once for the model. Keys missing from the configuration get the usual
+    defaults: as many key/value heads as query heads, and a feed-forward width of four times the model width.
     """
 
     def get(name: str, default: int) -> int:

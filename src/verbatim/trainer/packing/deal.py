@@ -1,7 +1,7 @@
 """Deals pieces of work to ranks, pass by pass, so that ranks wait for each other as little as possible.
 
-A rank computes one micro-batch in each pass, and sharded ranks go through the layers of a pass together: a pass takes
-as long as its slowest rank, so a step takes the sum over its passes of the maximum over ranks.
+A rank computes one micro-batch per pass. Sharded ranks go through the layers of a pass together, so a pass takes as
+long as its slowest rank, and a step takes the sum over passes of the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 ALIKE = 1.005
-"""Two deals whose times differ by less are equally fast: the one with fewer passes is taken."""
+"""If the times of two deals differ by less than this factor, they count as equal, and the one with fewer passes
+wins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,11 @@ class Piece:
     """Samples that are computed together."""
 
     cost: float
-    """Above 0."""
+    """Predicted cost, above 0."""
     tokens: int
-    """What it takes of a micro-batch's tokens, at least 1."""
+    """Tokens in a micro-batch, at least 1."""
     block: int | None = None
-    """Pieces of one block go to one rank; None: to any."""
+    """Pieces with the same block go to the same rank; None: to any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +32,23 @@ class Deal:
     """Which rank computes which pieces in which pass."""
 
     pieces: tuple[tuple[tuple[int, ...], ...], ...]
-    """Numbers of pieces, by rank and pass. A rank has none in the passes after its last one."""
+    """Indices of pieces, by rank and pass. Ranks may have different numbers of passes."""
     costs: tuple[tuple[float, ...], ...]
-    """The sum of their costs, by rank and pass."""
+    """Sum of the costs of these pieces, by rank and pass."""
 
     @property
     def num_passes(self) -> int:
-        """The most passes of a rank."""
+        """Passes of the rank with the most."""
         return max(map(len, self.pieces))
 
     @property
     def time(self) -> float:
-        """The sum over passes of the largest cost of a rank."""
+        """The predicted time of all ranks: the sum over passes of the maximum cost over ranks."""
         return lock_step_time(self.costs)
 
 
 def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
-    """What all ranks take together, in the unit of the costs, which are by rank and pass.
+    """The time of all ranks in lock step, in the unit of `costs`, which are by rank and pass.
 
     Example: ranks of `(5, 1)` and `(4, 3)` take `5 + 3 = 8`.
     """
@@ -56,20 +57,20 @@ def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
 
 
 def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
-    """Each piece to one rank and pass; a function of the pieces and their order alone.
+    """Assign each piece to one rank and pass; depends only on the pieces and their order.
 
-    The most expensive piece first, each goes to the rank with the least cost in the first pass where it fits: tokens
-    within the bound, and cost within a level. Of several levels that which takes the least time is kept. The level
-    keeps the first passes from becoming long ones that many ranks cannot fill.
+    Pieces are placed in order of decreasing cost. Each goes to the cheapest rank in the first pass where it fits:
+    tokens within `most_tokens`, and cost within a level. The level keeps the first passes from growing so long that
+    not all ranks can fill them. Several levels are tried, and the deal with the least time wins.
 
     Args:
-        pieces: Any number.
-        num_ranks: Ranks, at least 1. Some stay without a piece where there are fewer pieces.
-        most_tokens: Most tokens of a rank in a pass. A piece above it is alone; in its pass the other ranks may have
-            as many tokens as it has, because they would only wait.
+        pieces: The pieces, any number.
+        num_ranks: Number of ranks, at least 1. With fewer pieces than ranks, some ranks get none.
+        most_tokens: Maximum tokens of a rank in a pass. A larger piece is alone; in its pass the other ranks may have as
+            many tokens as it has, because they would only wait for it.
     """
     total, largest = sum(p.cost for p in pieces), max((p.cost for p in pieces), default=0.0)
-    bound = max(total / num_ranks, largest)
+    bound = max(total / num_ranks, largest)  # no deal can take less time: within `ALIKE` of it, the search ends
     best: Deal | None = None
     for level in _levels(total / num_ranks, largest):
         found = _deal(pieces, num_ranks, most_tokens, level)
@@ -88,7 +89,7 @@ def _is_better(one: Deal, other: Deal) -> bool:
 
 
 def _levels(share: float, largest: float) -> Iterator[float]:
-    """The costs that a rank may have in a pass: no bound, a rank's share in 1 to 4 passes, and the largest piece."""
+    """Cost limits of a rank per pass to try: none, an even share over 1 to 4 passes, and about the largest piece."""
     yield float("inf")
     yield from (share / n * 1.01 for n in range(1, 5) if share / n > largest)
     yield from (largest, 1.02 * largest, 1.1 * largest)
@@ -99,12 +100,15 @@ class _Pass:
     """One pass being filled."""
 
     most_tokens: int
+    """Maximum tokens of a rank; raised by a piece that is larger than the limit."""
     order: list[tuple[float, int]]
-    """(cost, rank), the cheapest first."""
+    """(cost, rank), cheapest first."""
     tokens: list[int] = field(default_factory=list)
+    """Tokens by rank."""
     pieces: list[list[int]] = field(default_factory=list)
+    """Indices of pieces by rank."""
     fewest_tokens: int = 0
-    """Tokens of the rank that has the fewest."""
+    """Tokens of the rank with the fewest: a quick test that a piece fits on no rank."""
 
     @classmethod
     def empty(cls, num_ranks: int, most_tokens: int) -> _Pass:
@@ -112,13 +116,14 @@ class _Pass:
         return cls(most_tokens, [(0.0, rank) for rank in ranks], [0] * num_ranks, [[] for _ in ranks])
 
     def put(self, piece: Piece, number: int, level: float, only: int | None) -> int | None:
-        """Take the piece, on this rank alone if one is given. Returns the rank that has it; None: it does not fit."""
+        """Place a piece, only on the rank `only` if that is given. Returns its rank, or None if the piece does not fit.
+        A rank without a piece takes any piece."""
         if self.fewest_tokens and self.fewest_tokens + piece.tokens > self.most_tokens:
             return None
         for at, (cost, rank) in enumerate(self.order):
             free = not self.pieces[rank]
             if cost + piece.cost > level and not free:
-                return None  # so do those behind it
+                return None  # the ranks that follow cost at least as much
             if only not in (None, rank) or not (free or self.tokens[rank] + piece.tokens <= self.most_tokens):
                 continue
             del self.order[at]
@@ -148,7 +153,7 @@ def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: floa
         load[rank] += piece.cost
 
     *blocks, free = _blocks(pieces)
-    for block in blocks:
+    for block in blocks:  # before the free pieces, which can fill the gaps that whole blocks leave
         rank = load.index(min(load))
         for number in block:
             put(number, rank)
@@ -163,7 +168,8 @@ def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: floa
 
 
 def _blocks(pieces: Sequence[Piece]) -> list[list[int]]:
-    """The numbers of the pieces of each block, and last those of no block; what costs most is first everywhere."""
+    """Indices of the pieces of each block, then those without a block as the last list; by decreasing cost
+    throughout."""
     blocks: dict[int | None, list[int]] = {}
     for number in sorted(range(len(pieces)), key=lambda i: -pieces[i].cost):  # stable
         blocks.setdefault(pieces[number].block, []).append(number)

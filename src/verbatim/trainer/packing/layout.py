@@ -1,4 +1,4 @@
-"""Helpers of the packers: samples with their place in the trajectory, and the targets that they bring."""
+"""Shared by the packers: samples with their place in the trajectory, bin packing, and the targets of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from verbatim.core.types import Float32, Int32, KeptSets, Targets, TrainingSampl
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A sample and where it stands in its trajectory."""
+    """A sample and its place in its trajectory."""
 
     sample: TrainingSample
     """The sample."""
     offset: int
-    """Tokens of the trajectory's samples before this one."""
+    """Number of tokens in the trajectory's earlier samples."""
     trajectory_length: int
-    """Tokens of all the trajectory's samples."""
+    """Number of tokens in all of the trajectory's samples."""
 
 
 def by_trajectory(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each trajectory, which come by their first ones."""
+    """The rows of each trajectory, in the order of their first rows."""
     together: dict[str, list[Row]] = {}
     for row in rows:
         together.setdefault(row.sample.trajectory_id, []).append(row)
@@ -35,10 +35,10 @@ def by_trajectory(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> list[Row]:
-    """Each sample that has a trained token; all of them count in the offsets.
+    """A row for each sample with a trained token. Samples without one count in the offsets too.
 
     Raises:
-        UsageError: two trajectories of one id, which a loss would take for one.
+        UsageError: two trajectories have the same id, so that a loss would see them as one.
     """
     _refuse_two_of_one_id(samples, keep_whole)
     lengths: dict[str, int] = {}
@@ -54,26 +54,27 @@ def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> l
 
 
 def _refuse_two_of_one_id(samples: Sequence[TrainingSample], keep_whole: bool) -> None:
-    """Token-level losses do not need ids, so samples without one are allowed there."""
+    """Refuse two trajectories with the same id. Token-level losses do not need ids, so without `keep_whole`, samples
+    without an id are allowed."""
     known: set[tuple[str, int]] = set()
     for sample in samples:
         name = sample.trajectory_id
         if sample.part >= 0 and (name or keep_whole):
             if (name, sample.part) in known:
                 raise UsageError(
-                    f"two trajectories of one batch have the trajectory_id {name!r}, and a loss would see them as one; "
-                    "give each an id of its own before build_samples: trajectory.replace(trajectory_id=...)"
+                    f"two trajectories in a batch have the same trajectory_id {name!r}, and a loss would see them as one; "
+                    "give each a unique id before build_samples: trajectory.replace(trajectory_id=...)"
                 )
             known.add((name, sample.part))
 
 
 def token_order(sample: TrainingSample) -> bytes:
-    """Sorts samples by their ids: big-endian, so that the first id that differs decides."""
+    """Sort key for samples by their token ids. Big-endian, so that bytes compare like the numbers they encode."""
     return sample.token_ids.astype(">i4").tobytes()
 
 
 def first_fit_decreasing(items: Sequence[Sequence[Row]], sizes: Sequence[int], budget: int) -> list[list[Row]]:
-    """Items together in bins: each, largest first, goes to the first bin with room; above the budget it is alone."""
+    """Bin packing: items, largest first, each go to the first bin with room. An item above the budget is alone."""
     bins: list[list[Row]] = []
     free: list[int] = []
     for size, item in sorted(zip(sizes, items, strict=True), key=lambda pair: -pair[0]):  # stable
@@ -88,12 +89,12 @@ def first_fit_decreasing(items: Sequence[Sequence[Row]], sizes: Sequence[int], b
 
 
 def experts_of(rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tokens: int) -> RoutedExperts | None:
-    """The recorded experts of a micro-batch's tokens; None where no row has any.
+    """The recorded experts of a micro-batch's tokens; None if no row has any.
 
     Args:
-        rows: The samples that are laid out.
-        places: For each row, where its tokens are in the micro-batch.
-        num_tokens: Of the micro-batch.
+        rows: The rows of the micro-batch.
+        places: For each row, the indices of its tokens in the micro-batch: int64.
+        num_tokens: Number of tokens in the micro-batch.
     """
     recorded = [(row.sample.routed_experts, at) for row, at in zip(rows, places, strict=True)]
     first = next((routed.experts for routed, _ in recorded if routed is not None), None)
@@ -108,12 +109,12 @@ def experts_of(rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tok
 
 
 def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids: tuple[str, ...]) -> Targets:
-    """The trained tokens of all rows.
+    """The targets of a micro-batch: the trained tokens of all rows.
 
     Args:
-        rows: The samples that are laid out.
-        sources: For each row, the index into the micro-batch of the token before each trained one.
-        trajectory_ids: The ids, in the order of their numbers.
+        rows: The rows of the micro-batch.
+        sources: For each row, the index in the micro-batch of the token before each trained token.
+        trajectory_ids: The trajectory ids; a target refers to its trajectory by the index in this tuple.
     """
     number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
     places = [row.sample.trained_places().astype(np.int32) for row in rows]

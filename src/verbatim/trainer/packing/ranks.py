@@ -1,4 +1,5 @@
-"""Packs the samples of an optimizer step for several ranks: which rank computes which micro-batch in which pass."""
+"""Packs the samples of an optimizer step for several ranks: decides which rank computes which micro-batch in which
+pass."""
 
 from __future__ import annotations
 
@@ -17,35 +18,36 @@ from verbatim.trainer.packing.rows import lay_rows, row_items
 from verbatim.trainer.packing.tree import in_order, lay_tree, lengths_of, repeated_tokens, shared_tokens, tree_pieces
 
 Costs = tuple[tuple[float, ...], ...]
-"""By rank and pass."""
+"""Costs by rank and pass."""
 _Rows = list[list[list[Row]]]
-"""By rank and pass."""
+"""Rows by rank and pass."""
 FORWARD_TWICE = 4 / 3
-"""Cost of a micro-batch whose logprobs are computed first: a second forward pass, a third of the rest."""
+"""Cost factor of a micro-batch that needs an extra forward pass for its logprobs (`step.py`): forward, forward and
+backward (which costs two forwards) instead of forward and backward."""
 _PIECES_OF_A_SHARE = (2, 4, 8)
-"""Into how many pieces a rank's share of a forest is cut, to see which is computed soonest."""
+"""Numbers of pieces to cut a rank's share of a forest into; the fastest result is kept."""
 _HALVINGS = 8
-"""How often the interval is halved in which the smallest piece is sought."""
+"""Steps of the binary search for the smallest piece that gives each rank one piece per pass."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DealtStep:
-    """An optimizer step, dealt. The k-th micro-batches of all ranks are computed at one time: pass k."""
+    """An optimizer step, dealt to ranks. In pass k, all ranks compute their k-th micro-batch at the same time."""
 
     lay: Callable[[int], list[MicroBatch]]
-    """The micro-batches of a rank, in the order of its passes; [] for a rank without work."""
+    """Builds the micro-batches of a rank, in the order of its passes; [] for a rank without work."""
     costs: Costs
-    """Predicted cost of each of them."""
+    """Predicted cost of each micro-batch, by rank and pass."""
 
     @property
     def time(self) -> float:
-        """Predicted time of all ranks together, in the unit of the costs."""
+        """Predicted time of all ranks in lock step, in the unit of the costs."""
         return lock_step_time(self.costs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """What a deal is made with."""
+    """The settings of a deal: the arguments of `deal_samples`."""
 
     num_ranks: int
     micro_batch_tokens: int
@@ -55,12 +57,12 @@ class _Terms:
     def deal(
         self, items: Sequence[list[Row]], sizes: Sequence[int], cost: Callable[[Sequence[Row]], float]
     ) -> tuple[_Rows, Costs]:
-        """The rows of each rank and pass, and what they cost together.
+        """The rows and the cost of each rank's pass.
 
         Args:
-            items: Rows that stay together.
-            sizes: Their tokens.
-            cost: Of rows that are one micro-batch.
+            items: Groups of rows that stay together.
+            sizes: Tokens of each item.
+            cost: The cost of rows that form one micro-batch.
         """
         blocks = _linked([{row.sample.trajectory_id for row in item} for item in items], self.keep_whole)
         pieces = _pieces([cost(item) for item in items], sizes, blocks)
@@ -84,24 +86,24 @@ def deal_samples(
     keep_whole: bool,
     cost: CostModel,
 ) -> DealtStep:
-    """Every trained token of the step on one rank, in one micro-batch; a function of the samples and their order alone.
+    """Pack and deal an optimizer step: each trained token is in one micro-batch, on one rank. Depends only on the
+    samples and their order.
 
-    With one rank these are the packer's own micro-batches. With several, rows and trees are laid out for the ranks:
-    samples, or pieces of the forest, are dealt by predicted cost, and what a rank has in a pass is one micro-batch. The
-    micro-batches of a packer of one's own are dealt as they are.
+    With one rank, the result is the packer's own micro-batches. With several, samples (for rows) or pieces of the
+    forest (for trees) are dealt by predicted cost, and what a rank has in a pass becomes one micro-batch. The
+    micro-batches of a custom packer are dealt unchanged.
 
     Args:
         samples: All samples of the optimizer step.
         packing: A packer's name or import path.
-        num_ranks: Ranks, at least 1. A batch may be smaller: some ranks have nothing then.
-        micro_batch_tokens: Most tokens of a micro-batch. A longer sample is alone in its own, and in its pass the other
-            ranks may have as many tokens.
-        keep_whole: Keep all samples of a trajectory in one micro-batch where together they fit, and on one rank
-            otherwise.
-        cost: What micro-batches are compared by.
+        num_ranks: Number of ranks, at least 1. With a small batch, some ranks may get nothing.
+        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample is alone in its own, and in its pass the
+            other ranks may have as many tokens.
+        keep_whole: Keep all samples of a trajectory in one micro-batch if they fit, otherwise on one rank.
+        cost: Predicts the cost of micro-batches.
 
     Raises:
-        UsageError: two trajectories of one id.
+        UsageError: two trajectories have the same id.
         ComponentError: the packer cannot be imported.
     """
     terms = _Terms(num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole, cost=cost)
@@ -118,11 +120,12 @@ def _deal_rows(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
 
 
 def _deal_trees(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
-    """The forest cut into pieces of several sizes: small ones are dealt more evenly, large ones repeat less."""
+    """Try the forest cut into pieces of several sizes: small pieces can be dealt more evenly, large ones repeat fewer
+    tokens."""
     rows = in_order(rows_of(samples, keep_whole=terms.keep_whole))
     forest = _Forest(rows, terms)
     tried = [_cut_forest(forest, limit, terms) for limit in _limits(forest, terms)]
-    batches, costs = min(tried, key=lambda found: lock_step_time(found[1]))  # of equals, the one with larger pieces
+    batches, costs = min(tried, key=lambda found: lock_step_time(found[1]))  # ties: larger pieces
     flat = iter(repeated_tokens([batch for mine in batches for batch in mine]))
     repeated = [[next(flat) for _ in mine] for mine in batches]
     return DealtStep(
@@ -143,7 +146,7 @@ _DEALERS: Mapping[str, Callable[[Sequence[TrainingSample], _Terms], DealtStep]] 
 
 
 def _deal_packed(samples: Sequence[TrainingSample], packing: str, terms: _Terms) -> DealtStep:
-    """Micro-batches that are made already, one for each rank and pass."""
+    """Deal finished micro-batches, one per rank and pass."""
     packed = find_packer(packing)(samples, micro_batch_tokens=terms.micro_batch_tokens, keep_whole=terms.keep_whole)
     if terms.num_ranks == 1:
         return DealtStep(lay=lambda rank: packed, costs=(tuple(map(terms.cost.micro_batch, packed)),))
@@ -169,7 +172,7 @@ def _num_targets(rows: Sequence[Row]) -> Int64:
 
 
 class _Forest:
-    """All rows of the step, as `in_order` has them, and what any of them cost as one micro-batch."""
+    """All rows of the step, in the order of `in_order`, with the cost of any subset of them as one micro-batch."""
 
     def __init__(self, rows: Sequence[Row], terms: _Terms) -> None:
         self.rows, self.shared = rows, shared_tokens(rows)
@@ -179,11 +182,15 @@ class _Forest:
         self.num_tokens = int(self._lengths.sum() - self.shared.sum())
 
     def pieces(self, piece_tokens: int) -> list[tuple[list[Row], int]]:
-        """The forest cut into pieces of so many tokens, and the tokens of each."""
+        """The forest cut into pieces of at most `piece_tokens` tokens where possible, and the tokens of each piece."""
         return tree_pieces(self.rows, self.shared, piece_tokens=piece_tokens, whole_tokens=self._whole_tokens)
 
     def cost(self, rows: Sequence[Row]) -> float:
-        """Two rows share what all rows between them share with the one before."""
+        """The cost of these rows as one micro-batch, without laying them out.
+
+        In sorted order, two rows share the minimum of what each row after the first, up to the second, shares with the
+        row before it.
+        """
         places = np.sort(np.array([self._place[row] for row in rows], dtype=np.int64))
         shared = np.zeros_like(places)
         if len(places) > 1:
@@ -192,8 +199,8 @@ class _Forest:
 
 
 def _limits(forest: _Forest, terms: _Terms) -> list[int]:
-    """Most tokens of a piece, the largest first: of a micro-batch; the least that gives each rank and pass at most one
-    piece; and parts of a rank's share."""
+    """Maximum piece sizes in tokens to try, largest first: a full micro-batch, the smallest size that gives each rank
+    at most one piece per pass, and fractions of a rank's share."""
     most = terms.micro_batch_tokens
     num_passes = -(-forest.num_tokens // (terms.num_ranks * most))
     least, even = forest.num_tokens // max(1, terms.num_ranks * num_passes), most
@@ -208,7 +215,7 @@ def _limits(forest: _Forest, terms: _Terms) -> list[int]:
 
 
 def _cut_forest(forest: _Forest, piece_tokens: int, terms: _Terms) -> tuple[_Rows, Costs]:
-    """The rows of each rank and pass, as `in_order` has them, with the forest cut into pieces of so many tokens."""
+    """The rows (in the order of `in_order`) and costs by rank and pass, for pieces of at most `piece_tokens` tokens."""
     pieces = forest.pieces(piece_tokens)
     batches, costs = terms.deal([piece for piece, _ in pieces], [size for _, size in pieces], forest.cost)
     return [[in_order(batch) for batch in mine] for mine in batches], costs
@@ -225,8 +232,8 @@ def _pieces(costs: Sequence[float], sizes: Sequence[int], blocks: Sequence[int |
 
 
 def _linked(trajectories: Sequence[Iterable[str]], keep_whole: bool) -> list[int | None]:
-    """A number for all pieces that share a trajectory, directly or by way of others; None for a piece that shares none,
-    and for all where trajectories need not be whole."""
+    """A block number for pieces that are linked by shared trajectories, directly or through other pieces. None for a
+    piece that shares no trajectory, and for all pieces if trajectories need not stay whole. (Union-find.)"""
     leader = list(range(len(trajectories)))
 
     def find(piece: int) -> int:

@@ -1,4 +1,4 @@
-"""Lays training samples out as rows of micro-batches, first-fit-decreasing."""
+"""Packs training samples as rows into micro-batches by first-fit-decreasing bin packing."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from verbatim.trainer.packing.layout import Row, by_trajectory, experts_of, firs
 
 
 def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """Micro-batches of whole samples, in which every trained token is a target exactly once.
+    """Pack samples as rows; every trained token is a target exactly once.
 
-    Each sample is a row with positions from 0. Samples without a trained token are not laid out, but count in the
-    offsets and the length of their trajectory. The result is a function of the samples and their order alone.
+    Each sample is a row with positions from 0. Samples without a trained token are not computed, but count in the
+    offsets and the length of their trajectory. The result depends only on the samples and their order.
 
     Example: one sample `token_ids = [1, 2, 3, 4, 5]` with tokens 3 and 5 trained gives
     `source_positions = [1, 3]`, `target_ids = [3, 5]`, `offsets = [2, 4]`.
 
     Args:
-        samples: The samples of one trajectory share its `trajectory_id`; their order among each other is the order
-            in which they are laid one after the other for losses that see a trajectory whole.
-        micro_batch_tokens: Most tokens of a micro-batch; a longer sample is alone in its own.
-        keep_whole: Keep all samples of a trajectory in one micro-batch, where together they fit.
+        samples: The samples. Those of one trajectory share its `trajectory_id`, and a loss on whole trajectories sees
+            them concatenated in this order.
+        micro_batch_tokens: Maximum tokens in a micro-batch; a longer sample is alone in its own.
+        keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
     Raises:
-        UsageError: two trajectories of one id.
+        UsageError: two trajectories have the same id.
     """
     items = row_items(rows_of(samples, keep_whole=keep_whole), micro_batch_tokens, keep_whole)
     sizes = [_num_tokens(item) for item in items]
@@ -38,7 +38,7 @@ def _num_tokens(rows: list[Row]) -> int:
 
 
 def row_items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]:
-    """What is placed as one: a trajectory's rows where they are to stay together and can, single rows otherwise."""
+    """The items to place: all rows of a trajectory if they must stay together and fit, otherwise single rows."""
     if not keep_whole:
         return [[row] for row in rows]
     items: list[list[Row]] = []
@@ -48,7 +48,7 @@ def row_items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]
 
 
 def lay_rows(rows: Sequence[Row]) -> MicroBatch:
-    """A micro-batch of these rows, one after the other."""
+    """A micro-batch of these rows, concatenated."""
     lengths = np.array([len(row.sample) for row in rows], dtype=np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     index = np.arange(ends[-1], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Lays training samples out as prefix trees: a prefix that several samples share is computed once."""
+"""Packs training samples as prefix trees: a prefix that several samples share is computed once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Int64 = NDArray[np.int64]
 
 
 def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """Micro-batches that compute each distinct (prefix, token) once, and in which every trained token is a target once.
+    """Pack samples as prefix trees: each distinct (prefix, token) is computed once; every trained token is a target once.
 
-    The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each shares with the one
-    before it a path from the root, and adds the rest. Samples of different trajectories and groups share too: the same
-    tokens before a token are the same context. A forest above the budget is cut between samples, where the pieces
-    together repeat least of what they share, and small pieces go into one micro-batch.
+    The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each shares a path from the
+    root with the sample before it, and adds the rest. Samples of different trajectories and groups share too, because
+    equal tokens are an equal context. A forest above the budget is cut between samples, where the fewest shared tokens
+    have to be repeated. Small pieces are combined into one micro-batch.
 
     Example: the samples `[1, 2, 3]` and `[1, 2, 4, 5]` give `input_ids = [1, 2, 3, 4, 5]`,
     `position_ids = [0, 1, 2, 2, 3]`, `starts = [0, 1, 2, 3, 4]`, `ends = [5, 5, 3, 5, 5]`; token 1 (the 2 of both) is
@@ -40,11 +40,11 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 
     Args:
         samples: As for `pack_rows`.
-        micro_batch_tokens: Most distinct tokens of a micro-batch; a longer sample is alone in its own.
-        keep_whole: Keep all samples of a trajectory in one micro-batch, where together they fit.
+        micro_batch_tokens: Maximum distinct tokens in a micro-batch; a longer sample is alone in its own.
+        keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
     Raises:
-        UsageError: two trajectories of one id.
+        UsageError: two trajectories have the same id.
     """
     rows = in_order(rows_of(samples, keep_whole=keep_whole))
     whole_tokens = micro_batch_tokens if keep_whole else 0
@@ -58,16 +58,16 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 def tree_pieces(
     rows: Sequence[Row], shared: Int64, *, piece_tokens: int, whole_tokens: int = 0
 ) -> list[tuple[list[Row], int]]:
-    """The forest of these rows, cut between samples where the pieces together repeat least: the rows of each piece, and
-    its distinct tokens.
+    """Cut a forest between samples, where the pieces repeat the fewest tokens. Returns the rows of each piece and its
+    number of distinct tokens.
 
     Args:
-        rows: As `in_order` has them.
+        rows: Rows in the order of `in_order`.
         shared: Their `shared_tokens`.
-        piece_tokens: Most distinct tokens of a piece, where it can be cut so.
-        whole_tokens: Trajectories of at most so many distinct tokens are not cut.
+        piece_tokens: Maximum distinct tokens in a piece, where a cut is possible.
+        whole_tokens: Trajectories of at most this many distinct tokens are not cut.
     """
-    if whole_tokens:
+    if whole_tokens:  # a trajectory's rows must be neighbours to stay in one piece; this shares less
         rows = [row for together in by_trajectory(rows) for row in together]
         shared = shared_tokens(rows)
     lengths = lengths_of(rows)
@@ -79,20 +79,21 @@ def tree_pieces(
 
 
 def unique_tokens(samples: Sequence[TrainingSample]) -> int:
-    """Tokens of the forest of all samples that have a trained token, uncut: what `pack_tree` computes at best."""
+    """Distinct tokens in the uncut forest of all samples with a trained token: the fewest that `pack_tree` can
+    compute."""
     rows = in_order(rows_of(samples))
     return int(lengths_of(rows).sum() - shared_tokens(rows).sum())
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """Rows sorted by their tokens and recorded experts: those with a long common prefix stand together, so in no other
-    order do rows share more with the one before, also where other rows are added."""
+    """Rows sorted by their tokens and recorded experts. Rows with long common prefixes become neighbours, so no other
+    order lets rows share more with the row before them; this holds for every subset of the rows too."""
     rows = list(rows)
     return [rows[i] for _, i in sorted((key, i) for i, key in enumerate(_keys(rows)))]
 
 
 def _keys(rows: Sequence[Row]) -> list[bytes]:
-    """What rows are sorted by: `_words(rows)` words of 4 bytes for each token."""
+    """Sort keys of rows, with `_words(rows)` words of 4 bytes per token."""
     if _words(rows) == 1:
         return [token_order(row.sample) for row in rows]
     keys = []
@@ -100,21 +101,21 @@ def _keys(rows: Sequence[Row]) -> list[bytes]:
         key = np.zeros((len(row.sample), 3), dtype=">u4")
         key[:, 0] = row.sample.token_ids
         if row.sample.routed_experts is not None:
-            digests = _digests(row.sample.routed_experts)[:-1]  # the last token is shared with any
+            digests = _digests(row.sample.routed_experts)[:-1]  # nothing is recorded for the last token
             key[:-1, 1], key[:-1, 2] = digests >> np.uint64(32), digests & np.uint64(0xFFFFFFFF)
         keys.append(key.tobytes())
     return keys
 
 
 def _words(rows: Sequence[Row]) -> int:
-    """An id, and a digest of the experts where any are recorded."""
+    """Words per token in a sort key: 1 for the id, and 2 for a digest of the experts if any are recorded."""
     return 1 if all(row.sample.routed_experts is None for row in rows) else 3
 
 
 def _digests(routed: RoutedExperts) -> NDArray[np.uint64]:
-    """A digest of each token's experts, 0 where they are not known: uint64 [N].
+    """A digest of each token's experts, 0 where they are not recorded: uint64 [N].
 
-    Equal digests of other experts would only move a row away from its neighbours: what rows share is compared exactly.
+    A collision is harmless: it only sorts a row to a worse place, because sharing compares the experts exactly.
     """
     flat = routed.experts.reshape(len(routed), -1)
     weights = np.random.default_rng(0).integers(1, 2**63, flat.shape[1], dtype=np.uint64) | np.uint64(1)
@@ -123,7 +124,7 @@ def _digests(routed: RoutedExperts) -> NDArray[np.uint64]:
 
 
 def lengths_of(rows: Sequence[Row]) -> Int64:
-    """Tokens of each row: int64."""
+    """Number of tokens in each row: int64."""
     return np.array([len(row.sample) for row in rows], dtype=np.int64)
 
 
@@ -133,10 +134,10 @@ def _common_tokens(key: bytes, other: bytes, words: int) -> int:
 
 
 def shared_tokens(rows: Sequence[Row]) -> Int64:
-    """Tokens that each row shares with the one before it; 0 for the first: int64.
+    """Number of tokens that each row shares with the row before it; 0 for the first: int64.
 
-    Tokens that recorded experts computed are shared only where the experts are the same. No experts are recorded of a
-    sample's last token, from which nothing is predicted: it is shared with any.
+    Tokens with recorded experts are shared only if the experts are equal. No experts are recorded for a sample's last
+    token, from which nothing is predicted, so that token can be shared regardless.
     """
     samples = [row.sample for row in rows]
     return np.array([0, *map(_shared, samples, samples[1:])][: len(rows)], dtype=np.int64)
@@ -152,7 +153,7 @@ def _shared(one: TrainingSample, other: TrainingSample) -> int:
 
 
 def _between_trajectories(rows: Sequence[Row], lengths: Int64, shared: Int64, budget: int) -> list[bool]:
-    """Whether the forest may be cut before each row: not inside a trajectory that fits."""
+    """For each row, whether the forest may be cut before it: not inside a trajectory that fits into the budget."""
     names = [row.sample.trajectory_id for row in rows]
     firsts = [i for i, (before, name) in enumerate(zip([None, *names], names, strict=False)) if before != name]
     may_cut = [True] * len(rows)
@@ -163,18 +164,19 @@ def _between_trajectories(rows: Sequence[Row], lengths: Int64, shared: Int64, bu
 
 
 def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -> list[int]:
-    """Where pieces begin and end, from 0 to the number of rows: no other cuts repeat fewer tokens, and of those that
-    repeat as few none make fewer pieces.
+    """The boundaries of pieces, from 0 to the number of rows: the cuts that repeat the fewest tokens and, among these,
+    make the fewest pieces.
 
-    A cut before row i repeats `shared[i]` tokens. `best[i]` is the least cost, (repeated, pieces), of the rows before
-    i. A later start makes a piece smaller, so the starts that are possible are a window that only moves forward.
+    A dynamic program. A cut before row i repeats `shared[i]` tokens. `best[i]` is the least cost, (repeated tokens,
+    pieces), of the rows before i. A later start makes a piece smaller, so the possible starts are a sliding window, and
+    a monotonic queue gives their minimum in linear time.
     """
     count = len(lengths)
     added = np.append(0, np.cumsum(lengths - shared)).tolist()
     repeats = shared.tolist()
     best, begins = [(0, 0)], [0]
     cost: list[tuple[int, int]] = []
-    window: deque[int] = deque()  # possible starts of the last piece, cheapest first
+    window: deque[int] = deque()  # possible starts of the last piece, by increasing row and cost
     for end in range(1, count + 1):
         start = end - 1
         repeated, pieces = best[start]
@@ -194,7 +196,10 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
 
 
 def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
-    """Tokens of each batch that the ones before it have too; rows as `in_order` has them."""
+    """For each batch, its number of tokens that an earlier batch computes too. Rows are in the order of `in_order`.
+
+    The longest common prefix with any known row is that with a neighbour in sorted order, which `bisect` finds.
+    """
     words = _words([row for rows in batches for row in rows])
     all_keys = iter(_keys([row for rows in batches for row in rows]))
     known: list[bytes] = []
@@ -212,7 +217,7 @@ def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
 
 
 def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
-    """A micro-batch of these rows, as `in_order` has them, as one forest."""
+    """A micro-batch of these rows, in the order of `in_order`, as one forest."""
     shared = shared_tokens(rows)
     lengths = lengths_of(rows)
     new = lengths - shared
@@ -222,7 +227,7 @@ def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
     ends = np.full(total, total, dtype=np.int32)
     sources, places, deepest = [], [], 0
     for row, length, common, begin in zip(rows, lengths.tolist(), shared.tolist(), begins.tolist(), strict=True):
-        ends[path[common:deepest]] = begin  # the branch that this sample leaves
+        ends[path[common:deepest]] = begin  # the subtrees of the branch that this sample leaves end here
         path[common:length] = np.arange(begin, begin + length - common)
         deepest = length
         sources.append(path[row.sample.trained_places() - 1])
