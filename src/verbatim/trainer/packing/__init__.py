@@ -8,7 +8,7 @@ from verbatim.trainer.packing.rows import pack_rows
 from verbatim.trainer.packing.tree import pack_tree, unique_tokens
 
 WORTH_A_TREE = 0.95
-"""Trees are used if they compute at most this share of the tokens of rows; attention in rows is cheaper per token."""
+"""Trees are used if they compute at most this share of the tokens that rows would."""
 
 
 def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:

@@ -66,8 +66,8 @@ def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
     Args:
         pieces: The pieces, any number.
         num_ranks: Number of ranks, at least 1. With fewer pieces than ranks, some ranks get none.
-        most_tokens: Maximum tokens of a rank in a pass. A larger piece is alone; in its pass the other ranks may have as
-            many tokens as it has, because they would only wait for it.
+        most_tokens: Maximum tokens of a rank in a pass. A larger piece is alone; in its pass the other ranks may have
+            as many tokens as it has, because they would only wait for it.
     """
     total, largest = sum(p.cost for p in pieces), max((p.cost for p in pieces), default=0.0)
     bound = max(total / num_ranks, largest)  # no deal can take less time: within `ALIKE` of it, the search ends

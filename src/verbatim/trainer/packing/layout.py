@@ -62,8 +62,8 @@ def _refuse_two_of_one_id(samples: Sequence[TrainingSample], keep_whole: bool) -
         if sample.part >= 0 and (name or keep_whole):
             if (name, sample.part) in known:
                 raise UsageError(
-                    f"two trajectories in a batch have the same trajectory_id {name!r}, and a loss would see them as one; "
-                    "give each a unique id before build_samples: trajectory.replace(trajectory_id=...)"
+                    f"two trajectories of one batch have the trajectory_id {name!r}, and a loss would see them as one; "
+                    "give each an id of its own before build_samples: trajectory.replace(trajectory_id=...)"
                 )
             known.add((name, sample.part))
 

@@ -27,7 +27,7 @@ Int64 = NDArray[np.int64]
 
 
 def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """Pack samples as prefix trees: each distinct (prefix, token) is computed once; every trained token is a target once.
+    """Pack samples as prefix trees: each (prefix, token) is computed once, and every trained token is a target once.
 
     The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each shares a path from the
     root with the sample before it, and adds the rest. Samples of different trajectories and groups share too, because

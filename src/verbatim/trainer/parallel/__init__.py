@@ -1,4 +1,5 @@
-"""Trains one model with several processes: parameters, gradients and optimizer state are sharded, micro-batches dealt.
+"""Trains one model with several processes: parameters, gradients and optimizer state are sharded (FSDP2), and
+micro-batches are dealt to the ranks.
 
-Rank 0 leads: it is the only one that is called from outside, and announces each thing that all ranks do together.
+Rank 0 leads: only rank 0 is called from outside, and it sends the others an order for everything they do together.
 """

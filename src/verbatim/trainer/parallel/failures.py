@@ -1,8 +1,9 @@
-"""Tells all ranks of the first failure that ends them, so that all of them end at once and for the same reason.
+"""Spreads the first fatal failure of a rank to all ranks, so that all of them end at once and for the same reason.
 
-What fails where ranks meet anyway is raised by all of them in step (`Ranks.agree`) and needs none of this. Any other
-failure leaves ranks in a collective that one of them will not come to. The rank that fails writes its reason to the
-store by which ranks found each other; a thread of each other rank reads that twice a second, and ends its process.
+A failure at a point where ranks exchange results anyway is raised on all of them in step (`Ranks.agree`) and needs none
+of this. Any other failure leaves the other ranks waiting in a collective that the failed rank never joins. So the
+failed rank writes its reason to the rendezvous store; a thread on every other rank polls the store twice a second and
+ends its process.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from verbatim.core.errors import ComponentError, RunStopped, SamplerFault, Usage
 from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory
 
 GRACE = 10.0
-"""Seconds that the other ranks have to say what went wrong with them, once one has failed."""
+"""Seconds that the other ranks have to report what went wrong with them, once a rank has failed."""
 _LEAVE_SECONDS = 3.0
-"""The same to end, once they were told."""
+"""Seconds that the other ranks have to end, once they know of the failure."""
 _POLL = 0.05
+"""Seconds between two polls of the store while this rank waits for an answer."""
 _LOOK_SECONDS = 0.5
+"""Seconds between two polls of the watching thread."""
 _FIRST = "failure"
+"""Store key: the rank that failed first."""
 
 Kind = Literal["run", "usage", "component", "sampler", "interrupted"]
 KINDS: Mapping[str, type[VerbatimError]] = {
@@ -38,7 +42,7 @@ KINDS: Mapping[str, type[VerbatimError]] = {
     "sampler": SamplerFault,
     "interrupted": RunStopped,
 }
-"""The errors that a rank can tell the others of: anything but a mistake of the user stops the run."""
+"""The error type that other ranks raise for each kind of failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +50,26 @@ class Failure:
     """Why a rank cannot go on."""
 
     rank: int
+    """The rank that failed."""
     said: str
     """The reason, in one line."""
     kind: Kind
+    """Which type of error other ranks raise."""
 
     def error(self, name: str) -> VerbatimError:
-        """What other ranks raise, with the rank's name."""
+        """The error that other ranks raise. `name` is the failed rank's name (`Failures.name`)."""
         return KINDS[self.kind](f"{name} failed: {self.said}")
 
 
 class Failures:
-    """What ranks tell each other of their failures, as one of them sees it.
+    """The failures of ranks, shared through the rendezvous store.
 
     Args:
-        store: Where ranks find each other.
-        rank: This process.
-        size: Processes in all.
-        deadline: Seconds that ranks wait for each other.
-        ended: Ranks whose processes have ended and how, "was ended by SIGKILL", where that is known.
+        store: The rendezvous store of the ranks.
+        rank: This process's rank.
+        size: Number of ranks.
+        deadline: Rank timeout in seconds (`trainer.parallel.deadline`).
+        ended: Returns the ranks whose processes are known to have ended, and how, for example "was ended by SIGKILL".
     """
 
     def __init__(
@@ -79,10 +85,10 @@ class Failures:
         self._deadline, self._ended = deadline, ended
 
     def introduce(self) -> None:
-        """Say which process this rank is, and wait until all ranks have.
+        """Register this process in the store, and wait until all ranks have done so.
 
         Raises:
-            VerbatimError: a rank failed, ended, or did not come within the deadline; names it.
+            VerbatimError: a rank failed, ended, or did not register within the deadline; names the rank.
         """
         self._store.set(_key("process", self._rank), f"{os.getpid()} on {socket.gethostname()}")
         until = time.monotonic() + self._deadline
@@ -99,42 +105,44 @@ class Failures:
             time.sleep(_POLL)
 
     def name(self, rank: int) -> str:
-        """A rank with its process and host."""
+        """A rank's name for messages, with its process id and host once it has registered."""
         key = _key("process", rank)
         process = f" (process {self._store.get(key).decode()})" if self._store.check([key]) else ""
         return f"rank {rank} of the trainer{process}"
 
     def tell(self, error: BaseException) -> None:
-        """Write down why this rank ends. The first one who does so is what all end for; one who has only lost the
-        others says so, and ends for the reason of another."""
+        """Record why this rank ends. All ranks end for the first recorded reason. A rank that has only lost its
+        connection to the others records that, but not as the reason: it is a consequence of another failure."""
         failure = None if is_lost(error) else Failure(rank=self._rank, said=one_line(error), kind=kind_of(error))
         about = {"lost": True} if failure is None else {"said": failure.said, "kind": failure.kind}
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(dist.DistError):  # the store may be gone with rank 0
+            # The reason first: a reader that finds `_FIRST` must find the reason too.
             self._store.set(_key("fault", self._rank), json.dumps(about))
             if failure is not None:
                 self._store.compare_set(_FIRST, "", str(self._rank))
 
     def first(self) -> Failure | None:
-        """What all ranks end for."""
+        """The first recorded failure, for which all ranks end; None if there is none."""
         if not self._store.check([_FIRST]):
             return None
         rank = int(self._store.get(_FIRST))
-        about = self._told(rank)
+        about = self._reported(rank)
         assert about is not None
         return Failure(rank=rank, said=about["said"], kind=about["kind"])
 
     def cause(self, error: BaseException) -> BaseException:
-        """What is behind an error of rank 0: itself, or what happened to another rank."""
+        """The cause of an error on rank 0: the error itself, or another rank's failure if rank 0 only lost its
+        peers."""
         if not is_lost(error):
             return error
         others = range(1, self._size)
         until = time.monotonic() + GRACE
         while True:
             ended = dict(self._ended())
-            told = {rank: self._told(rank) for rank in others}
+            reported = {rank: self._reported(rank) for rank in others}
             first = self.first()
-            silent = [rank for rank in others if rank not in ended and told[rank] is None]
-            killed = {rank: how for rank, how in ended.items() if told[rank] is None}
+            silent = [rank for rank in others if rank not in ended and reported[rank] is None]
+            killed = {rank: how for rank, how in ended.items() if reported[rank] is None}
             if first or killed or not silent or time.monotonic() > until:
                 break
             time.sleep(_POLL)
@@ -142,7 +150,7 @@ class Failures:
             return first.error(self.name(first.rank))
         if killed:
             return RunStopped(self.named(killed))
-        if silent:
+        if silent:  # all others have reported that they lost someone: these ranks are what they wait for
             return RunStopped(
                 f"{', '.join(map(self.name, silent))} kept the other processes waiting for "
                 f"{self._deadline:g} s (trainer.parallel.deadline), or is gone"
@@ -150,8 +158,8 @@ class Failures:
         return RunStopped(f"the trainer's processes lost each other: {one_line(error)}")
 
     def wait_for_first(self) -> Failure | None:
-        """What all end for, as soon as it is known; None where it is not told in time."""
-        until = time.monotonic() + 2 * GRACE
+        """Wait for the first recorded failure; None if there is none in time."""
+        until = time.monotonic() + 2 * GRACE  # rank 0 itself may wait `GRACE` before it records a cause
         with contextlib.suppress(dist.DistError):  # the store ends with rank 0
             while time.monotonic() < until:
                 if (first := self.first()) is not None:
@@ -160,12 +168,13 @@ class Failures:
         return None
 
     def leave(self) -> None:
-        """Another rank: say that this process ends now."""
+        """On ranks other than 0: record that this process ends now."""
         with contextlib.suppress(dist.DistError):
             self._store.set(_key("left", self._rank), "")
 
     def wait_until_left(self) -> None:
-        """Rank 0: let the others end, which the store that this process may hold has told of the failure."""
+        """On rank 0: wait until the other ranks have ended. This process may serve the store from which they read the
+        failure, so it must not end first."""
         until = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(dist.DistError):
             while time.monotonic() < until:
@@ -178,15 +187,15 @@ class Failures:
     def watched(
         self, end: Callable[[Failure | None, Failures], None], *, patience: float = _LOOK_SECONDS
     ) -> Iterator[None]:
-        """Context manager: look on a thread whether another rank has failed, while the block runs.
+        """Context manager: while the block runs, a thread polls for failures of other ranks.
 
         Args:
-            end: Ends this process: is called with what it has to end for, None where the store is gone, and with it
-                rank 0 or the launcher; and with these failures by a connection of the thread's own, because the block
-                may wait at the other one.
+            end: Ends this process. Its arguments are the failure to end for (None: the store is gone, and with it rank
+                0 or the launcher), and `Failures` on the thread's own connection.
             patience: Seconds that the block has to end by itself, once another rank has failed or the store is gone.
         """
         over = threading.Event()
+        # A connection of the thread's own: the block may be blocked in a wait on the other one.
         here = Failures(self._store.clone(), self._rank, self._size, ended=self._ended)
 
         def look() -> None:
@@ -215,18 +224,19 @@ class Failures:
         first = self.first()
         return first if first is not None and first.rank != self._rank else None
 
-    def _told(self, rank: int) -> dict[str, Any] | None:
+    def _reported(self, rank: int) -> dict[str, Any] | None:
+        """What a rank has recorded with `tell`; None if nothing."""
         key = _key("fault", rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def named(self, ended: Mapping[int, str]) -> str:
-        """Ranks that have ended, and how."""
+        """Ranks that have ended, and how, as text for a message."""
         return "; ".join(f"{self.name(rank)} {how}" for rank, how in ended.items())
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Which of `KINDS` an error is for the other ranks; as for a command's exit status, a fault of the machine is no
-    mistake of the user."""
+    """The kind of an error, by which other ranks raise it. As for a command's exit status, a fault of the machine (a
+    full disk) does not count as the user's mistake, even if it is a `UsageError`."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, SamplerFault):
@@ -237,21 +247,22 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error says that other ranks did not answer, and so is a consequence of something else."""
+    """True if an error means that other ranks did not answer, and so is only a consequence of another failure."""
     if isinstance(error, dist.DistError):
         return True
+    # gloo raises bare RuntimeErrors: only their text shows where they come from.
     said = str(error).lower()
     signs = ("gloo", "nccl", "closed by peer", "connection reset")
     return isinstance(error, RuntimeError) and not is_out_of_memory(error) and any(sign in said for sign in signs)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's reason."""
+    """The reason of an error in one line."""
     if isinstance(error, VerbatimError | OSError) or is_out_of_memory(error):
         return describe(error)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _key(what: str, rank: int) -> str:
-    """What the store has of a rank: "process", "fault" or "left"."""
+    """The store key for a rank's "process", "fault" or "left"."""
     return f"{what}/{rank}"

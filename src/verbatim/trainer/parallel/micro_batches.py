@@ -1,4 +1,4 @@
-"""Sends micro-batches to the ranks that train on them, as their arrays."""
+"""Sends micro-batches from rank 0 to the ranks that train on them, array by array."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _TARGETS = (
 
 
 def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
-    """Rank 0: send each rank its micro-batches, or each of some neighbours those of their group; returns its own."""
+    """On rank 0: send every rank its micro-batches, and return those of rank 0. `dealt` has them by rank, or by group
+    of neighbouring ranks, all of which get the same."""
     size = ranks.size // len(dealt)
     for rank in range(1, ranks.size):
         mine = dealt[rank // size]
@@ -37,10 +38,11 @@ def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroB
 
 
 def take_in(ranks: Ranks) -> list[MicroBatch]:
-    """Another rank: its own micro-batches."""
+    """On ranks other than 0: receive this rank's micro-batches from `hand_out`."""
     heads, arrays = ranks.receive(0)
     found = []
     for head in heads:
+        # Arrays per micro-batch; experts and kept sets are two each. The order is that of `_arrays`.
         count = len(_TOKENS) + len(_TARGETS) + len(head["streams"]) + 2 * (bool(head["experts"]) + head["kept"])
         found.append(_made(head, arrays[:count]))
         del arrays[:count]
@@ -70,7 +72,7 @@ def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
 
 
 def _bytes(routed: RoutedExperts | None) -> list[np.ndarray]:
-    """gloo sends neither booleans nor 16 bits without a sign."""
+    """Experts as bytes: gloo sends neither bool nor uint16."""
     if routed is None:
         return []
     return [np.ascontiguousarray(array).view(np.uint8) for array in (routed.experts, routed.known)]

@@ -1,4 +1,4 @@
-"""Writes the weights of a sharded model as a Hugging Face folder, or sends them, a few layers at a time."""
+"""Writes the weights of a sharded model as a Hugging Face folder, or broadcasts them, a few layers at a time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.parallel.ranks import Ranks
 
 SMALL_FILE = 64 << 20
-"""Layers share a file up to this many bytes."""
+"""Layers are combined into one file up to this many bytes."""
 
 
 def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
-    """Write a folder that `from_pretrained` loads; all ranks call it, rank 0 writes.
+    """Write a folder that `from_pretrained` loads. All ranks call it; rank 0 writes.
 
-    Rank 0 holds one layer at a time, or what fits into `SMALL_FILE`. A model that fits into one file is one file, as
-    one process writes it; a larger one has an index.
+    Rank 0 holds the tensors of one file at a time: one layer, or several up to `SMALL_FILE`. A model that fits into one
+    file is written as one file, as a single process would; a larger model gets an index.
 
     Raises:
-        RunStopped: rank 0's system refused to write (disk full, no permission); on all ranks.
+        RunStopped: the system refused to write on rank 0 (disk full, no permission). Raised on all ranks.
     """
     plan = list(_files(model))
     names = [_file_name(number, len(plan)) for number in range(len(plan))]
@@ -40,9 +40,9 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
     for file_name in names:
         gathered = next(parts)
         if gathered is None or error is not None:
-            continue  # the others' tensors are gathered by all
+            continue  # gathering is collective: every rank takes part to the end, even after an error
         saved = {name: tensor.cpu().contiguous() for name, tensor in gathered.items()}
-        del gathered
+        del gathered  # frees device memory before the next file is gathered
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with rust_errors_as_oserror(folder / file_name):
@@ -62,28 +62,29 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
 
 
 class Receivers(Protocol):
-    """Who receives tensors from this process, all of them each tensor."""
+    """The receivers of a broadcast: each of them gets every tensor."""
 
     def send(self, name: str, tensor: Tensor) -> None:
-        """Send a whole tensor, in the order of `published_layout`; it may be overwritten when this returns.
+        """Send a whole tensor. Calls come in the order of `published_layout`. The tensor may be overwritten after the
+        call.
 
         Raises:
-            SamplerFault: they do not receive it.
+            SamplerFault: the receivers failed.
         """
 
 
 def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks | None) -> None:
-    """Send the weights, as `save_sharded` would write them, to processes that hold other copies of the model: vLLM's
-    workers. All ranks call it and take part in gathering; rank 0 alone has receivers, and holds one layer at a time.
+    """Send the weights, with the names and shapes that `save_sharded` would write, to vLLM's workers. All ranks call it
+    and take part in gathering. Only rank 0 has receivers, and it holds one layer at a time.
 
-    Once the receivers have failed, nothing more is sent, and the ranks gather the rest without it: they stay in step.
+    If the receivers fail, sending stops, but the ranks gather the rest of the weights to stay in step.
 
     Raises:
-        SamplerFault: the receivers failed, or rank 0 had no memory for a tensor; on all ranks.
+        SamplerFault: the receivers failed, or rank 0 had no memory for a tensor. Raised on all ranks.
     """
     error: SamplerFault | None = None
     for gathered in _gathered(model, _units(model), ranks):
-        while gathered:
+        while gathered:  # popped one by one, so that each tensor's memory is freed once it is sent
             name = next(iter(gathered))
             tensor = gathered.pop(name)
             if error is None:
@@ -100,7 +101,8 @@ def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks | None) -
 
 
 def _send(receivers: Receivers | None, name: str, tensor: Tensor) -> SamplerFault | None:
-    """Why it cannot be sent; an error that only rank 0 raised would leave the others waiting."""
+    """Send a tensor; returns the fault if that fails. It is not raised here: the other ranks are still gathering, and
+    an error on rank 0 alone would leave them waiting."""
     assert receivers is not None
     try:
         receivers.send(name, tensor.contiguous())
@@ -112,7 +114,7 @@ def _send(receivers: Receivers | None, name: str, tensor: Tensor) -> SamplerFaul
 
 
 def published_layout(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor that `send_sharded` sends, in this order. Nothing is gathered."""
+    """Name, dtype and shape of each tensor that `send_sharded` sends, in its order. Computed without gathering."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for unit in _units(model):
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in unit.items()}
@@ -121,24 +123,25 @@ def published_layout(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]
 
 
 def _as_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a unit under the names of a folder, in their order; `transformers` has several orders."""
+    """A unit's tensors with the names of a saved folder, sorted by name, because the order in `transformers` varies."""
     return dict(sorted(revert_weight_conversion(model, tensors).items()))
 
 
 def _gathered(
     model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks | None
 ) -> Iterator[dict[str, Tensor] | None]:
-    """The whole tensors of each part, by their published names, on rank 0; None on the others, which take part."""
+    """On rank 0, the whole tensors of each part by their published names; on other ranks None for each part, but they
+    must iterate to take part in gathering."""
 
     def gather(part: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         gathered = {name: whole(tensor.detach()) for name, tensor in part.items()}
         return _as_published(model, gathered) if ranks is None or ranks.leads else None
 
-    return map(gather, parts)  # nothing here holds one part while the next is gathered
+    return map(gather, parts)  # not a generator, whose frame would hold one part while the next is gathered
 
 
 def _files(model: Any) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file: layers and single tensors of no layer, in order."""
+    """The tensors of each file: consecutive units, combined up to the size of the largest unit or `SMALL_FILE`."""
     units = _units(model)
     room = max([SMALL_FILE, *(_num_bytes(unit) for unit in units)])
     file: dict[str, Tensor] = {}
@@ -151,7 +154,8 @@ def _files(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _units(model: Any) -> list[dict[str, Tensor]]:
-    """What may not be torn apart, because tensors of a layer may be saved as one: each layer, each other tensor."""
+    """The units of gathering: each layer, and each tensor outside the layers. A layer stays together, because
+    `transformers` may save several of its tensors as one."""
     layers = {module: number for number, module in enumerate(decoder_layers(model))}
     prefixes = {f"{name}.": layers[module] for name, module in model.named_modules() if module in layers}
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
