@@ -150,7 +150,7 @@ class Failures:
             return first.error(self.name(first.rank))
         if killed:
             return RunStopped(self.named(killed))
-        if silent:  # all others have reported that they lost someone: these ranks are what they wait for
+        if silent:  # neither ended nor reported anything within `GRACE`
             return RunStopped(
                 f"{', '.join(map(self.name, silent))} kept the other processes waiting for "
                 f"{self._deadline:g} s (trainer.parallel.deadline), or is gone"
@@ -173,8 +173,8 @@ class Failures:
             self._store.set(_key("left", self._rank), "")
 
     def wait_until_left(self) -> None:
-        """On rank 0: wait until the other ranks have ended. This process may serve the store from which they read the
-        failure, so it must not end first."""
+        """On rank 0: wait up to `_LEAVE_SECONDS` for the other ranks to end. This process may serve the store from
+        which they read the failure, so it should not end first."""
         until = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(dist.DistError):
             while time.monotonic() < until:

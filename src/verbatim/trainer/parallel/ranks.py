@@ -1,4 +1,4 @@
-"""Connects the processes of one trainer: orders of rank 0, small values from all to all, arrays between two."""
+"""Connects the ranks of one trainer: orders from rank 0, collectives of small values, point-to-point arrays."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from verbatim.core.machine_faults import describe
 from verbatim.trainer.parallel.failures import KINDS, Failures, kind_of
 
 NO_DEADLINE = timedelta(days=365)
-"""For an order: rollouts take as long as they take, and a rank ends with rank 0."""
+"""Timeout of the wait for an order: rollouts may take any time, and if rank 0 dies, the watching thread of `Failures`
+ends the waiting rank."""
 
 
 class Ranks:
-    """The processes of one trainer, as one of them sees them.
+    """The ranks of one trainer, seen from one of them.
 
-    Collective methods are called by all ranks in the same order. A rank that keeps the others waiting for longer than
-    the deadline makes them fail.
+    All ranks must call the collective methods, in the same order. If a rank keeps the others waiting for longer than
+    the deadline, they fail.
 
     Args:
-        store: Where ranks find each other; rank 0's process, or a launcher's, serves it.
-        rank: This process: 0 leads.
-        size: Processes in all.
-        local_rank: This process among those of its machine: its CUDA device.
-        use_cuda: Whether parameters lie on CUDA devices.
-        deadline: Seconds that ranks wait for each other.
-        ended: Ranks whose processes have ended and how, "was ended by SIGKILL", where that is known.
+        store: The rendezvous store, served by rank 0's process or by a launcher.
+        rank: This process's rank; rank 0 leads.
+        size: Number of ranks.
+        local_rank: This process's number on its machine, which is its CUDA device.
+        use_cuda: True if the parameters are on CUDA devices.
+        deadline: Rank timeout in seconds; on expiry the run stops and names the slow rank.
+        ended: Returns the ranks whose processes are known to have ended, and how, for example "was ended by SIGKILL".
     """
 
     def __init__(
@@ -54,11 +55,15 @@ class Ranks:
         self._store, self._ended, self.deadline = store, ended, deadline
         self._orders = 0
         self._in_step = False
+        """True if the current error was raised on all ranks together, so that they can continue."""
         self._broken: str | None = None
+        """Why the ranks can no longer work together."""
         self.failures = Failures(store, rank, size, deadline=deadline, ended=ended)
         if use_cuda:
             torch.cuda.set_device(local_rank)
+        # Before the process group: while that is set up, a rank that never starts could only be reported as a timeout.
         self.failures.introduce()
+        # gloo also on CUDA: orders' small values and micro-batches are on the CPU.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             store=store,
@@ -75,22 +80,23 @@ class Ranks:
 
     @property
     def are_broken(self) -> bool:
-        """Whether rank 0 knows that nothing can be done together any more."""
+        """True once rank 0 knows that the ranks can no longer work together."""
         return self._broken is not None
 
     # ---- orders
 
     @contextlib.contextmanager
     def lead(self, do: str, **what: Any) -> Iterator[None]:
-        """Rank 0: have all ranks do this, which the block does here.
+        """On rank 0, a context manager: send an order to the other ranks; the block does rank 0's part.
 
         Args:
-            do: What; the others get it from `next_order`, with the rest as plain JSON values.
+            do: The name of the order, which the others get from `next_order`.
+            what: Its arguments, plain JSON values.
 
         Raises:
-            RunStopped: another rank failed, is gone, or keeps the others waiting: names it. Nothing can be done
-                together any more, and every later order raises this again.
-            VerbatimError: what all ranks raised together, in step; they can go on.
+            RunStopped: another rank failed, is gone, or keeps the others waiting; names it. The ranks can no longer
+                work together, and every later order raises the same error.
+            VerbatimError: an error that all ranks raised together (`agree`); they can continue.
         """
         if self._broken is not None:
             raise RunStopped(f"the trainer's processes have ended: {self._broken}")
@@ -110,7 +116,7 @@ class Ranks:
             raise found from error
 
     def next_order(self) -> dict[str, Any]:
-        """Another rank: wait, for as long as it takes, for what rank 0 has to be done."""
+        """On ranks other than 0: wait for the next order of rank 0, without a timeout."""
         self._orders += 1
         key = f"order/{self._orders}"
         self._store.wait([key], NO_DEADLINE)
@@ -119,19 +125,19 @@ class Ranks:
         return order
 
     def follow(self, obey: Callable[[dict[str, Any]], None]) -> None:
-        """Another rank: do what rank 0 orders, until it says that it is over."""
+        """On ranks other than 0: execute the orders of rank 0 until it sends "end"."""
         while (order := self.next_order())["do"] != "end":
             try:
                 obey(order)
             except VerbatimError:
-                if not self._in_step:  # rank 0 has raised it too, and decides
+                if not self._in_step:  # in step, rank 0 has raised the same error and decides what happens
                     raise
 
     def look(self) -> None:
-        """Rank 0, between two orders: notice that another rank has ended, or failed.
+        """On rank 0, between two orders: check that no other rank has ended or failed.
 
         Raises:
-            VerbatimError: names it.
+            VerbatimError: one has; names it.
         """
         if ended := self._ended():
             self._broken = self.failures.named(ended)
@@ -141,18 +147,18 @@ class Ranks:
             raise first.error(self.failures.name(first.rank))
 
     def end(self) -> None:
-        """Rank 0: let the others end."""
+        """On rank 0: tell the other ranks to end."""
         with contextlib.suppress(RunStopped), self.lead("end"):
             pass
 
     # ---- small values
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's plain JSON value, in the order of ranks, on all ranks."""
+        """Gather a plain JSON value from each rank. All ranks get all values, in the order of ranks."""
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(mine)]))
-        longest = max(int(length) for length in lengths)
+        longest = max(int(length) for length in lengths)  # all_gather needs tensors of equal size: pad
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = mine
         all_of_them = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
@@ -162,14 +168,14 @@ class Ranks:
         ]
 
     def agree(self, do: Callable[[], Any]) -> list[Any]:
-        """Do something on each rank; the results of all, plain JSON values, on all ranks.
+        """Call `do` on each rank. All ranks return the results of all ranks, which must be plain JSON values.
 
         Args:
-            do: Takes no part in a collective itself: where it fails on one rank alone, the others would be left in it.
+            do: Must not contain a collective: if it failed on one rank only, the others would hang in it.
 
         Raises:
-            VerbatimError: one rank raised an error of ours, or of the system: then all raise it, in step. It names the
-                rank and its host, unless all failed alike.
+            VerbatimError: `do` raised a VerbatimError or OSError on a rank. All ranks raise it together and can
+                continue. It names the rank and its host, unless all ranks failed alike.
         """
         error: Exception | None = None
         value = None
@@ -180,20 +186,21 @@ class Ranks:
         return self.share(value, error)
 
     def share(self, value: Any, error: Exception | None = None) -> list[Any]:
-        """`agree`, where it is known what came of it."""
+        """The second half of `agree`: exchange a result or an error that this rank already has."""
         answer = {"value": value} if error is None else {"error": [kind_of(error), describe(error)]}
         answers = self.gather(answer)
         failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
         if failed:
             self._in_step = True
             rank, (kind, said) = failed[0]
-            if kind != "sampler" and any(answer != answers[0] for answer in answers):  # that names a replica
+            # A sampler fault already names its replica, so the rank that met it is of no interest.
+            if kind != "sampler" and any(answer != answers[0] for answer in answers):
                 said = f"{self.failures.name(rank)}: {said}"
             raise KINDS[kind](said) from error
         return [answer["value"] for answer in answers]
 
     def most(self, *numbers: int) -> list[int]:
-        """The largest of all ranks, of each number."""
+        """The maximum over ranks of each number."""
         found = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [int(number) for number in found]
@@ -204,14 +211,15 @@ class Ranks:
         return values
 
     def anywhere(self, flags: Tensor) -> Tensor:
-        """Whether a flag is set on any rank, in place: uint8."""
+        """For each flag, whether it is set on any rank: uint8, in place."""
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return flags
 
     # ---- arrays
 
     def send(self, head: Any, arrays: Sequence[np.ndarray], to: int) -> None:
-        """Send plain JSON values and arrays to one rank, which calls `receive`. No array is copied."""
+        """Send a plain JSON value and arrays to one rank, which must call `receive`. Contiguous arrays are not
+        copied."""
         about = {"head": head, "arrays": [[array.dtype.name, list(array.shape)] for array in arrays]}
         text = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
         dist.send(torch.tensor([len(text)]), to)
@@ -221,7 +229,7 @@ class Ranks:
                 dist.send(_as_tensor(np.ascontiguousarray(array)), to)
 
     def receive(self, source: int) -> tuple[Any, list[np.ndarray]]:
-        """What that rank sends."""
+        """Receive the value and the arrays that rank `source` sends with `send`."""
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, source)
         text = torch.empty(int(length), dtype=torch.uint8)
@@ -237,11 +245,11 @@ class Ranks:
 
 
 def together(ranks: Ranks | None, do: str, **what: Any) -> contextlib.AbstractContextManager[None]:
-    """All ranks do this, rank 0 here in the block: `Ranks.lead`, where there are several processes."""
+    """`Ranks.lead` if there are several processes; otherwise a context manager that does nothing."""
     return contextlib.nullcontext() if ranks is None else ranks.lead(do, **what)
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")  # it is only read
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # the tensor is only sent, never written
         return torch.from_numpy(array)

@@ -1,9 +1,10 @@
-"""Splits the tokens of a micro-batch over ranks, for trajectories longer than one of them can hold (DeepSpeed Ulysses,
-Jacobs et al. 2023, arXiv 2309.14509).
+"""Sequence parallelism: splits a micro-batch's tokens over ranks, for trajectories that do not fit one rank (DeepSpeed
+Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
-Each rank of a group computes a slice of the tokens. Attention alone mixes tokens, so before it an all-to-all turns all
-heads of a slice into some heads of all tokens, and after it another one turns them back. In between the plan of the
-whole micro-batch is used as it is: rows, trees, windows, soft caps and sinks know nothing of slices.
+Each rank of a group computes a slice of the tokens. Only attention mixes tokens. So before it, an all-to-all turns all
+heads of a slice into some heads of all tokens, and after it, another all-to-all turns them back. In between, the
+attention plan of the whole micro-batch is used unchanged: rows, trees, windows, soft caps and sinks need no support for
+slices.
 """
 
 from __future__ import annotations
@@ -25,38 +26,39 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class SequenceGroup:
-    """The ranks that hold slices of the same micro-batches, as one of them sees them: neighbours, `size` at a time.
+    """The neighbouring ranks that hold slices of the same micro-batches, seen from one of them.
 
-    Legend: S ranks of the group, T tokens of a slice, U = S T tokens, h heads, d size of a head.
+    Legend: S ranks in the group, T tokens in a slice, U = S T tokens, h heads, d head size.
 
     Args:
-        ranks: All of them, a multiple of `size`; each makes its group at the same time.
-        size: Ranks of a group.
+        ranks: All ranks, a multiple of `size`. Construction is collective over all of them.
+        size: Number of ranks in a group.
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
         self.size = size
         self.rank = ranks.rank % size
-        """This process in its group."""
+        """This process's rank within its group."""
         self._group, _ = dist.new_subgroups(  # type: ignore[no-untyped-call]
             size, timeout=timedelta(seconds=ranks.deadline)
         )
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for its group, where all of them know the same."""
+        """True for the one rank that reports results which all ranks of the group have."""
         return self.rank == 0
 
     def slice(self, num_tokens: int) -> slice:
-        """This rank's tokens, of a number that is a multiple of S."""
+        """This rank's slice of `num_tokens` tokens, which must be a multiple of S."""
         each, rest = divmod(num_tokens, self.size)
-        assert rest == 0, f"{num_tokens} tokens for {self.size} ranks"
+        assert rest == 0, f"{num_tokens} tokens are not a multiple of {self.size} ranks"
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def to_heads(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Turns tensors [1, h, T, d], all heads of this rank's tokens, into [1, h / S, U, d], some heads of all tokens.
+        """Turn all heads of this rank's tokens, [1, h, T, d], into some heads of all tokens, [1, h / S, U, d].
 
-        One exchange for all of them; its backward pass is an exchange too. Rank r has the heads from r h / S.
+        All tensors go in one all-to-all; its backward pass is an all-to-all too. Rank r gets the h / S heads from
+        r h / S on. The tensors may differ in h and d.
         """
         dtype = slices[0].dtype
         for x_BhTd in slices[1:]:
@@ -69,12 +71,13 @@ class SequenceGroup:
         exchanged = self._exchange(torch.cat(parts, dim=2)).flatten(0, 1)
         wholes = torch.split_with_sizes(exchanged, [heads * size for heads, size in shapes], dim=1)
         return [
-            whole.reshape(-1, *shape).transpose(0, 1).contiguous()[None].to(x_BhTd.dtype)  # a view would keep all
+            whole.reshape(-1, *shape).transpose(0, 1).contiguous()[None].to(x_BhTd.dtype)  # a view keeps all alive
             for whole, shape, x_BhTd in zip(wholes, shapes, slices, strict=True)
         ]
 
     def to_tokens(self, heads_BUhd: Tensor) -> Tensor:
-        """The way back: of some heads of all tokens, [1, U, h / S, d], all heads of this rank's, [1, T, h, d]."""
+        """The inverse, for attention outputs: some heads of all tokens, [1, U, h / S, d], to all heads of this rank's
+        tokens, [1, T, h, d]."""
         _, num_tokens, heads, size = heads_BUhd.shape
         mine = heads_BUhd[0].reshape(self.size, num_tokens // self.size, heads * size)
         exchanged = self._exchange(mine).view(*mine.shape[:2], heads, size)
@@ -82,7 +85,7 @@ class SequenceGroup:
         return out
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the group, in place."""
+        """The sum over the ranks of the group, in place."""
         dist.all_reduce(values, group=self._group)
         return values
 
@@ -92,7 +95,7 @@ class SequenceGroup:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rank r sends `x[s]` to rank s and gets what that one has for it as `out[s]`. Nothing is saved."""
+    """All-to-all: sends `x[s]` to rank s and receives `out[s]` from it. The backward pass is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, x_STF: Tensor, group: Any) -> Tensor:
@@ -111,14 +114,14 @@ def _exchanged(x_STF: Tensor, group: Any) -> Tensor:
 
 
 class SequencePlan:
-    """The `AttentionPlan` of a slice: some heads of the whole micro-batch.
+    """The `AttentionPlan` of a slice: this rank computes attention for some heads of the whole micro-batch.
 
-    Key/value heads are repeated where the group has more ranks than there are, or does not divide them; their gradients
-    add up.
+    If the number of ranks does not divide the number of key/value heads, these are repeated, and the gradients of their
+    copies add up.
 
     Args:
-        whole: The plan of the whole micro-batch.
-        group: The ranks that have slices of it.
+        whole: The attention plan of the whole micro-batch.
+        group: The ranks that hold slices of the micro-batch.
     """
 
     def __init__(self, whole: AttentionPlan, group: SequenceGroup) -> None:
@@ -140,10 +143,10 @@ class SequencePlan:
 
 
 def sequence_group(ranks: Ranks | None, size: int) -> SequenceGroup | None:
-    """The group of this process; None: each process has micro-batches of its own. All ranks call it.
+    """The sequence-parallel group of this process; None if `size` is 1. All ranks call it.
 
     Raises:
-        UsageError: the processes are no multiple of `size`.
+        UsageError: the number of processes is not a multiple of `size`.
     """
     if size == 1:
         return None
@@ -153,10 +156,10 @@ def sequence_group(ranks: Ranks | None, size: int) -> SequenceGroup | None:
 
 
 def refuse_uneven_ranks(num_ranks: int, size: int) -> None:
-    """Refuse groups that leave a process over.
+    """Refuse a group size that does not divide the number of ranks.
 
     Raises:
-        UsageError: such a size.
+        UsageError: it does not.
     """
     if num_ranks % size:
         processes = f"{num_ranks} processes" if num_ranks > 1 else "1 process"
@@ -167,14 +170,14 @@ def refuse_uneven_ranks(num_ranks: int, size: int) -> None:
 
 
 def refuse_slices(lm: CausalLM, size: int) -> None:
-    """Refuse a model whose tokens cannot be split over so many ranks.
+    """Refuse a model whose tokens cannot be split over `size` ranks.
 
     Raises:
-        ModelError: its rows are computed each by itself, or its heads are no multiple of `size`.
+        ModelError: the model computes each row by itself, or its number of heads is not a multiple of `size`.
     """
     if lm.rows_alone:
         raise ModelError(
-            f"{type(lm.model).__name__} is computed row by row, because more than attention mixes its tokens, "
+            f"{type(lm.model).__name__} is computed row by row, because not only attention mixes its tokens, "
             "and a row cannot be split over processes; set trainer.parallel.sequence = 1"
         )
     _refuse_uneven_heads(getattr(lm.config, "num_attention_heads", size), size)

@@ -1,8 +1,8 @@
-"""Shards a model over ranks (FSDP2): one group per decoder layer, and one for embedding, final norm and head.
+"""Shards a model over ranks with FSDP2: a group per decoder layer, and a root group of embedding, final norm and head.
 
-The logprobs of targets are computed in chunks, each with a backward pass of its own through the head. The head is in
-the root's group, which stays gathered from the forward pass of the layers to the end of their backward pass. So the
-chunks find its whole weight, their gradients add up on it, and it is gathered and reduced once per micro-batch.
+Logprobs of targets are computed in chunks, each with its own backward pass through the head. The head is in the root
+group, which stays gathered from the layers' forward pass to the end of their backward pass. So every chunk finds the
+head's whole weight, the chunks' gradients add up on it, and it is gathered and reduced once per micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class _Root(nn.Module):
-    """Calls functions of the model between the hooks that gather and release the root's parameters."""
+    """Wraps the model so that any of its functions can run as a forward pass of this module, between the FSDP hooks
+    that gather and release the root group's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,27 +36,27 @@ class _Root(nn.Module):
 
 
 class AddedModules(Protocol):
-    """What a model gets before it is sharded, and its folder knows nothing of: low-rank adapters."""
+    """Modules added to a model before it is sharded, which its folder does not contain: low-rank adapters."""
 
     def inject(self, model: Any) -> None:
-        """Add them to a model whose parameters are on the meta device."""
+        """Add the modules to a model whose parameters are on the meta device."""
 
     def hide(self) -> None:
-        """Take them out of the model, whose names, weights and logits are then those of its folder."""
+        """Take the modules out, so that the model's parameter names and logits match its folder."""
 
 
 class Sharding:
     """The `ModelCalls` of a sharded model.
 
-    Gradients are sums over ranks, not means: the loss is divided by the optimizer step's own denominator. After a
-    backward pass each parameter's `grad` is this rank's shard of the sum over all passes so far.
+    Gradients are sums over ranks, not means, because the loss is already divided by the optimizer step's denominator.
+    After a backward pass each parameter's `grad` is this rank's shard of the sum over all passes so far.
 
     Args:
-        ranks: Who holds the shards.
+        ranks: The ranks that hold the shards.
         dtype: "bfloat16" computes with bfloat16 copies of the layers' parameters, and still reduces in float32. The
-            root's group is gathered in float32, because the chunks add up its gradient on the gathered copy.
-        trained: Whether it is trained; else none of its parameters has a gradient.
-        added: What it gets before it is sharded. It is hidden when `apply` returns.
+            root group is gathered in float32, because the chunks accumulate its gradient on the gathered copy.
+        trained: True if the model is trained; otherwise its parameters have no gradients.
+        added: Modules to add before sharding; they are hidden when `apply` returns. None: none.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, *, trained: bool = True, added: AddedModules | None = None) -> None:
@@ -68,11 +69,11 @@ class Sharding:
         self._model: Any = None
 
     def apply(self, model: Any, fill: Callable[[], None]) -> None:
-        """Shard a model's parameters, which are on the meta device, and have `fill` copy this rank's rows into them.
+        """Shard a model whose parameters are on the meta device, then call `fill`, which copies this rank's rows.
 
         Raises:
-            ModelError: a model that cannot be sharded, or too many ranks for it.
-            UsageError: what `fill` raised on any rank.
+            ModelError: the model cannot be sharded, or there are too many ranks for it.
+            UsageError: `fill` raised it on any rank.
         """
         model.requires_grad_(self._trained)
         if self._added is not None:
@@ -93,7 +94,7 @@ class Sharding:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
-            # A layer's experts may be used on one rank and not on another, which have to reduce the same tensors.
+            # An expert may be used on one rank and not on another, but all ranks have to reduce the same tensors.
             self._root.set_reduce_scatter_unused_params(True)
             self._make_room()
         if self._trained:
@@ -107,11 +108,11 @@ class Sharding:
         if self._ranks.size > rows:
             raise ModelError(
                 f"{self._ranks.size} processes (trainer.parallel.processes), but the largest parameter of "
-                f"a layer has {rows} rows to share out; use at most {rows}"
+                f"a layer has only {rows} rows to share out; use at most {rows}"
             )
 
     def _make_room(self) -> None:
-        """Give this rank's rows memory on its device. What is tied stays tied."""
+        """Allocate this rank's rows on its device, for parameters on the meta device. Tied parameters stay tied."""
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
             for name, parameter in module._parameters.items():
@@ -134,7 +135,7 @@ class Sharding:
                 module._buffers[name] = None if buffer is None else buffer.to(self._ranks.device)
 
     def _notice_use(self) -> None:
-        """Have each gathered parameter note that a backward pass reached it: one that none reaches has no gradient."""
+        """Record which parameters a backward pass reaches: `drop_unused` removes the gradients of the others."""
         numbers = {name: i for i, (name, _) in enumerate(self._model.named_parameters())}
         self._used = torch.zeros(len(numbers), dtype=torch.uint8, device="cpu")
 
@@ -144,6 +145,7 @@ class Sharding:
 
             return note
 
+        # Gradients accumulate on the gathered parameters, which exist only while a group is unsharded.
         for module in [self._root, *decoder_layers(self._model)]:
             module.unshard()
             for name, parameter in self._model.named_parameters():
@@ -153,16 +155,18 @@ class Sharding:
 
     def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
         """Call a function of the model with its parameters gathered, layer by layer."""
-        bfloat16 = self._dtype == "bfloat16"  # then the layers' parameters are, and the others are not
+        # In bfloat16 the layers' parameters are bfloat16 and the root's float32; autocast lets them be mixed.
+        bfloat16 = self._dtype == "bfloat16"
         with torch.autocast(self._ranks.device.type, dtype=torch.bfloat16) if bfloat16 else nullcontext():
             return self._root(function, **inputs)
 
     def release(self) -> None:
-        """Free the root's gathered parameters after passes without a backward pass; those would outlive an update."""
+        """Free the root group's gathered parameters after forward-only passes. FSDP frees them in the backward pass;
+        without one they would survive an update and hold old weights."""
         self._root.reshard()
 
     def most(self, number: int) -> int:
-        """The largest number of all ranks."""
+        """The maximum over ranks."""
         return self._ranks.most(number)[0]
 
     def total(self, values: Tensor) -> Tensor:
@@ -170,8 +174,8 @@ class Sharding:
         return self._ranks.total(values)
 
     def drop_unused(self) -> None:
-        """Remove the gradients of parameters that no rank's passes reached: they are zeros that one process would not
-        have, and an update would let their weights decay."""
+        """Remove the gradients of parameters that no rank's backward pass reached. FSDP fills them with zeros, and an
+        update would apply weight decay to these parameters; a single process has no gradient there."""
         used = self._ranks.anywhere(self._used)
         for number, parameter in enumerate(self._model.parameters()):
             if not used[number]:
@@ -180,13 +184,14 @@ class Sharding:
 
 
 def refuse_rows_alone(lm: CausalLM, ranks: Ranks | None) -> None:
-    """Refuse a model each of whose rows is a pass of its own: ranks make the same passes.
+    """Refuse a model that computes each row in a pass of its own if there are several ranks, which must all make the
+    same passes.
 
     Raises:
-        ModelError: such a model, and several processes.
+        ModelError: such a model with several processes.
     """
     if ranks is not None and lm.rows_alone:
         raise ModelError(
-            f"{type(lm.model).__name__} is computed row by row, because more than attention mixes its "
-            "tokens, which only one process does; set trainer.parallel.processes = 1"
+            f"{type(lm.model).__name__} is computed row by row, because not only attention mixes its "
+            "tokens, and this works with one process only; set trainer.parallel.processes = 1"
         )

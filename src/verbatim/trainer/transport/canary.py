@@ -1,7 +1,8 @@
-"""Compares the sampler's logprobs of a few probes with the trainer's: does the sampler hold the published weights?
+"""The weight canary: compares sampler and trainer logprobs of a few probes, to check that the sampler holds the
+published weights.
 
-With each version the trainer publishes its own logprobs of a few fixed sequences. The sampler must find the same
-ones, past any prefix cache, before it samples with that version.
+With each version, the trainer publishes its own logprobs of a few fixed sequences. The sampler must compute the same
+ones, bypassing any prefix cache, before it samples with that version.
 """
 
 from __future__ import annotations
@@ -14,29 +15,31 @@ import numpy as np
 from verbatim.core.types import Float32, Int32
 
 NUM_PROBES = 4
+"""Number of short probes; one long probe is added for the prefix cache."""
 PROBE_LENGTH = 32
+"""Tokens in a short probe."""
 CACHED_LENGTH = 288
-"""Length of the last probe, whose beginning engines keep in their prefix caches: longer than a block of a cache, 16 to
-256 tokens, by `NUM_CACHED` and more."""
+"""Tokens in the long probe, the last one. An engine caches prefixes in blocks of 16 to 256 tokens; the probe is longer
+than a block by more than `NUM_CACHED` tokens, so that its beginning is cached."""
 NUM_CACHED = 4
-"""Tokens at the end of the last probe that are asked for through the prefix cache."""
+"""Tokens at the end of the long probe whose logprobs are requested through the prefix cache."""
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest mean |difference| of logprobs, by the less precise dtype of the two sides. Rounding alone gives about 1e-6 in
-float32 and a few hundredths in bfloat16; in deep models more, which `Probes.rounding` tells."""
+"""Largest mean absolute difference of logprobs, by the less precise dtype of trainer and sampler. Rounding alone gives
+about 1e-6 in float32 and a few hundredths in bfloat16; deep models have more, which `Probes.rounding` measures."""
 MISMATCH = 4.0
-"""How many times `Probes.rounding` two sides may differ where one of them computes in bfloat16."""
+"""If trainer or sampler computes in bfloat16, their logprobs may differ by this many times `Probes.rounding`."""
 
 NEARER = 2.0
-"""How much nearer to the old weights' logprobs than to the new ones' the sampler's may be."""
+"""The sampler's logprobs may be at most this many times nearer to those of the old weights than to those of the new."""
 
 STALE_SHARE = 0.1
-"""Share of a step's change of logprobs by which those over the prefix cache may differ from those past it. Over a cache
-of the weights before they differ by about 0.3 of it."""
+"""Logprobs through the prefix cache may differ from those past it by this share of what the step changed them by. A
+cache filled by the previous weights makes them differ by about 0.3 of it."""
 ROUNDING = 4.0
-"""How many times the rounding between the trainer and the engine may be between two computations of the engine..."""
+"""Two computations by the same engine may differ by this many times the difference between engine and trainer..."""
 LEAST_ROUNDING = 0.02
-"""...and at least this share of the tolerance."""
+"""...and in any case by this share of the tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,21 +47,21 @@ class Probes:
     """Fixed sequences, and their logprobs under one version of the weights."""
 
     token_ids: tuple[Int32, ...]
-    """int32 [L] each."""
+    """Token ids of each sequence: int32 [L] each."""
     logprobs: tuple[Float32, ...]
     """Logprob of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
     rounding: float | None = None
-    """By how much these logprobs change, in the mean, where what each layer gives to the next one is rounded to
-    bfloat16; None: not measured. The trainer finds it with its own weights, whatever the sampler holds."""
+    """Mean absolute change of these logprobs if each layer's output is rounded to bfloat16; None: not measured. The
+    trainer measures it on its own weights, so it does not depend on what the sampler holds."""
 
 
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
-    """The sequences: random ids, the same for every run with this vocabulary.
+    """The probe sequences: random ids, the same in every run with this vocabulary size.
 
-    Ids that no text would have in this order still pass through every layer, and no cache knows them. The last one is
-    longer than a block of a prefix cache. Each leaves room for one more token in the context: vLLM scores no others.
+    Random ids pass through every layer like text does, and no cache contains them. The last sequence is longer than a
+    block of a prefix cache. Each leaves room for one more token in the context, without which vLLM does not score it.
     """
-    rng = np.random.default_rng(20_26)
+    rng = np.random.default_rng(20_26)  # an arbitrary seed, fixed so that trainer and sampler agree
     lengths = [*[PROBE_LENGTH] * NUM_PROBES, CACHED_LENGTH]
     return tuple(
         rng.integers(0, vocab_size, size=max(2, min(length, context_length - 1)), dtype=np.int32) for length in lengths
@@ -66,7 +69,8 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
 
 
 def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
-    """The last probe up to each of its last tokens: what is asked through the prefix cache, the longest last.
+    """Prefixes of the last probe that end at each of its last `NUM_CACHED` tokens, shortest first. These are requested
+    through the prefix cache.
 
     Example: of a last probe of 288 ids, those of 285, 286, 287 and 288.
     """
@@ -75,12 +79,12 @@ def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
 
 
 def tolerance_of(*dtypes: str) -> float:
-    """The tolerance for two sides that compute in these dtypes."""
+    """The tolerance for a trainer and a sampler that compute in these dtypes."""
     return max(TOLERANCES[dtype] for dtype in dtypes)
 
 
 def allowed_difference(tolerance: float, probes: Probes | None) -> float:
-    """The largest mean difference: the tolerance, or `MISMATCH` times what rounding alone was measured to change.
+    """The largest allowed mean difference: the tolerance or, if larger, `MISMATCH` times the measured rounding.
 
     Example: a tolerance of 0.1 and a rounding of 0.05: 0.2. With a rounding of 0.02: 0.1.
     """
@@ -92,15 +96,15 @@ def allowed_difference(tolerance: float, probes: Probes | None) -> float:
 def find_mismatch(
     published: Probes, found: Sequence[Float32], *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """How a sampler's logprobs show that it does not hold the published version; None if it does.
+    """Why a sampler's logprobs show that it does not hold the published version, for a message; None if it does.
 
-    Small learning rates change logprobs by less than any tolerance; therefore logprobs that are `NEARER` times
-    closer to those of the version before are refused too.
+    With a small learning rate, a step changes logprobs by less than any tolerance. So logprobs that are more than
+    `NEARER` times closer to those of the previous version are refused too.
 
     Args:
         published: The trainer's logprobs.
-        found: The sampler's logprobs, for the same sequences: float32 [L - 1] each.
-        before: The trainer's logprobs of the version before, or None at the start.
+        found: The sampler's logprobs for the same sequences: float32 [L - 1] each.
+        before: The trainer's logprobs of the previous version; None at the start.
         tolerance: Largest mean absolute difference.
 
     Example: published [-1.0, -2.0], found [-1.0, -2.5]: a mean difference of 0.25.
@@ -121,20 +125,22 @@ def find_mismatch(
 def find_stale_prefix(
     published: Probes, cached: Sequence[float], whole: Float32, *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """How an engine's logprobs show that its prefix cache outlived the weights that filled it; None if they do not.
+    """Why an engine's logprobs show that its prefix cache is stale, that is, was filled by old weights; None if they do
+    not.
 
-    The same engine computed the same tokens twice: over its prefix cache, and past it. What differs between the two
-    is rounding, or an old cache. They may differ by a tenth of what the step changed these tokens by, and by rounding,
-    whose size is known from the engine's difference from the trainer; never by more than the tolerance.
+    The same engine computes the same tokens twice, through its prefix cache and bypassing it. The two differ by
+    rounding only, unless the cache is stale. They may differ by `STALE_SHARE` of what the step changed these tokens
+    by, and by rounding, which is estimated from the difference between engine and trainer, but never by more than the
+    tolerance.
 
     Args:
         published: The trainer's logprobs.
-        cached: The engine's logprobs of the last tokens of the last probe over its prefix cache, as `cached_prefixes`.
-        whole: Its logprobs of the last probe past the cache: float32 [L - 1].
-        before: The trainer's logprobs of the version before, or None at the start.
+        cached: The engine's logprobs through its prefix cache, of the last token of each of `cached_prefixes`.
+        whole: The engine's logprobs of the last probe, bypassing the cache: float32 [L - 1].
+        before: The trainer's logprobs of the previous version; None at the start.
         tolerance: Largest mean absolute difference.
 
-    Example: over the cache [-1.0, -2.5], past it [-1.0, -2.0]: a mean difference of 0.25.
+    Example: through the cache [-1.0, -2.5], past it [-1.0, -2.0]: a mean difference of 0.25.
     """
     past = whole[-len(cached) :].astype(np.float64)
     difference = float(np.abs(np.asarray(cached, np.float64) - past).mean())
@@ -151,6 +157,7 @@ def find_stale_prefix(
 
 
 def mean_difference(probes: Probes, found: Sequence[Float32]) -> float:
+    """Mean absolute difference between the probes' logprobs and `found`, over all tokens; NaN if any is NaN."""
     ours, theirs = np.concatenate(probes.logprobs), np.concatenate(list(found))
     assert ours.shape == theirs.shape
     return float(np.abs(ours.astype(np.float64) - theirs).mean())

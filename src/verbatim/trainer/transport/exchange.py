@@ -1,4 +1,4 @@
-"""Exchanges heartbeats, messages and answers between orchestrator and trainer through a folder."""
+"""The exchange folder, through which orchestrator and trainer pass heartbeats, messages and answers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from verbatim.trainer.transport.trainer_messages import (
 )
 
 _CURRENT = "current"
+"""The file that names the folder of the current session."""
 READY = "ready.json"
 FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
-"""Seconds between two looks for a file; doubled while nothing comes."""
+"""First and longest interval in seconds between two checks for a file; the interval doubles after each check."""
 
 
 class Exchange:
-    """One session: one trainer, one orchestrator. The module `trainer_messages` lists its files."""
+    """One session of one trainer and one orchestrator. The module `trainer_messages` lists its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,26 +50,27 @@ class Exchange:
 
     @classmethod
     def open(cls, root: Path, session: str | None = None) -> Exchange:
-        """Begin a session as the one trainer of a run; anything that was there before is removed."""
+        """Start a session as the only trainer of a run. Removes everything that an earlier session left."""
         shutil.rmtree(root, ignore_errors=True)
         if root.is_file():
             root.unlink()
         exchange = cls(root / (session or secrets.token_hex(8)))
         for folder in (exchange.messages, exchange.answers, exchange.states):
             folder.mkdir(parents=True)
+        # Last: an orchestrator that finds the session finds its folders too.
         publish_bytes(root / _CURRENT, exchange.folder.name.encode())
         return exchange
 
     def ready(self, ready: TrainerReady) -> None:
-        """Say that messages may come."""
+        """Publish the trainer's state; from now on it accepts messages."""
         publish_json(self.folder / READY, to_json(ready, self.run))
 
     def wait_for_message(self, number: int, look: Callable[[], None]) -> TrainerMessage:
-        """The message of this number, as soon as it is there; its file is removed.
+        """Wait for a message, remove its file and return it.
 
         Args:
-            number: From 1.
-            look: Called while waiting; ends the wait by raising.
+            number: The message's number, counted from 1.
+            look: Called at each check; raises to end the wait.
         """
         path = self.messages / message_name(number)
         seconds = FIRST_WAIT
@@ -87,15 +89,15 @@ class Exchange:
     # ---- the orchestrator's side
 
     def remove_temporary(self) -> None:
-        """Remove what a trainer that has ended was writing when it was killed."""
+        """Remove the temporary files of a trainer that was killed while it wrote them."""
         for path in self.folder.rglob(".*.tmp"):
             path.unlink(missing_ok=True)
 
     @classmethod
     def current(cls, root: Path) -> Exchange | None:
-        """The session of the trainer that started last; None if there is none yet, or it is being set up.
+        """The session of the most recent trainer; None if there is none yet, or it is still being set up.
 
-        After a loss of power its files may be empty or hold anything: they count as missing.
+        After a power loss, the file that names the session may be empty or garbage; it then counts as missing.
         """
         try:
             name = (root / _CURRENT).read_text(encoding="ascii", errors="replace")
@@ -115,27 +117,27 @@ class Exchange:
 
     @property
     def is_attached(self) -> bool:
-        """Whether an orchestrator is, or was, served."""
+        """True if an orchestrator has attached to this session, even if it has ended since."""
         return self._attached.exists()
 
     def attach(self) -> bool:
-        """Become the orchestrator of this session; False if another process was before."""
+        """Become the orchestrator of this session; False if another process was first."""
         try:
-            os.close(os.open(self._attached, os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._attached, os.O_CREAT | os.O_EXCL))  # atomic: only one process can create it
         except FileExistsError:
             return False
         return True
 
     def send(self, number: int, message: TrainerMessage) -> None:
-        """Hand over a message.
+        """Send a message.
 
         Raises:
-            OSError: the system refused to write; the number is still free.
+            OSError: the system refused to write; the number can be used again.
         """
         publish_bytes(self.messages / message_name(number), message_parts(message))
 
     def take_answer(self, number: int) -> Any | None:
-        """The answer to a message, once; None if it is not there yet."""
+        """Read the answer to a message and remove its file; None if there is no answer yet."""
         path = self.answers / answer_name(number)
         value = read_published_json(path)
         if value is not None:
@@ -145,10 +147,10 @@ class Exchange:
 
 
 def message_name(number: int) -> str:
-    """The file of a message."""
+    """The file name of a message."""
     return f"{number:06d}.safetensors"
 
 
 def answer_name(number: int) -> str:
-    """The file of the answer to it."""
+    """The file name of the answer to a message."""
     return f"{number:06d}.json"

@@ -1,4 +1,4 @@
-"""Writes files for other processes: a reader sees all of a file or no file."""
+"""Writes files for other processes atomically: a reader sees the complete file or none."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from verbatim.core.disk import make_private, replacing
 from verbatim.core.errors import RunStopped
 
 _BUFFER = 2**18
-"""Bytes from which on a part is written by itself."""
+"""Write buffer in bytes; a part at least this large bypasses it."""
 
 
 def publish_bytes(path: Path, data: bytes | Iterable[memoryview], *, private: bool = False) -> None:
-    """Write under another name, then rename. Not synced to disk: after a crash it is not read any more.
+    """Write under a temporary name, then rename. Not synced to disk: after a crash of the machine, no one reads the
+    file again.
 
     Args:
         path: The file.
-        data: Its content, whole or in parts, one after the other.
-        private: Whether its owner alone may read it.
+        data: Its content, whole or as parts to concatenate.
+        private: True if only the file's owner may read it.
 
     Raises:
-        OSError: the system refused to write; no file of this name, or the one before, is there.
+        OSError: the system refused to write; `path` is unchanged.
     """
     with replacing(path, lasting=False) as temporary:
         if private:
@@ -36,12 +37,12 @@ def publish_bytes(path: Path, data: bytes | Iterable[memoryview], *, private: bo
 
 
 def publish_json(path: Path, value: Any) -> None:
-    """`publish_bytes` of a JSON value."""
+    """Write a JSON value with `publish_bytes`."""
     publish_bytes(path, json.dumps(value).encode())
 
 
 def read_published_json(path: Path) -> Any | None:
-    """The value of a file that `publish_json` wrote; None if there is none yet.
+    """Read a file that `publish_json` wrote; None if it does not exist yet.
 
     Raises:
         RunStopped: the file is damaged.

@@ -1,7 +1,7 @@
-"""Sends and checks heartbeats between processes, by counting, independent of wall clocks.
+"""Sends and checks heartbeats between processes with counters, independent of wall clocks.
 
-Each side counts up in a file of its own. The other side measures, on its own monotonic clock, for how long a count has
-stood still; so it does not matter whether clocks agree, or jump.
+Each side increments a counter in its own file. The other side measures on its own monotonic clock how long the counter
+has not changed, so it does not matter if the hosts' clocks differ or jump.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ BEAT_SECONDS = 0.5
 """Seconds between two beats."""
 
 FIRST_BEAT = 120.0
-"""Seconds until the first beat, where `heartbeat_timeout` is shorter: before it, Python imports what the process needs,
-which takes long on a busy machine."""
+"""Minimum timeout in seconds for the first beat: before it, the process imports its libraries, which takes long on a
+busy machine."""
 _ATTENTION = 1.0
-"""Seconds between two checks of the other side: if a check comes later, the excess does not count as its silence."""
+"""Seconds expected between two checks of the other side. If a check comes later, the excess does not count as
+silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +33,19 @@ class Beat:
     """One heartbeat."""
 
     pid: int
+    """Process id of the sender."""
     beats: int
-    """Beats so far."""
+    """Number of beats so far."""
     progress: int
-    """Counts up whenever the process's main work moves on."""
+    """Counter that increases whenever the process's main work moves on."""
     doing: str
+    """Current activity, for messages: "training on batch 3"."""
     wants_to_stop: bool
-    """Whether this process was asked to end."""
+    """True if this process was asked to end."""
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last heartbeat; None if there is none yet, or the file is damaged: then the next one replaces it."""
+    """The last heartbeat; None if there is none yet or the file is damaged, in which case the next beat replaces it."""
     try:
         return Beat(**read_published_json(path) or {})
     except (RunStopped, TypeError):
@@ -50,10 +53,10 @@ def read_beat(path: Path) -> Beat | None:
 
 
 class Heartbeat:
-    """Publishes that this process lives, and what it does, on a thread of its own, until the block ends.
+    """Publishes heartbeats of this process from a thread, until the `with` block ends.
 
     Args:
-        path: Its file.
+        path: The file to publish to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,12 +71,12 @@ class Heartbeat:
         self._thread.start()
 
     def progress(self, doing: str) -> None:
-        """The process's main work moved on, and does this now. The next beat publishes that."""
+        """Record that the main work has moved on to the activity `doing`. The next beat publishes it."""
         self._progress += 1
         self._doing = doing
 
     def ask_to_stop(self) -> None:
-        """Tell the other side that this process was asked to end."""
+        """Let the next beat tell the other side that this process was asked to end."""
         self._wants_to_stop = True
 
     def __enter__(self) -> Heartbeat:
@@ -88,7 +91,7 @@ class Heartbeat:
             try:
                 self._beat()
             except MemoryError:
-                continue  # there may be room for the next one
+                continue  # the next beat may find memory again
 
     def _beat(self) -> None:
         self._beats += 1
@@ -102,19 +105,19 @@ class Heartbeat:
             )
             publish_json(self._path, dataclasses.asdict(beat))
         except OSError:
-            return  # a full disk, or a folder that was removed: the other side notices that nothing comes
+            return  # a full disk or a removed folder: the other side notices that beats stop
 
 
 class PeerWatch:
     """Watches the other side's heartbeat.
 
     Args:
-        path: The other side's file.
-        name: What messages call it: "the trainer".
-        heartbeat_timeout: Seconds without a beat after which its process is taken for dead or frozen; at least
-            `FIRST_BEAT` before the first one.
-        stall_timeout: Seconds without progress after which it is taken for stuck.
-        clock: Seconds of a monotonic clock.
+        path: The other side's heartbeat file.
+        name: Its name in messages: "the trainer".
+        heartbeat_timeout: Seconds without a beat until its process counts as dead or frozen; at least `FIRST_BEAT` for
+            the first beat.
+        stall_timeout: Seconds without progress until it counts as stuck.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -133,13 +136,15 @@ class PeerWatch:
         self._asked = clock()
         self._who, self._doing = name, "starting"
         self.wants_to_stop = False
-        """Whether the other side was asked to end."""
+        """True if the other side was asked to end."""
 
     def fault(self) -> str | None:
-        """What is wrong with the other side; None if nothing is. Call it regularly."""
+        """What is wrong with the other side, for a message; None if nothing is. Call it at least once a second."""
         now = self._clock()
+        # Time in which this process itself stood still does not count: a frozen container or a debugger may have
+        # stopped both sides.
         blind, self._asked = max(0.0, now - self._asked - _ATTENTION), now
-        self._beat_seen += blind  # this process stood still, and perhaps both did: a frozen container, a debugger
+        self._beat_seen += blind
         self._progress_seen += blind
         seen = read_beat(self._path)
         if seen is not None:

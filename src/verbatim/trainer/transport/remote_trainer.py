@@ -1,4 +1,4 @@
-"""Talks to a trainer in another process through an exchange folder."""
+"""The orchestrator's side of a trainer in another process, which it reaches through an exchange folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RemoteTrainer:
     """A `TrainerLink` that writes messages and waits for answers.
 
     Args:
-        exchange: The session, attached.
-        fault: Returns what is wrong with the trainer, or None; called while an answer is awaited.
+        exchange: The session, to which this process is attached.
+        fault: Returns what is wrong with the trainer, or None; called regularly while waiting.
     """
 
     def __init__(self, exchange: Exchange, *, fault: Callable[[], str | None]) -> None:
@@ -35,22 +35,22 @@ class RemoteTrainer:
         self._sent = 0
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
-        """Hand over a batch and wait for its weights."""
+        """Send a batch and wait for the report on its step."""
         message = TrainerMessage(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
         report = report_from_json(await self._execute(message), self._exchange.run)
         if report.state is not None:
-            self._refuse_others(report.state)
+            self._check_state_folder(report.state)
         return report
 
     async def save(self, folder: Path, version: int) -> None:
-        """Have the trainer leave its state in the exchange, and move it into the folder."""
+        """Have the trainer write its state into the exchange, then move it into `folder`."""
         left = path_from_json(await self._execute(TrainerMessage(kind="save", version=version)), self._exchange.run)
         assert left is not None
-        self._refuse_others(left)
+        self._check_state_folder(left)
         await asyncio.to_thread(_move_content, left, folder)
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Have the trainer send its weights; it executes one message after the other."""
+        """Have the trainer send its weights. It does so after the batches handed over before."""
         message = TrainerMessage(kind="send", version=order.version, order=order)
         return SendReport(**await self._execute(message))
 
@@ -58,7 +58,7 @@ class RemoteTrainer:
         """Check the trainer regularly.
 
         Raises:
-            RunStopped: it is gone or stuck.
+            RunStopped: the trainer is gone or stuck.
         """
         while True:
             if (fault := self._fault()) is not None:
@@ -66,8 +66,8 @@ class RemoteTrainer:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self) -> None:
-        """Tell the trainer to end. Waiting for its end is left to the process that started it."""
-        with contextlib.suppress(OSError):  # without a disk it notices that the orchestrator is gone
+        """Tell the trainer to end. Waiting for its end is up to whoever started it."""
+        with contextlib.suppress(OSError):  # if the disk fails, the trainer still notices that heartbeats stop
             await self._send(TrainerMessage(kind="stop"))
 
     async def _execute(self, message: TrainerMessage) -> Any:
@@ -75,7 +75,7 @@ class RemoteTrainer:
         seconds, unobserved = FIRST_WAIT, 0.0
         while (answer := self._exchange.take_answer(number)) is None:
             if unobserved >= _LOOK_SECONDS and (fault := self._fault()) is not None:
-                answer = self._exchange.take_answer(number)  # it may have answered, and then ended
+                answer = self._exchange.take_answer(number)  # it may have answered before it ended
                 if answer is None:
                     raise RunStopped(fault)
                 break
@@ -86,19 +86,19 @@ class RemoteTrainer:
             raise RunStopped(f"the trainer: {answer['error']}")
         return answer["result"]
 
-    def _refuse_others(self, state: Path) -> None:
-        """What is in a state's folder is moved away, so it has to be one where trainers leave states."""
+    def _check_state_folder(self, state: Path) -> None:
+        """Refuse a state outside the exchange: its content is moved away, which would empty any folder named here."""
         states = self._exchange.states.resolve()
         if state.parent.resolve() != states:
-            raise RunStopped(f"the trainer says that it left its state in {state}, expected a folder in {states}")
+            raise RunStopped(f"the trainer reports that it left its state in {state}, expected a folder in {states}")
 
     async def _send(self, message: TrainerMessage) -> int:
-        async with self._sending:  # first come, first served: the trainer gets batches in the order of the calls
+        async with self._sending:  # a fair lock: the trainer gets batches in the order of the calls
             number = self._sent + 1
             writing = asyncio.ensure_future(asyncio.to_thread(self._exchange.send, number, message))
             try:
                 await asyncio.shield(writing)
-            finally:  # cancelled or not, the number is taken once the message is there
+            finally:  # even if cancelled: the number is used up once the message is written
                 await asyncio.wait({writing})
                 if writing.exception() is None:
                     self._sent = number

@@ -1,7 +1,7 @@
-"""Turns the samples of a batch into tensors and back, every bit of them.
+"""Serializes the samples of a batch to tensors and back, bit for bit.
 
-Samples that are made of spans travel as spans: their ids, the logprobs of their trained tokens, and a few numbers for
-each span; at most 8 bytes a token. Samples that are made of arrays travel as these arrays, 25 bytes a token.
+Samples built from spans travel as spans: token ids, the logprobs of trained tokens, and a few numbers per span; at most
+8 bytes per token. Samples built from arrays travel as these arrays, at 25 bytes per token.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from verbatim.core.records.spans import Span
 from verbatim.core.types import KeptSets, RoutedExperts, TrainingSample
 
 Parts = Sequence[NDArray[Any]]
-"""A tensor as the arrays that it is joined of, along the first dimension."""
+"""A tensor as a list of arrays to concatenate along the first dimension, so that nothing is copied before writing."""
 
 _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
 _STREAM = "_logprobs"
 """Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
-"""Tensors of the samples that have them, one after the other."""
+"""Recorded experts, concatenated over the samples that have them."""
 _KEPT_IDS, _KEPT_COUNTS = "kept_ids", "kept_counts"
-"""The same: the ids of all kept sets, and how many each token's has."""
+"""Kept sets, concatenated over the samples that have them: all ids, and the number of ids for each token."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 _COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span_numbers", "span_sampled"
-"""Tensors of the samples of spans: how many each has [S]; start, end, chunk, version and whether it has logprobs
-[N, 5]; advantage and temperature [N, 2]; the logprobs of those that have them."""
+"""Spans of all S samples: spans per sample [S]; start, end, chunk, version and a flag for logprobs of each of the N
+spans [N, 5]; advantage and temperature [N, 2]; the logprobs of spans that have them, concatenated."""
 
 
 def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Parts], dict[str, Any]]:
-    """The tensors, and what goes beside them as JSON."""
+    """The tensors, and a header of plain JSON values that belongs to them."""
     of_arrays = [sample for sample in samples if sample.spans is None]
     spans = [span for sample in samples for span in sample.spans or ()]
     tensors: dict[str, Parts] = {
@@ -63,10 +63,10 @@ def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Par
 
 
 def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str, Any]) -> tuple[TrainingSample, ...]:
-    """The inverse of `samples_to_tensors`, with each tensor joined; a tensor of no parts is missing.
+    """The inverse of `samples_to_tensors`, given concatenated tensors; empty ones may be missing.
 
     Raises:
-        KeyError, ValueError, TypeError: these are no tensors of samples.
+        KeyError, ValueError, TypeError: tensors and header do not describe samples.
     """
     lengths = tensors["lengths"]
     if not len(lengths):
@@ -97,7 +97,7 @@ def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str,
 
 
 def _read_spans(tensors: Mapping[str, NDArray[Any]]) -> list[list[Span]]:
-    """The spans of each sample; none of samples of arrays."""
+    """The spans of each sample; an empty list for samples built from arrays."""
     places, numbers = tensors[_PLACES].tolist(), tensors[_NUMBERS].tolist()
     logprobs, at = tensors.get(_SPAN_LOGPROBS), 0
     spans = []
@@ -114,7 +114,7 @@ def _read_spans(tensors: Mapping[str, NDArray[Any]]) -> list[list[Span]]:
 def _read_experts(
     tensors: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], routed: Sequence[bool]
 ) -> list[RoutedExperts | None]:
-    """The experts of each sample."""
+    """The recorded experts of each sample, or None."""
     if not any(routed):
         return [None] * len(routed)
     own = lengths[np.array(routed)]
@@ -127,7 +127,7 @@ def _read_experts(
 def _read_kept(
     tensors: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], has: Sequence[bool]
 ) -> list[KeptSets | None]:
-    """The kept sets of each sample."""
+    """The kept sets of each sample, or None."""
     if not any(has):
         return [None] * len(has)
     counts = _split(tensors[_KEPT_COUNTS], lengths[np.array(has)])

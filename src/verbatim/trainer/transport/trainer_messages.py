@@ -1,22 +1,22 @@
-"""Writes and reads messages to the trainer and its answers, as numbered files.
+"""The format of messages to the trainer and of its answers, which are numbered files.
 
 ```
 exchange/{session}/
-    config.toml              the trainer's configuration, which has to be the orchestrator's
-    ready.json               the trainer's state; from then on messages may come
-    attached                 made by the orchestrator that is served; a session has only one
-    trainer.json  orchestrator.json          heartbeats
-    messages/000001.safetensors                a batch and what to do with it
-    answers/000001.json                      its result
-    cores                                    which side computes, of two on one machine
-    states/v000025/                          the trainer's part of a checkpoint, on its way there
+    config.toml                     the trainer's configuration, which must equal the orchestrator's
+    ready.json                      the trainer's state; once it exists, the trainer accepts messages
+    attached                        created by the orchestrator of the session; there is only one
+    trainer.json orchestrator.json  heartbeats
+    messages/000001.safetensors     a request, with a batch if it is to be trained
+    answers/000001.json             its result
+    cores                           which side is computing, if both share a machine's cores
+    states/v000025/                 the trainer's part of a checkpoint, until the orchestrator moves it there
 ```
 
-Folders in answers are named below the run folder, `{"in_run": "weights/v000025"}`, which may be another one on the
-orchestrator's host.
+Answers name folders relative to the run folder, `{"in_run": "weights/v000025"}`, because the run folder may have
+another path on the orchestrator's host.
 
-The trainer executes messages in the order of their numbers, one at a time. A session is one process of each side:
-the files of a killed process are never read again.
+The trainer executes messages in the order of their numbers, one at a time. A session is one process on each side: the
+files of a killed process are never read again.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from verbatim.trainer.transport.sample_tensors import samples_from_tensors, samp
 from verbatim.trainer.transport.trainer_link import StepReport, TrainerReady
 
 _OF_TOKENS = ("logprobs", "gradients")
-"""Fields of `TrainedTokens`, float32; in answers their bytes as base64."""
+"""Fields of `TrainedTokens`, float32. Answers have their bytes as base64."""
 _TYPES = {"bool": "BOOL", "uint8": "U8", "uint16": "U16", "int32": "I32", "int64": "I64", "float32": "F32"}
 _ALIGNED = 8
-"""The bytes of the tensors begin at a multiple of this: spaces fill the header."""
+"""Alignment of the tensor data in bytes; the header is padded with spaces."""
 IN_RUN = "in_run"
-"""Key of a path below the run folder."""
+"""JSON key of a path relative to the run folder."""
 _FOLDERS = {"weights", "state", "checkpoint"}
-"""Fields of answers that name folders."""
+"""Fields of answers that contain folders."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,24 +57,24 @@ class TrainerMessage:
     """A request to the trainer."""
 
     kind: Literal["train", "save", "send", "stop"]
-    """Train on a batch; write its state; send its weights to the sampler's servers; end."""
+    """What to do: train on a batch; save state; send weights to the sampler's servers; end."""
     version: int = 0
-    """The policy version after the batch, or of the state to be written."""
+    """For "train", the policy version after the batch; for "save" and "send", the version to save or send."""
     samples: tuple[TrainingSample, ...] = ()
-    """The batch."""
+    """For "train": the batch."""
     checkpoint: bool = False
-    """With a batch: also leave the trainer's part of a checkpoint."""
+    """For "train": also write the trainer's part of a checkpoint."""
     order: SendOrder | None = None
-    """With "send": to whom."""
+    """For "send": the receivers."""
 
 
 def message_to_bytes(message: TrainerMessage) -> bytes:
-    """`message_parts` as one."""
+    """`message_parts`, concatenated."""
     return b"".join(message_parts(message))
 
 
 def message_parts(message: TrainerMessage) -> Iterator[memoryview]:
-    """The content of a safetensors file, part by part: the samples' tensors, the rest as metadata."""
+    """A message as the content of a safetensors file, in parts: samples as tensors, everything else as metadata."""
     tensors, names = samples_to_tensors(message.samples)
     head = {
         "kind": message.kind,
@@ -87,7 +87,7 @@ def message_parts(message: TrainerMessage) -> Iterator[memoryview]:
 
 
 def read_message(path: Path) -> TrainerMessage:
-    """The message in a file of `message_parts`.
+    """Read a message from a file that holds its `message_parts`.
 
     Raises:
         RunStopped: the file is damaged.
@@ -95,7 +95,7 @@ def read_message(path: Path) -> TrainerMessage:
     try:
         with safe_open(path, framework="numpy") as file:
             head = json.loads(file.metadata()["message"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
         samples = samples_from_tensors(tensors, head)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunStopped(f"the message in {path} is damaged ({error}); resume the run") from error
@@ -109,7 +109,7 @@ def read_message(path: Path) -> TrainerMessage:
 
 
 def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
-    """Plain JSON values; floats keep every bit. `run` is the writer's run folder."""
+    """A record as plain JSON values; floats keep every bit. `run` is the writer's run folder."""
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     fields.update({name: path_to_json(fields[name], run) for name in _FOLDERS & fields.keys()})
     if record.probes is not None:
@@ -159,7 +159,7 @@ def ready_from_json(value: Mapping[str, Any], run: Path) -> TrainerReady:
 
 
 def path_to_json(path: Path | str | None, run: Path) -> dict[str, str] | str | None:
-    """A folder below the run folder as `{"in_run": "weights/v000012"}`; another one, or an id of the hub, as it is."""
+    """A folder in the run folder as `{"in_run": "weights/v000012"}`; any other folder, or a hub id, unchanged."""
     if path is None:
         return None
     absolute, folder = Path(path), run.resolve()
@@ -178,7 +178,7 @@ def path_from_json(value: Mapping[str, str] | str | None, run: Path) -> Path | N
         return None if value is None else Path(value)
     name = PurePosixPath(value[IN_RUN])
     if name.is_absolute() or ".." in name.parts:
-        raise RunStopped(f"the trainer names the folder {name}, expected one below {run}")
+        raise RunStopped(f"the trainer's answer names the folder {name}, expected one below {run}")
     return run.resolve() / name
 
 
@@ -203,17 +203,19 @@ def _probes(value: Mapping[str, Any] | None) -> Probes | None:
 
 
 def _tensor_file(tensors: Mapping[str, Sequence[NDArray[Any]]], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """The content of a safetensors file of tensors that lie in parts, part by part, without joining them first.
+    """The content of a safetensors file, in parts. Tensors are given in parts too and are never concatenated in memory,
+    which safetensors' own writer would require.
 
-    The format: the length of the header as uint64, the header as JSON (type, shape and place of each tensor, and
-    metadata), then the bytes of the tensors, one after the other (https://huggingface.co/docs/safetensors).
+    The format: the header's length as uint64, the header as JSON (dtype, shape and offsets of each tensor, and
+    metadata), then the bytes of all tensors (https://huggingface.co/docs/safetensors).
 
     Args:
-        tensors: By name the arrays that the tensor is joined of, along the first dimension; at least one.
-        metadata: Texts by name.
+        tensors: By name, the arrays to concatenate along the first dimension to get the tensor; at least one.
+        metadata: Strings by name.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))  # keeps each of them aligned
+    # Largest items first, which keeps every tensor aligned to its item size without padding in between.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     end = 0
     for name in ordered:
         parts = tensors[name]

@@ -1,4 +1,4 @@
-"""Publishes weights as one folder for each policy version, complete or absent. The sampler loads them."""
+"""Publishes weights as one folder per policy version, complete or absent, from which the sampler loads them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 _TEMPORARY = ".tmp??????"
-"""What safetensors calls a file while it writes it. One in a published version has lost its name with the power."""
+"""Pattern of safetensors' temporary files. If a published version contains one, a power loss undid its rename."""
 
 
 class WeightFolders:
     """`{folder}/v000012` holds the weights of policy version 12.
 
     Args:
-        folder: Where they are. What a killed process or a loss of power left half written there is removed.
-        keep: Newest versions kept. A sampler that may be k versions behind needs k + 2: one that it reads, and the one
-            that is being written.
+        folder: The parent folder. Incomplete versions, left by a killed process or a power loss, are removed.
+        keep: Number of newest versions to keep. A sampler that may be k versions behind needs k + 2: the one that it
+            reads is k behind the newest, and one more is being written.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -31,7 +31,7 @@ class WeightFolders:
                 shutil.rmtree(damaged, ignore_errors=True)
 
     def publish(self, version: int, write: Callable[[Path], None]) -> Path:
-        """Write a version into a temporary folder, then give it its name in one step."""
+        """Write a version into a temporary folder, remove old versions, then rename the folder atomically."""
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"v{version:06d}"
         partial = self._folder / f".v{version:06d}.partial"
@@ -43,7 +43,7 @@ class WeightFolders:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         for stale in self._folder.glob("v[0-9]*"):
-            # At or above this version: left by a process that was killed after publishing, before its checkpoint.
+            # A version at or above this one was left by a process killed after publishing it, before its checkpoint.
             number = int(stale.name[1:])
             if number >= version or number <= version - self._keep:
                 shutil.rmtree(stale)
@@ -52,5 +52,5 @@ class WeightFolders:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Total size of the files in a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
