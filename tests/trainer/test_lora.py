@@ -249,7 +249,7 @@ def test_an_adapter_of_other_base_weights_is_refused(trained, qwen, tmp_path):
 
 def test_whole_weights_and_damaged_adapters_are_refused(trained, qwen, tmp_path):
     trainer = make_trainer(qwen, lora=LORA)
-    with pytest.raises(CheckpointError, match=r"whole weights.*without \[trainer.lora\]"):
+    with pytest.raises(CheckpointError, match=r"full weights.*without \[trainer.lora\]"):
         trainer.adapters.load(qwen)
     folder = saved(trained, tmp_path / "adapter")
     cut = (folder / "adapter_model.safetensors").read_bytes()[:-20]
@@ -317,7 +317,7 @@ def test_layers_whose_weights_are_used_by_others_are_refused(qwen):
 
     with (
         mock.patch.object(Linear, "forward", lambda self, x: self.base_layer(x)),
-        pytest.raises(ModelError, match=r"adapted layers differ by .* from the merged ones"),
+        pytest.raises(ModelError, match=r"logprobs with adapters differ by .* from those with merged weights"),
     ):
         make_trainer(qwen, lora=LORA)
 

@@ -259,7 +259,7 @@ def test_what_has_no_such_loss_is_refused_by_name(tmp_path):
             max_position_embeddings=128,
         )
     ).save_pretrained(tmp_path / "deepseek")
-    with pytest.raises(ModelError, match=r"DeepseekV3ForCausalLM, but transformers has none for this class"):
+    with pytest.raises(ModelError, match=r"DeepseekV3ForCausalLM, but transformers has no such loss for this class"):
         trained(tmp_path / "deepseek", [], dtype="float32")
 
 

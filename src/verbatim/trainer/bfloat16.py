@@ -91,13 +91,14 @@ class Products:
         return self._rounded
 
     def _forget(self, gone: object) -> None:
+        """Free the cached copy when its input is garbage-collected, unless a newer input has replaced it."""
         if gone is self._input:
             self._rounded = None
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedLinear:
-    """The `forward` of one linear layer."""
+    """Replaces the `forward` of one linear layer."""
 
     module: nn.Linear
     in_float32: Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Moves a micro-batch to the trainer's device, and cuts the inputs of losses out of it."""
+"""Moves a micro-batch to the trainer's device, and selects the inputs of losses from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DeviceTargets:
         self.target_ids_M = ids(targets.target_ids)
         self.temperatures_M = floats(targets.temperatures)
         self.inference_logprobs_M = floats(targets.inference_logprobs)
-        """NaN = missing."""
+        """The sampler's logprobs; NaN means missing."""
         self.advantages_M = floats(targets.advantages)
         self.chunk_ids_M = ids(targets.chunk_ids)
         self.logprob_streams_M = {name: floats(stream) for name, stream in targets.logprob_streams.items()}
@@ -107,7 +107,7 @@ class DeviceBatch(DeviceTargets):
             self._own_M = ids(numbers)
         super().__init__(own, device)
         self.whole: DeviceTargets = self if sequence is None else DeviceTargets(micro_batch, device)
-        """All targets of the micro-batch."""
+        """All targets of the micro-batch, on every rank; the batch's own targets are those of this rank's slice."""
         self.input_ids_T = ids(np.append(micro_batch.input_ids, np.zeros_like(padding))[mine])
         self.position_ids_T = ids(position_ids[mine])
         self.source_positions_M = ids(own.targets.source_positions) - mine.start
@@ -159,6 +159,7 @@ class DeviceBatch(DeviceTargets):
 
 
 def _picked(targets: Targets, numbers: np.ndarray) -> Targets:
+    """The targets with these indices."""
     arrays = {f.name: getattr(targets, f.name)[numbers] for f in fields(targets) if f.name not in _RAGGED}
     return Targets(
         **arrays,

@@ -40,6 +40,7 @@ class MetricSums:
         self._of_others.append(partial)
 
     def result(self) -> dict[str, float]:
+        """The combined value of each metric, by name, including those added with `add_partial`."""
         by_name: dict[str, list[Sequence[float]]] = {}
         for partial in [*self._of_others, self.partial()]:
             for name, pair in partial.items():
@@ -65,6 +66,7 @@ class MetricSums:
 
 
 def _kind(name: str) -> object:
+    """How values of a metric are combined: `min`, `max`, "count" (a plain sum) or `sum` (a weighted mean)."""
     if name.endswith("_min"):
         return min
     if name.endswith("_max"):

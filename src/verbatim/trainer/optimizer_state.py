@@ -34,7 +34,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_file(rank: int, size: int) -> str:
-    """The file of one process.
+    """The file name for the state of one rank of `size`.
 
     >>> optimizer_file(0, 1), optimizer_file(1, 3)
     ('optimizer.safetensors', 'optimizer-00002-of-00003.safetensors')

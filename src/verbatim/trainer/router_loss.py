@@ -106,6 +106,7 @@ class RouterLoss:
         weights_TK: Tensor,
         experts_TK: Tensor,
     ) -> Tensor:
+        """Observe one router: add its tokens to `sums`, and return its weights unchanged."""
         counted_T = weights_T[tokens]
         counts_E, probabilities_E, entropy_1 = sums[router].split_with_sizes(self._columns)
         log_TE = _log_probabilities(logits_TE).double()
@@ -117,6 +118,7 @@ class RouterLoss:
     def _attach(
         self, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor, _: Tensor
     ) -> Tensor:
+        """Observe one router: attach the gradient of its part of the loss to its weights."""
         if not torch.is_grad_enabled():  # a pass for logprobs only
             return weights_TK
         probabilities_TE = _log_probabilities(logits_TE).exp()
@@ -128,7 +130,7 @@ class RouterLoss:
 
 
 def _weights(batch: DeviceBatch) -> Tensor:
-    """How many targets each token predicts: float64 [T]."""
+    """The number of targets predicted from each token: float64 [T]."""
     return torch.bincount(batch.source_positions_M, minlength=len(batch.input_ids_T)).double()
 
 
@@ -137,7 +139,7 @@ def _observing(batch: DeviceBatch, observe: Any) -> None:
 
 
 def _log_probabilities(logits_TE: Tensor) -> Tensor:
-    """In at least float32."""
+    """Log-probabilities of a router's logits, in at least float32."""
     return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).log_softmax(-1)
 
 
@@ -186,10 +188,10 @@ def check_router_loss(model_config: Any) -> None:
 
 
 def refuse_without_router_loss(model: Any, routers: Routers | None) -> None:
-    """Refuse a model that has no load-balancing loss.
+    """Refuse a model without a load-balancing loss.
 
     Raises:
-        ModelError: a dense model, or one whose class has none in `transformers`.
+        ModelError: a dense model, or one whose class has no load-balancing loss in `transformers`.
     """
     if routers is None:
         what = "it has no routers"

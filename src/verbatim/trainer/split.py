@@ -1,4 +1,4 @@
-"""Splits a batch into the disjoint parts of several optimizer steps, never cutting a trajectory."""
+"""Splits a batch into disjoint parts, one per optimizer step, without splitting a trajectory."""
 
 from __future__ import annotations
 

@@ -105,6 +105,9 @@ class GradientPass:
 
     @torch.no_grad()
     def _add_streams(self, batches: Sequence[DeviceBatch], num_idle: int) -> None:
+        """Score all micro-batches with the frozen models, before any backward pass.
+
+        One model at a time, and released after its passes: sharded models are gathered for their passes only."""
         for name, lm in self.frozen.items():
             for batch in batches:
                 found = lm.forward(lm.hidden(batch), batch)
@@ -116,12 +119,14 @@ class GradientPass:
     # ---- token-level losses
 
     def _token_gradient(self, batch: DeviceBatch, at: slice, result: ChunkLogprobs) -> Tensor:
+        """dL/dlogprob of a chunk of targets, for a token-level loss."""
         self._observe(batch, at, result)
         leaf_M = result.logprobs_M.requires_grad_()
         inputs = batch.inputs(leaf_M, at)
         num_tokens = at.stop - at.start
         grad_M = self._gradient(inputs, leaf_M, num_tokens, partial(self._culprits, batch, at, inputs))
         if self.tokens is not None:
+            # Without the division, so that a token's gradient does not depend on the size of the batch.
             self.tokens.add_gradient(batch, at, grad_M * self.denominator)
         return grad_M
 
@@ -149,7 +154,7 @@ class GradientPass:
             grads = self._whole_gradients([batches[i] for i in cut], logprobs)
             for i, grad_M in zip(cut, grads, strict=True):
                 self._carry_back(batches[i], grad_M)
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(batches):  # ranks may mix both kinds: each makes a forward and a backward pass
             if i not in cut:
                 self._backward_alone(batch)
 
@@ -211,6 +216,7 @@ class GradientPass:
     def _backward(
         self, batch: DeviceBatch, gradient: Callable[[slice, ChunkLogprobs], Tensor], hidden_MD: Tensor | None = None
     ) -> None:
+        """Backward pass of a micro-batch, with a forward pass first if there is no `hidden_MD`."""
         if hidden_MD is None:
             self.before_pass()
             hidden_MD = self.lm.hidden(batch)
@@ -269,6 +275,11 @@ class GradientPass:
         return ComponentError(f"the loss {self.loss.name} raised {error_text(error)}")
 
     def _finite_loss(self) -> float:
+        """The sum of all losses.
+
+        Raises:
+            RunStopped: one of them is not finite; names the trajectories.
+        """
         if not self._losses:
             return 0.0
         # One transfer for all losses: a check after each call would wait for the device every time.

@@ -1,4 +1,4 @@
-"""Trains on batches of samples in optimizer steps; saves weights and state."""
+"""The `Trainer`: trains on batches of samples in optimizer steps, scores samples, and saves weights and state."""
 
 from __future__ import annotations
 

@@ -135,6 +135,7 @@ def _differences_of_shards(found: Gradient, expected: Gradient, sharding: Shardi
 
 
 def _backward(lm: TargetLogprobs, micro_batches: Sequence[MicroBatch], sharding: Sharding | None) -> None:
+    """Accumulate the gradient of the weighted sum of logprobs, with idle passes to keep ranks in step."""
     most = len(micro_batches) if sharding is None else sharding.most(len(micro_batches))
     for micro_batch in micro_batches:
         batch = lm.batch(micro_batch)

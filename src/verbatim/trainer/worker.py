@@ -63,6 +63,7 @@ class TrainerWorker:
         self.trainer.before_pass = self._take_cores
 
     def _take_cores(self) -> None:
+        """Set torch's threads to the cores that the sampler leaves free; only on a change."""
         assert self._cores is not None
         if torch.get_num_threads() != (free := self._cores.threads_for_pass()):
             torch.set_num_threads(free)
@@ -154,9 +155,15 @@ class TrainerWorker:
         return folder
 
     def _state(self, version: int) -> Path:
+        """The folder for the trainer's part of this version's checkpoint."""
         return self.states / f"v{version:06d}"
 
     def _check_held(self, version: int) -> None:
+        """Refuse a request for a version that the trainer's weights and optimizer no longer are.
+
+        Raises:
+            RunStopped: another version is held, or optimizer steps were taken since it was published.
+        """
         if version != self.version or self.trainer.schedule.num_done != self._optimizer_steps:
             raise RunStopped(
                 f"the state after step {version} is gone: {self.trainer.schedule.num_done} optimizer steps are "
@@ -178,6 +185,7 @@ class TrainerWorker:
         )
 
     def _write(self, folder: Path, published: Path | None) -> None:
+        """Write weights and state into a folder; `published` is the folder of the same weights, if there is one."""
         if published is None:
             self.trainer.save_weights(folder / "weights")
         else:  # the same weights are on disk already: hard links take no time and no space

@@ -65,6 +65,7 @@ def model_cost(config: Any) -> CostModel:
     """
 
     def get(name: str, default: int) -> int:
+        # A key may be missing or None.
         return int(getattr(config, name, None) or default)
 
     width, heads, layers = get("hidden_size", 1), get("num_attention_heads", 1), get("num_hidden_layers", 1)

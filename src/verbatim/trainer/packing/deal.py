@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Which rank computes which pieces in which pass."""
+    """An assignment of pieces to ranks and passes."""
 
     pieces: tuple[tuple[tuple[int, ...], ...], ...]
     """Indices of pieces, by rank and pass. Ranks may have different numbers of passes."""
@@ -83,6 +83,7 @@ def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
 
 
 def _is_better(one: Deal, other: Deal) -> bool:
+    """True if `one` is faster; with fewer passes, it may even be slower by `ALIKE`, with more it must win by that."""
     if one.num_passes < other.num_passes:
         return one.time < other.time * ALIKE
     return one.time * (ALIKE if one.num_passes > other.num_passes else 1) < other.time
@@ -137,6 +138,7 @@ class _Pass:
 
 
 def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: float) -> Deal:
+    """The deal for one cost limit of a rank per pass."""
     passes: list[_Pass] = []
     load = [0.0] * num_ranks
 

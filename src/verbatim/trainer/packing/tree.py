@@ -129,6 +129,7 @@ def lengths_of(rows: Sequence[Row]) -> Int64:
 
 
 def _common_tokens(key: bytes, other: bytes, words: int) -> int:
+    """Length in tokens of the common prefix of two sort keys."""
     one, two = (np.frombuffer(each, dtype=">i4") for each in (key, other))
     return common_prefix_length(one, two) // words
 
@@ -149,7 +150,7 @@ def _shared(one: TrainingSample, other: TrainingSample) -> int:
         return count
     compared = min(count, len(one) - 1, len(other) - 1)
     same = same_routing(one.routed_experts, other.routed_experts, compared)
-    return count if same == compared else same
+    return count if same == compared else same  # if all compared tokens agree, the last token is shared too
 
 
 def _between_trajectories(rows: Sequence[Row], lengths: Int64, shared: Int64, budget: int) -> list[bool]:

@@ -47,7 +47,7 @@ KINDS: Mapping[str, type[VerbatimError]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank cannot go on."""
+    """Why a rank cannot continue."""
 
     rank: int
     """The rank that failed."""
@@ -219,6 +219,7 @@ class Failures:
             over.set()
 
     def _of_another(self) -> Failure | None:
+        """A failure of another rank: a process that has ended, or the first recorded failure; None if there is none."""
         for rank, how in self._ended().items():
             return Failure(rank=rank, said=f"it {how}", kind="run")
         first = self.first()

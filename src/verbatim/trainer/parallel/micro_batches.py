@@ -50,6 +50,7 @@ def take_in(ranks: Ranks) -> list[MicroBatch]:
 
 
 def _head(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Everything in a micro-batch that is not an array, as plain JSON values."""
     return {
         "trajectory_ids": list(micro_batch.trajectory_ids),
         "is_rows": micro_batch.is_rows,
@@ -61,6 +62,7 @@ def _head(micro_batch: MicroBatch) -> dict[str, Any]:
 
 
 def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
+    """The arrays of a micro-batch, in the order in which `_made` reads them."""
     targets = micro_batch.targets
     return [
         *(getattr(micro_batch, name) for name in _TOKENS),
@@ -85,6 +87,7 @@ def _experts(dtype: str | None, arrays: Sequence[np.ndarray]) -> RoutedExperts |
 
 
 def _made(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> MicroBatch:
+    """The micro-batch from its `_head` and `_arrays`."""
     tokens, rest = arrays[: len(_TOKENS)], arrays[len(_TOKENS) :]
     targets, rest = rest[: len(_TARGETS)], rest[len(_TARGETS) :]
     streams, rest = rest[: len(head["streams"])], rest[len(head["streams"]) :]

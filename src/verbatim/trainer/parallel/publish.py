@@ -176,6 +176,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write_the_rest(model: Any, tokenizer: Any, folder: Path, index: Mapping[str, str], num_bytes: int) -> None:
+    """Write everything but the weights: index, configuration, generation configuration and tokenizer."""
     with rust_errors_as_oserror(folder):
         if index:
             about = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(index.items()))}

@@ -76,6 +76,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
+        """True on rank 0."""
         return self.rank == 0
 
     @property

@@ -126,10 +126,10 @@ def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
 
 
 def report_from_json(value: Mapping[str, Any], run: Path) -> StepReport:
-    """The inverse of `to_json`; `run` is the reader's run folder.
+    """The inverse of `to_json` for a report; `run` is the reader's run folder.
 
     Raises:
-        RunStopped: a folder that is named below the run folder is not below it.
+        RunStopped: a relative path leads out of the run folder.
     """
     weights = path_from_json(value["weights"], run)
     assert weights is not None
@@ -143,10 +143,10 @@ def report_from_json(value: Mapping[str, Any], run: Path) -> StepReport:
 
 
 def ready_from_json(value: Mapping[str, Any], run: Path) -> TrainerReady:
-    """The inverse of `to_json`; `run` is the reader's run folder.
+    """The inverse of `to_json` for a `TrainerReady`; `run` is the reader's run folder.
 
     Raises:
-        RunStopped: a folder that is named below the run folder is not below it.
+        RunStopped: a relative path leads out of the run folder.
     """
     checkpoint, weights = (path_from_json(value[name], run) for name in ("checkpoint", "weights"))
     changes = {
@@ -172,7 +172,7 @@ def path_from_json(value: Mapping[str, str] | str | None, run: Path) -> Path | N
     """The inverse of `path_to_json`.
 
     Raises:
-        RunStopped: a folder that is named below the run folder is not below it.
+        RunStopped: a relative path leads out of the run folder.
     """
     if value is None or isinstance(value, str):
         return None if value is None else Path(value)
