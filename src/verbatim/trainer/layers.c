@@ -1,4 +1,4 @@
-/* Parts of decoder layers that are not products of matrices, forward and backward, each in one pass over its numbers. */
+/* The parts of decoder layers that are not matrix products, forward and backward, each in one pass over its data. */
 
 #include <string.h>
 
@@ -7,7 +7,7 @@
 #define AT(array, i) (*(vf *)((array) + (i)))
 #define READ(array, i) (*(const vf *)((array) + (i)))
 
-/* out = x r weight with r = 1 / sqrt(mean(x^2) + eps), for rows of `size` numbers, a multiple of 16; r is kept. */
+/* out = x r weight with r = 1 / sqrt(mean(x^2) + eps), for rows of `size` numbers, a multiple of 16. Saves r. */
 void norm_forward(int64_t rows, int64_t size, float eps, const float *x, const float *weight, float *out, float *scales) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
@@ -21,8 +21,8 @@ void norm_forward(int64_t rows, int64_t size, float eps, const float *x, const f
     }
 }
 
-/* With g = grad weight: grad_x = r (g - x r^2 mean(g x)); grad_weights[part] gets the sum of grad x r over its rows. The
-   parts are cut by the number of rows alone, so that sums do not depend on the number of threads. */
+/* With g = grad weight: grad_x = r (g - x r^2 mean(g x)); grad_weights[part] is the sum of grad x r over its rows. How
+   rows are divided into parts depends on their number alone, so the sums do not depend on the number of threads. */
 void norm_backward(int64_t rows, int64_t size, int64_t parts, const float *x, const float *weight, const float *scales,
                    const float *grad, float *grad_x, float *grad_weights) {
 #pragma omp parallel for schedule(static)
@@ -64,8 +64,9 @@ void swiglu_backward(int64_t count, const float *gate, const float *up, const fl
     }
 }
 
-/* Each pair (x[d], x[d + size / 2]) of each head turned by its token's angle: x cos + rotated x sin, where `direction` 1
-   turns forward and -1 back. Tables have `size` numbers for each token, of which the second half repeats the first. */
+/* Rotates each pair (x[d], x[d + size / 2]) of each head by its token's angle: x cos + rotated x sin. `direction` is 1
+   for the forward pass and -1 for the inverse. The tables have `size` numbers per token; the second half repeats the
+   first. */
 void rotate(int64_t tokens, int64_t heads, int64_t size, float direction, const float *x, const float *cosines,
             const float *sines, float *out) {
     int64_t half = size / 2;

@@ -1,11 +1,12 @@
 /* Attention of prefix trees, forward and backward: each token sees its ancestors and itself.
 
-   A block is as many neighbouring queries as fill ROWS rows, a row being a query of one of the G query heads that share a
-   key/value head. Every token has a key; not every token needs to have queries. Vectors run over rows, so the softmax of a
-   row needs no sum across a vector, and keys and values are read where they are, one number at a time. Scores exist for
-   one block and TILE keys and stay in the first cache.
+   A block is as many neighbouring queries as fill ROWS rows. A row is a query in one of the G query heads that share a
+   key/value head. Every token has a key; not every token needs to have queries. SIMD vectors run over rows, so a row's
+   softmax needs no sum across a vector, and keys and values are read in place, one number at a time. Scores exist for one
+   block and TILE keys at a time and stay in the L1 cache.
 
-   Legend: r row, d place in a query or key, e place in a value, k key. Arrays with rows last are "turned". */
+   Legend: r row, d index into a query or key, e index into a value, k key. Arrays with rows last (transposed) are called
+   "turned". */
 
 #include <math.h>
 #include <stdint.h>
@@ -109,7 +110,7 @@ INLINE void add_outer(float *const *out, int count, const float *turned, const f
     }
 }
 
-/* Scores of keys that a row does not see become -inf; keys from `real` on are seen by none. */
+/* Sets the scores of keys that a row does not see to -inf. No row sees the keys from `real` on, which are padding. */
 INLINE void mask(float *turned, const int32_t *keys, int real, int count, const int32_t *row_token,
                  const int32_t *row_depth, const Tree *tree, int32_t window) {
     for (int k = 0; k < count; k++)
@@ -125,8 +126,7 @@ INLINE void mask(float *turned, const int32_t *keys, int real, int count, const 
         }
 }
 
-/* Whether all rows of a block, of tokens from `first` to before `end` and is at most `deepest` deep, see all
-   of these keys. */
+/* True if all rows of a block see all of these keys. Its tokens are `first` to `end` - 1, at most `deepest` deep. */
 INLINE int all_seen(const int32_t *keys, int real, int32_t first, int32_t end, int32_t deepest, const Tree *tree,
                     int32_t window) {
     int yes = 1;
@@ -137,10 +137,10 @@ INLINE int all_seen(const int32_t *keys, int real, int32_t first, int32_t end, i
     return yes;
 }
 
-/* The rows of a block. Where a block has fewer than ROWS, the last ones repeat its last token with numbers of 0. */
+/* The rows of a block. If a block has fewer than ROWS, its last token is repeated as padding, with values of 0. */
 typedef struct {
     int32_t first, end, deepest; /* tokens */
-    int rows; /* real ones */
+    int rows; /* without padding */
     int32_t query[ROWS];
     ALIGNED int32_t token[ROWS];
     ALIGNED int32_t depth[ROWS];
@@ -162,7 +162,8 @@ static void find_rows(Rows *rows, const Shape *s, const Tree *tree, int64_t bloc
     }
 }
 
-/* Rows of all query heads of a key/value head: contiguous in `straight` [ROWS][size] (if given) and turned. */
+/* Copies the rows of all query heads of a key/value head: to `straight`, [ROWS][size], if given, and transposed to
+   `turned`, [size][ROWS]. */
 static void take_rows(const float *x, int64_t query_stride, int64_t head_stride, int64_t size, float factor,
                       const Rows *rows, int64_t heads, float *straight, float *turned) {
     for (int r = 0; r < ROWS; r++) {
@@ -188,6 +189,7 @@ static void forward_block(const Shape *s, const Tree *tree, const float *query, 
     take_rows(query + head * heads * s->query_head, s->query_place, s->query_head, D, s->scale, &rows, heads, NULL,
               queries);
     memset(outs, 0, sizeof(float) * E * ROWS);
+    /* Not -INFINITY: for a row that sees no key of the first tile, -inf minus -inf would be NaN. */
     for (int r = 0; r < ROWS; r++) highest[r] = -1e30f, sums[r] = 0.0f;
     for (int32_t begin = tree->begins[block]; begin < tree->begins[block + 1]; begin += TILE) {
         const int32_t *keys = tree->keys + begin;
@@ -201,6 +203,7 @@ static void forward_block(const Shape *s, const Tree *tree, const float *query, 
         products(key_rows, count, queries, D, scores);
         if (count != real || !all_seen(keys, real, rows.first, rows.end, rows.deepest, tree, s->window))
             mask(scores, keys, real, count, rows.token, rows.depth, tree, s->window);
+        /* Online softmax: the sums and outputs so far are rescaled whenever a tile raises a row's maximum. */
         for (int r = 0; r < ROWS; r += LANES) {
             vf before = *(vf *)(highest + r), top = before, sum = splat(0.0f);
             for (int k = 0; k < count; k++) top = larger(*(vf *)(scores + k * ROWS + r), top);
@@ -224,8 +227,8 @@ static void forward_block(const Shape *s, const Tree *tree, const float *query, 
     }
 }
 
-/* Gradients of one block. grad_query [queries, heads, D] is written; grad_key [tokens, kv_heads, D] and grad_value
-   [tokens, kv_heads, E], which begin at this head, are added to. */
+/* Gradients of one block. Writes grad_query, [queries, heads, D]; adds to grad_key, [tokens, kv_heads, D], and
+   grad_value, [tokens, kv_heads, E], both of which start at this head. */
 static void backward_block(const Shape *s, const Tree *tree, const float *query, const float *key, const float *value,
                            const float *out, const float *lse, const float *grad, float *grad_query, float *grad_key,
                            float *grad_value, int64_t head, int64_t block, int64_t queries_per_block, float *room) {
@@ -291,7 +294,7 @@ static int64_t room_for(const Shape *s) {
 
 int64_t rows_per_block(void) { return ROWS; }
 
-/* out [queries, heads, E] and lse [queries, heads] are written. Returns 1 where memory is missing. */
+/* Writes out, [queries, heads, E], and lse, [queries, heads]. Returns 1 if memory could not be allocated. */
 int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_per_block, const float *query,
             const float *key, const float *value, float *out, float *lse) {
     int failed = 0;
@@ -311,8 +314,8 @@ int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_pe
     return failed;
 }
 
-/* grad_query [queries, heads, D] is written; grad_key [parts, tokens, kv_heads, D] and grad_value [parts, tokens,
-   kv_heads, E], which hold 0, are added to: part p has the blocks b with b * parts / blocks = p. */
+/* Writes grad_query, [queries, heads, D]; adds to grad_key, [parts, tokens, kv_heads, D], and grad_value, [parts,
+   tokens, kv_heads, E], which must be 0 at the start. Part p has the blocks b with b * parts / blocks = p. */
 int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_per_block, int64_t parts,
              const float *query, const float *key, const float *value, const float *out, const float *lse,
              const float *grad, float *grad_query, float *grad_key, float *grad_value) {
