@@ -39,7 +39,7 @@ class DeviceMemory:
         seconds = self._bring_to(HOST)
         gc.collect()  # tensors in reference cycles hold device memory too
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the sampler is another process: cached blocks would be lost to it
+            torch.cuda.empty_cache()  # other processes cannot use blocks that torch's allocator caches
         return seconds
 
     def come_back(self) -> float:

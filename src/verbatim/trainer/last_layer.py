@@ -127,8 +127,7 @@ def _attention(
     mine = x_1UD.index_select(1, wanted.tokens_Q) if narrow else x_1UD
     tables = [x.index_select(1, wanted.tokens_Q) if narrow else x for x in position_embeddings]
     query = heads(attention.q_proj, norms[0], mine)
-    # `rotate` takes queries and keys with one table; here their lengths differ, so each is rotated with an empty
-    # partner.
+    # `rotate` takes queries and keys with one table. Here their lengths differ, so each goes alone, with empty keys.
     query, key = (rotate(x, x[:, :0], *at)[0] for x, at in ((query, tables), (key, position_embeddings)))
     if narrow:
         out: Tensor = attention_plan.attend_some(wanted.tokens, query, key, value, call)

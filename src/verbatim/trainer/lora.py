@@ -275,9 +275,7 @@ def _inject(model: Any, config: LoraConfig) -> Any:
     )
     said = json.dumps(targets)
     if not usable:
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained with [trainer.lora]: {there}; remove the table from the config"
-        )
+        raise ModelError(f"{type(model).__name__} cannot be trained with [trainer.lora]: {there}; leave the table out")
     try:
         # `peft` draws from the global generator: a fork leaves the caller's random state untouched.
         with torch.random.fork_rng(devices=[]):

@@ -201,5 +201,5 @@ def refuse_without_router_loss(model: Any, routers: Routers | None) -> None:
         return
     raise ModelError(
         f"trainer.router_aux_loss_coef asks for the load-balancing loss of {type(model).__name__}, but "
-        f"{what}; remove the key"
+        f"{what}; leave it out"
     )

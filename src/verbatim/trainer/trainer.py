@@ -91,7 +91,7 @@ class Trainer:
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained with this configuration.
         """
-        assert config.dtype != "auto", "resolve_dtypes comes first"
+        assert config.dtype != "auto", 'trainer.dtype is still "auto": call resolve_dtypes first'
         self.config = config
         self.loss = loss
         self.tokenizer = tokenizer

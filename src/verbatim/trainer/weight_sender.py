@@ -70,7 +70,7 @@ class WeightBroadcaster:
             self._leave(str(fault))
             return SendReport(fault=str(fault), seconds=time.monotonic() - began, seconds_meeting=met - began)
         except BaseException:
-            self._leave("the trainer failed")  # or the receivers would wait for tensors until they time out
+            self._leave("the trainer failed")  # the receivers are waiting for tensors: tell them
             raise
         return SendReport(num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began)
 

@@ -116,7 +116,7 @@ async def test_after_a_step_smaller_than_the_tolerance_old_weights_are_told_from
     for version in range(1, last_good + 1):
         await sync.load(report(version, tmp_path))
     engine.loads = False
-    with pytest.raises(RunStopped, match=r"differ by 0\.01 on average .* only 0 from those of the weights before"):
+    with pytest.raises(RunStopped, match=r"differ by 0\.01 on average .* only 0 from those of the previous weights"):
         await sync.load(report(last_good + 1, tmp_path))
 
 

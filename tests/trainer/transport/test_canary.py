@@ -64,7 +64,7 @@ def test_logprobs_twice_as_near_to_the_old_weights_pass_and_nearer_ones_do_not()
     assert find_mismatch(new, found([-3.0]), before=old, tolerance=10) is None
     assert find_mismatch(new, found([-3.5]), before=old, tolerance=10) == (
         "its logprobs differ by 2.5 on average from those of the new weights, and by only 0.5 from those of the "
-        "weights before"
+        "previous weights"
     )
 
 
@@ -120,7 +120,7 @@ SAID = "logprobs of a new request over the prefix cache differ by {} on average 
         ([-1.0, -2.000008], None),  # 4e-6, less than a tenth of what the weights changed: 5e-5
         (
             [-1.0, -2.000012],
-            SAID.format("6e-06") + "and the weights changed them by 5e-05: the cache is that of the weights before",
+            SAID.format("6e-06") + "and the weights changed them by 5e-05: the cache is that of the previous weights",
         ),
         ([np.nan, -2.0], SAID.format("nan") + "more than 0.0001"),
     ],
@@ -237,7 +237,7 @@ async def test_a_sampler_that_keeps_all_old_weights_is_refused_also_after_a_tiny
     monkeypatch.setattr(torch_engine, "replace_weights", lambda model, weights: None)
     before, report = trained(model, tmp_path.parent, TINY)
     assert find_mismatch(report.probes, before.logprobs, before=None, tolerance=tolerance_of("float32")) is None
-    assert "from those of the weights before" in await verdict(model, tmp_path, TINY)
+    assert "from those of the previous weights" in await verdict(model, tmp_path, TINY)
 
 
 def test_the_vocabulary_of_the_probes_is_the_models(model, tmp_path):

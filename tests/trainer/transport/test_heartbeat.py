@@ -65,7 +65,7 @@ def test_silence_up_to_the_timeout_is_no_fault_and_beyond_it_is(peer):
     assert peer.look_for(10) is None
     fault = peer.look_for(LOOK)
     assert (
-        fault == "the trainer (process 4711) has given no sign of life for 10 s; the last was that it is training "
+        fault == "the trainer (process 4711) has given no sign of life for 10 s; its last report was: training "
         "on batch 3"
     )
     peer.beat()
@@ -75,7 +75,7 @@ def test_silence_up_to_the_timeout_is_no_fault_and_beyond_it_is(peer):
 def test_a_side_that_was_never_seen_has_two_minutes_to_start(tmp_path):
     peer = Peer(tmp_path, stall_timeout=600.0)
     assert peer.look_for(120) is None
-    assert peer.look_for(LOOK) == "the trainer has given no sign of life for 120 s; the last was that it is starting"
+    assert peer.look_for(LOOK) == "the trainer has given no sign of life for 120 s; its last report was: starting"
 
 
 def test_beats_without_progress_up_to_the_timeout_are_no_fault_and_beyond_it_are(peer):
@@ -144,8 +144,8 @@ def test_the_process_what_it_does_and_that_somebody_wants_it_to_end_are_told(tmp
     watch.fault()
     now[0] += 1.0
     assert (
-        watch.fault() == f"the trainer (process {os.getpid()}) has given no sign of life for 1 s; the last was "
-        "that it is training on batch 12"
+        watch.fault() == f"the trainer (process {os.getpid()}) has given no sign of life for 1 s; its last report was: "
+        "training on batch 12"
     )
 
 

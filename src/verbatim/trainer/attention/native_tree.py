@@ -68,7 +68,7 @@ class NativeForest:
         assert groups <= library.rows_per_block(), f"{groups} query heads for each key/value head"
         keys = [*keys_of_blocks(self._depths, self._queries, self.queries_per_block, window)]
         self._keys = np.concatenate(keys)
-        assert len(self._keys) <= MOST_KEYS, f"{len(self._keys)} keys of {len(keys)} blocks are more than int32 counts"
+        assert len(self._keys) <= MOST_KEYS, f"{len(self._keys)} keys of {len(keys)} blocks exceed int32"
         self._begins = np.cumsum([0, *map(len, keys)], dtype=np.int32)
         self.num_blocks = len(keys)
         arrays = (self._keys, self._begins, self._ends, self._depths, self._queries)
@@ -111,8 +111,7 @@ def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window
     for start in range(0, len(queries), queries_per_block):
         block = queries[start : start + queries_per_block]
         before, own = (np.arange(*x, dtype=np.int32) for x in ((done, block[0]), (block[0], block[-1] + 1)))
-        # numpy keeps the last of several writes to a place: for each depth the latest token, which is the path to
-        # `own`.
+        # numpy keeps the last of several writes to a place: the latest token of each depth, so the path to `own`.
         path[depths[before]] = before
         own_depths = depths[own]
         first = 0 if window is None else max(0, int(own_depths.min()) - window + 1)

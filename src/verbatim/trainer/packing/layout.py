@@ -103,7 +103,7 @@ def experts_of(rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tok
     found = RoutedExperts.of_none(num_tokens, first)
     for routed, at in recorded:
         if routed is not None:
-            assert routed.experts.shape[1:] == first.shape[1:], "experts of two models in one batch"
+            assert routed.experts.shape[1:] == first.shape[1:], "recorded experts of two models in one batch"
             found.add(at[routed.known], routed.experts[routed.known])
     return found
 

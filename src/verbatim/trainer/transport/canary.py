@@ -61,7 +61,7 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     Random ids pass through every layer like text does, and no cache contains them. The last sequence is longer than a
     block of a prefix cache. Each leaves room for one more token in the context, without which vLLM does not score it.
     """
-    rng = np.random.default_rng(20_26)  # an arbitrary seed, fixed so that trainer and sampler agree
+    rng = np.random.default_rng(20_26)  # an arbitrary seed
     lengths = [*[PROBE_LENGTH] * NUM_PROBES, CACHED_LENGTH]
     return tuple(
         rng.integers(0, vocab_size, size=max(2, min(length, context_length - 1)), dtype=np.int32) for length in lengths
@@ -117,7 +117,7 @@ def find_mismatch(
         if difference > NEARER * old:
             return (
                 f"its logprobs differ by {difference:.2g} on average from those of the new weights, and by only "
-                f"{old:.2g} from those of the weights before"
+                f"{old:.2g} from those of the previous weights"
             )
     return None
 
@@ -152,7 +152,7 @@ def find_stale_prefix(
         change = float(np.abs(new - old).mean())
         rounding = ROUNDING * float(np.abs(whole.astype(np.float64) - published.logprobs[-1]).mean())
         if difference > max(change * STALE_SHARE, rounding, LEAST_ROUNDING * tolerance):
-            return f"{said}, and the weights changed them by {change:.2g}: the cache is that of the weights before"
+            return f"{said}, and the weights changed them by {change:.2g}: the cache is that of the previous weights"
     return None
 
 

@@ -156,7 +156,7 @@ class PeerWatch:
                 self._progress, self._progress_seen = seen.progress, now
         silent, stuck = now - self._beat_seen, now - self._progress_seen
         if silent > (self._heartbeat_timeout if self._beats >= 0 else max(self._heartbeat_timeout, FIRST_BEAT)):
-            return f"{self._who} has given no sign of life for {silent:.0f} s; the last was that it is {self._doing}"
+            return f"{self._who} has given no sign of life for {silent:.0f} s; its last report was: {self._doing}"
         if stuck > self._stall_timeout:
             return f"{self._who} is stuck: for {stuck:.0f} s it has been {self._doing}"
         return None
