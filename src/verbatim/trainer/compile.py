@@ -40,7 +40,7 @@ def compile_layers(model: Any) -> None:
     for trees on a CPU it runs numpy and loops. FlexAttention on CUDA is compiled separately. The routers of a mixture
     of experts are graph breaks too, because a pass may observe them or replay recorded choices (`Routers`).
     """
-    register_attention()
+    register_attention()  # first: the next line wraps what it registers
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
     for router in router_modules(model):
         router.forward = _between_pieces(router.forward)

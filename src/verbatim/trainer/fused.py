@@ -67,6 +67,7 @@ def fuse_layers(model: nn.Module) -> list[str]:
 
     for module in model.modules():
         name, home = type(module).__name__, type(module).__module__
+        # An exact module path: a subclass elsewhere, or an own class of the same name, may compute something else.
         family = next((f for f in KNOWN if home == f"transformers.models.{f.lower()}.modeling_{f.lower()}"), None)
         if family is None or "forward" in vars(module):
             continue
@@ -79,6 +80,7 @@ def fuse_layers(model: nn.Module) -> list[str]:
         elif kind == "Attention":
             home_of = sys.modules[home]
             given = getattr(home_of, _ROTATE)
+            # Replaced in its module, because layers call a module-level function; once for all models of a process.
             if not hasattr(given, "__wrapped__") and agrees(_rotations, given):
                 setattr(home_of, _ROTATE, _rotating(given))
     return sorted(differing)

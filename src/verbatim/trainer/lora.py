@@ -271,7 +271,7 @@ def _inject(model: Any, config: LoraConfig) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=targets if isinstance(targets, str) else list(targets),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),  # Conv1D weights are transposed
     )
     said = json.dumps(targets)
     if not usable:
@@ -324,6 +324,7 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
     adapted = copy.deepcopy(merged)
     _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}))
     generator = torch.Generator().manual_seed(1)
+    # B starts at 0, so that adapters change nothing: draw it, and merge it into the other copy.
     own = dict(merged.named_parameters(remove_duplicate=False))
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer):

@@ -102,7 +102,7 @@ def packed_fault(
     pair: TinyPair, samples: Sequence[TrainingSample], expected: tuple[list[Tensor], Gradient], packing: str
 ) -> str | None:
     """How packed samples differ from `expected` (`own_gradient`), as a clause for a message; None if they agree."""
-    total = 2 * sum(map(len, samples))
+    total = 2 * sum(map(len, samples))  # room for all samples in one micro-batch
     micro_batches = find_packer(packing)(samples, micro_batch_tokens=total, keep_whole=False)
     worst = 0.0
 

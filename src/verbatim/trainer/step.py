@@ -247,6 +247,7 @@ class GradientPass:
         with torch.enable_grad():
             total, metrics = checked_outputs(self.loss(inputs), self.loss.name)
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
+        # Values are checked for being finite in `loss_sum`, together: a check here would wait for the device.
         if counts:
             self._losses.append((total.detach().reshape(()), culprits))
             self.metrics.add({k: v for k, v in metrics.items() if k not in _OBSERVED}, weight)
@@ -282,7 +283,6 @@ class GradientPass:
         """
         if not self._losses:
             return 0.0
-        # One transfer for all losses: a check after each call would wait for the device every time.
         values = torch.stack([value for value, _ in self._losses]).tolist()
         total = sum(values)
         for value, (_, culprits) in zip(values, self._losses, strict=True):

@@ -82,7 +82,7 @@ class TrainerWorker:
         moving = 0.0
         try:
             if self._cores is not None:
-                self._cores.compute(True)
+                self._cores.compute(True)  # tells the sampler in the other process that cores are in use
             moving += self.memory.come_back() if self.memory is not None else 0.0
             tokens: list[TrainedTokens] = []
             metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)

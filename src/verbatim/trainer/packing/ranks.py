@@ -67,13 +67,14 @@ class _Terms:
         blocks = _linked([{row.sample.trajectory_id for row in item} for item in items], self.keep_whole)
         pieces = _pieces([cost(item) for item in items], sizes, blocks)
         dealt = deal(pieces, num_ranks=self.num_ranks, most_tokens=self.micro_batch_tokens)
-        rows = [[[row for i in together for row in items[i]] for together in mine] for mine in dealt.pieces]
+        rows = [[[row for i in numbers for row in items[i]] for numbers in mine] for mine in dealt.pieces]
 
-        def together(numbers: Sequence[int], batch: Sequence[Row]) -> float:
+        def batch_cost(numbers: Sequence[int], batch: Sequence[Row]) -> float:
+            # Not the sum over pieces: pieces in one micro-batch may share a prefix.
             return cost(batch) * (FORWARD_TWICE if any(blocks[i] is not None for i in numbers) else 1.0)
 
         return rows, tuple(
-            tuple(map(together, numbers, batches)) for numbers, batches in zip(dealt.pieces, rows, strict=True)
+            tuple(map(batch_cost, numbers, batches)) for numbers, batches in zip(dealt.pieces, rows, strict=True)
         )
 
 

@@ -72,6 +72,7 @@ class RemoteTrainer:
 
     async def _execute(self, message: TrainerMessage) -> Any:
         number = await self._send(message)
+        # Answers are polled often, for little latency; the trainer's health, which reads files, only 4 times a second.
         seconds, unobserved = FIRST_WAIT, 0.0
         while (answer := self._exchange.take_answer(number)) is None:
             if unobserved >= _LOOK_SECONDS and (fault := self._fault()) is not None:

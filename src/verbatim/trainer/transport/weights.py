@@ -47,6 +47,7 @@ class WeightFolders:
             number = int(stale.name[1:])
             if number >= version or number <= version - self._keep:
                 shutil.rmtree(stale)
+        # Atomic: a sampler never sees part of a version.
         os.rename(partial, target)
         return target
 
