@@ -1,7 +1,7 @@
 """The run's file as typed records.
 
-In: TOML, and options of the command line. Out: frozen records, or a `UsageError` that says what to type. Read first:
-`schema.py`. Imports `core`; no torch.
+In: TOML and command-line options. Out: frozen records, or a `UsageError` with what to type. Read first: `schema.py`.
+Imports `core`, and no torch.
 """
 
 from verbatim.config.backends import Backend, find_backend, settings_for

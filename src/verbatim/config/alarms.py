@@ -1,4 +1,4 @@
-"""Defines [monitor.alarms]: which alarms are looked for, with which parameters, and which of them end a run."""
+"""Defines [monitor.alarms]: which alarms are active, their parameters, and which of them end a run."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class AlarmConfig(ComponentConfig):
     """One alarm: a name from `ALARMS` or an import path, and its parameters."""
 
     enabled: bool = Field(default=True, exclude_if=lambda enabled: enabled)
-    """Whether it is looked for."""
+    """Whether this alarm is active."""
 
 
 class AlarmsConfig(NamedComponents):
-    """What a run is watched for. Every other key is an alarm: `NAME = false` switches one off, a table
-    `[monitor.alarms.NAME]` sets its parameters, and with a `type` it is one of your own."""
+    """The alarms of a run. Every other key is an alarm: `NAME = false` switches it off, a table
+    `[monitor.alarms.NAME]` sets its parameters, and a table with a `type` adds an alarm of your own."""
 
     __pydantic_extra__: dict[str, AlarmConfig] = Field(init=False)
 
     enabled: bool = True
-    """Whether any is looked for; without a table of their own those from `ALARMS` are, with their defaults."""
+    """Whether any alarm is active. Those of `ALARMS` that have no table of their own run with their defaults."""
     stop: tuple[str, ...] = ()
-    """Names of alarms that end the run when they are raised, with a checkpoint and exit status 4."""
+    """Names of alarms that end the run when raised; the run writes a checkpoint and exits with status 4."""
 
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return (
             tuple(value) if isinstance(value, list) else value
-        )  # the section has made Python of JSON, whose lists were tuples
+        )  # strict validation of Python values refuses a list for a tuple, and `NamedComponents` hands Python values on
 
     @classmethod
     def _table(cls, key: str, value: Any) -> Any:
@@ -40,5 +40,5 @@ class AlarmsConfig(NamedComponents):
 
     @property
     def components(self) -> dict[str, AlarmConfig]:
-        """The alarms that the file names, by key; those that are switched off too."""
+        """The alarms that the file names, by key, including those that are switched off."""
         return dict(self.__pydantic_extra__)

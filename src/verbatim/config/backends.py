@@ -1,7 +1,7 @@
-"""Finds backends by the name or import path in a section's `backend`, and the class of their settings.
+"""Finds a backend by the name or import path in a section's `backend`, and the class of its settings.
 
-A backend is a function, or a class, called as `backend(inputs, settings)`; the annotation of `settings` says what the
-keys of its table are, `[inference.torch]` for example. Importing the module that holds it loads nothing heavy.
+A backend is a function or class that is called as `backend(inputs, settings)`. The annotation of `settings` defines the
+keys of its table, for example [inference.torch]. Importing the module of a backend must not load heavy packages.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What a section's `backend` stands for."""
+    """The backend that a section names."""
 
     function: Callable[..., Any]
     """`function(inputs, settings)`."""
     settings: type[BackendSettings]
-    """Its own table."""
+    """The record of its own table."""
 
 
 def find_backend(name: str, table: Table, *, what: str) -> Backend:
@@ -45,7 +45,7 @@ def find_backend(name: str, table: Table, *, what: str) -> Backend:
         table: Name to function, or to its import path.
         what: The kind, for errors: "inference backend".
 
-    Raises:
+        ComponentError: no such name or module, or the object cannot be called as `backend(inputs, settings)`.
         ComponentError: no such name or module, or not callable as `backend(inputs, settings)`.
     """
     entry = name if is_import_path(name) else table.get(name)
@@ -56,7 +56,11 @@ def find_backend(name: str, table: Table, *, what: str) -> Backend:
 
 
 def _settings_of(function: Any, named: str) -> type[BackendSettings]:
-    """The class in the annotation of the parameter `settings`; one without keys where there is no such parameter."""
+    """The annotated class of the parameter `settings`.
+
+    Raises:
+        ComponentError: the signature or the annotation does not fit.
+    """
     expected = "expected a function or class that is called as backend(inputs, settings)"
     try:
         parameters = dict(inspect.signature(function).parameters)
@@ -84,15 +88,15 @@ def _settings_of(function: Any, named: str) -> type[BackendSettings]:
 
 
 def settings_for(section: BackendSection, name: str, backend: Backend) -> BackendSettings:
-    """A backend's settings in its section, defaults where it has no table there."""
+    """A backend's settings from its section, or the defaults if it has no table there."""
     given = getattr(section, table_of(name), None)
     return backend.settings.model_validate({} if given is None else given)
 
 
 def schema_with_backends(document: Mapping[str, Any], tables: ComponentTables) -> tuple[type[RunConfig], list[Problem]]:
-    """The schema of a document: each backend's table is a key of its section, for every name in the tables and for the
-    import path that the document gives. What is wrong with that import path is a problem. The table of the backend in
-    use is filled in; those of others are checked where the document has them, and not read."""
+    """The schema of a document: each backend's table becomes a key of its section, for every name in the tables and for
+    the import path that the document gives; problems with that import path are returned. The table of the backend in
+    use gets its defaults; tables of other backends are validated if present, and otherwise ignored."""
     inference, wrong = _tables_of(document, ("inference",), InferenceConfig, tables.samplers)
     rollout, also_wrong = _tables_of(document, ("orchestrator", "rollout"), RolloutConfig, tables.runners)
     return _schema(inference, rollout), [*wrong, *also_wrong]
@@ -116,7 +120,7 @@ def _tables_of(
         given = given.get(part) if isinstance(given, Mapping) else None
     if given is None:
         given = section.model_fields["backend"].default
-    if not isinstance(given, str):  # refused as any key of the wrong type
+    if not isinstance(given, str):  # validation refuses it later, like any key of the wrong type
         return _Tables(tuple(found.items()), ""), []
     known = _Tables(tuple(found.items()), given if given in table else "")
     if given in table:
@@ -132,6 +136,7 @@ def _tables_of(
     return _Tables(tuple({**found, name: settings}.items()), name), []
 
 
+# Cached: building the pydantic models anew costs more than validating a file.
 @functools.cache
 def _schema(inference: _Tables, rollout: _Tables) -> type[RunConfig]:
     with_rollout = _with(OrchestratorConfig, rollout=_with_tables(RolloutConfig, rollout))
@@ -154,7 +159,7 @@ def _with_tables(section: type[_Section], tables: _Tables) -> type[_Section]:
 
 
 def _with(section: type[_Section], **sections: type[BaseModel]) -> type[_Section]:
-    """The section with these of its tables replaced by more detailed ones."""
+    """The section with some of its tables replaced by more detailed ones."""
     fields: dict[str, Any] = {}
     for name, inner in sections.items():
         old = section.model_fields[name]

@@ -1,4 +1,4 @@
-"""Looks up the schema for error messages: the keys of a table, their types."""
+"""Looks up tables and keys in the schema, for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.config.sections import BackendSettings
 
 
 def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """The record whose fields are the keys of the table at `path`; None inside free-form tables."""
+    """The record whose fields are the keys of the table at `path`, or None inside free-form tables."""
     section: type[BaseModel] | None = model
     for key in path:
         if isinstance(key, int):
@@ -25,7 +25,7 @@ def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The key at `path`, with its type and description; None where the schema has none."""
+    """The key at `path`, with its type and description, or None if the schema does not have it."""
     section = section_at(model, path[:-1])
     return section.model_fields.get(str(path[-1])) if section else None
 
@@ -37,7 +37,7 @@ def sections_with(model: type[BaseModel], key: str) -> list[str]:
 
 
 def keys(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that is no table, by its full name; the tables of a list are called 0.
+    """Every key that is not a table, by its full name; the elements of a list of tables have the index 0.
 
     Example:
         >>> from verbatim.config.orchestrator import TrainEnvsConfig

@@ -37,42 +37,42 @@ def _temperature(value: float) -> float:
 
 
 class SamplingConfig(Section):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     temperature: Annotated[float, AfterValidator(_temperature)] = SamplingParams.temperature
-    """Divides the logits."""
+    """Divisor of the logits; 0: greedy."""
     max_tokens: PositiveInt = SamplingParams.max_tokens
-    """Most tokens of one turn."""
+    """Maximum number of sampled tokens per turn."""
     top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = SamplingParams.top_p
-    """Nucleus; 1: off."""
+    """Nucleus sampling: keep the most likely tokens with this total probability; 1: off."""
     top_k: Annotated[int, Field(ge=0, lt=INT32_END)] = SamplingParams.top_k
-    """0: off."""
+    """Keep this many most likely tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = SamplingParams.min_p
-    """0: off."""
+    """Keep tokens at least this likely relative to the most likely one; 0: off."""
     stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = SamplingParams.stop
-    """Stop strings, a text or a list of at most 16: a turn ends with the token that completes one. That token is part
-    of the turn, and trained; the text that the environment gets ends before the string. Not sent to a teacher."""
+    """Stop strings, one string or a list of at most 16: a turn ends with the token that completes one. That token is
+    part of the turn and is trained; the text for the environment ends before the string. Not sent to a teacher."""
     accept_truncation_mismatch: bool = False
-    """Train under the whole distribution although top-p, top-k or min-p cut the one that was sampled from: for a
-    sampler that does not return the ids that it kept. That is a bias, the metric `truncation_mismatch`."""
+    """Train under the full distribution although top-p, top-k or min-p cut the one that was sampled from, for a sampler
+    that does not return kept sets. This is a bias; the metric `truncation_mismatch` reports it."""
 
     @property
     def params(self) -> SamplingParams:
-        """What a sampler is given."""
+        """The parameters for a sampler."""
         return SamplingParams(**self.model_dump(exclude={"accept_truncation_mismatch"}))
 
     @property
     def training_params(self) -> SamplingParams:
-        """The same for episodes that are trained: with the ids among which tokens were drawn."""
+        """The parameters for episodes that are trained; the sampler also returns the kept sets."""
         return dataclasses.replace(self.params, return_kept_sets=not self.accept_truncation_mismatch)
 
 
 FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}
-"""What the values of `formulate_mode` mean."""
+"""The `trajectory_strategy` that each `formulate_mode` stands for."""
 
 
 def one_strategy(section: Any) -> Any:
-    """Refuse a `formulate_mode` that contradicts `trajectory_strategy`, whose other name it is."""
+    """Refuse a `formulate_mode` that contradicts `trajectory_strategy`, of which it is another name."""
     meant, given = FORMULATE_MODES.get(section.formulate_mode), section.trajectory_strategy
     if meant is not None and given != meant:
         raise ValueError(
@@ -83,17 +83,17 @@ def one_strategy(section: Any) -> Any:
 
 
 class LengthPenaltyConfig(Section):
-    """How a rollout's length changes the reward that advantages read. Everything else reads the reward itself."""
+    """How the length of a rollout changes the reward that advantages use. Everything else uses the original reward."""
 
     type: Literal["tokens", "turns"]
-    """What is counted: sampled tokens, or turns."""
+    """What the length counts: sampled tokens, or turns."""
     kind: Literal["target", "relative"] = "target"
-    """"target" takes `slope` for each one above `target`; "relative" raises the group's best rewards, up to twofold,
-    the more the shorter they are beside each other."""
+    """"target": subtract `slope` for each token or turn above `target`. "relative": raise the best rewards of a group,
+    up to twofold, more for the shorter ones among them."""
     target: NonNegativeInt | None = None
-    """With "target": the length that is free of charge."""
+    """With "target": the length up to which nothing is subtracted."""
     slope: NonNegativeFloat | None = None
-    """With "target": the penalty for each token or turn above it; by default 0.001 per token, 0.05 per turn."""
+    """With "target": penalty per token or turn above it. Default: 0.001 per token, 0.05 per turn."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -106,28 +106,28 @@ class LengthPenaltyConfig(Section):
 
 
 class EnvConfig(Section):
-    """One environment of the mixture."""
+    """One environment of the training or evaluation mixture."""
 
     id: str | None = None
-    """A bundled environment; "alphabet-sort" and "alphabet_sort" are one."""
+    """Name of a bundled environment; hyphens and underscores are equivalent."""
     import_path: str | None = None
-    """Instead of an id: `module.Class` or `module.function` that makes one."""
+    """Instead of an id: `module.Class`, or a `module.function` that returns an environment."""
     name: str | None = None
-    """Its name in metrics; its id or import path by default."""
+    """Name in metrics. Default: the id or import path."""
     args: dict[str, Any] = Field(default={})
-    """Keyword arguments of the environment."""
+    """Keyword arguments of the environment's class or function."""
     ratio: FinitePositive = 1.0
-    """Its share of the groups, relative to the others."""
+    """Share of the groups from this environment, relative to the others."""
     isolated: bool = False
-    """Play its episodes in processes of its own on this machine, as under orchestrator.rollout.backend = "processes",
-    while those of the other environments run in the orchestrator's process."""
+    """Run its episodes in child processes of this machine, as with orchestrator.rollout.backend = "processes", while
+    the other environments stay in the orchestrator's process."""
     max_turns: PositiveInt = EpisodeLimits.max_turns
-    """Most turns of one trajectory."""
+    """Maximum number of turns per trajectory."""
     max_total_completion_tokens: PositiveInt | None = EpisodeLimits.max_total_completion_tokens
-    """Most sampled tokens of one trajectory, all its turns and agents together: a turn's max_tokens is cut to what is
-    left of them, and the trajectory ends as `length` (default: no limit)."""
+    """Maximum number of sampled tokens per trajectory, over all its turns and agents. The last turn's max_tokens is
+    reduced to what is left, and the trajectory ends with stop reason `length`. Default: no limit."""
     sampling: SamplingConfig | None = None
-    """Overrides [orchestrator.sampling] as a whole."""
+    """Replaces [orchestrator.sampling] as a whole."""
     advantage: ComponentConfig | None = None
     """Overrides [orchestrator.advantage]."""
     length_penalty: LengthPenaltyConfig | None = None
@@ -154,7 +154,7 @@ class EnvConfig(Section):
 
     @property
     def label(self) -> str:
-        """What metrics and records call it."""
+        """Its name in metrics and records."""
         return self.name or self.id or str(self.import_path)
 
 
@@ -168,9 +168,9 @@ class TrainEnvsConfig(Section):
 EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
                 "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
                 "completion_tokens")  # fmt: skip
-"""What every evaluation measures, `valid_format` only where a tool call was tried."""
+"""Metrics of every evaluation; `valid_format` only if a tool call was tried."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
-"""What the names of its other metrics begin with."""
+"""Prefixes of the metrics that depend on the environment."""
 
 
 def _eval_metric(name: str) -> str:
@@ -183,44 +183,44 @@ def _eval_metric(name: str) -> str:
 
 
 class CriterionConfig(Section):
-    """Which figure of the evaluations says how good a policy is."""
+    """The evaluation metric that decides which policy is best."""
 
     metric: Annotated[str, AfterValidator(_eval_metric)] = "success"
-    """A metric of evaluations: "success", "reward/mean", "reward_part/NAME/mean", ..."""
+    """An evaluation metric: "success", "reward/mean", "reward_part/NAME/mean", ..."""
     mode: Literal["max", "min"] = "max"
-    """Whether more of it is better, or less."""
+    """Whether a higher or a lower value is better."""
     env: str | None = None
-    """The environment whose evaluation counts, by its name; by default the mean over all that are evaluated."""
+    """Name of the environment whose evaluation counts. Default: the mean over all evaluated environments."""
 
 
 class EarlyStoppingConfig(CriterionConfig):
-    """When evaluations that get no better end the run."""
+    """Ends the run when evaluations stop improving."""
 
     patience: PositiveInt = 3
-    """That many evaluations in a row without an improvement end it."""
+    """Number of consecutive evaluations without an improvement that ends the run."""
     min_delta: NonNegativeFloat = 0.0
-    """An improvement is larger than this."""
+    """A change counts as an improvement only if it is larger than this."""
 
 
 class EvalConfig(Section):
     """When and on which environments the policy is evaluated: before, during and after training."""
 
     env: tuple[EnvConfig, ...] = ()
-    """[[orchestrator.eval.env]] tables; the training environments if there are none."""
+    """[[orchestrator.eval.env]] tables. Default: the training environments."""
     interval: PositiveInt = 10
     """Steps between evaluations."""
     episodes: PositiveInt = 300
-    """Most episodes of an environment: every example is played equally often, as often as fits; where there are more
-    examples than episodes, the first ones are played once."""
+    """Maximum number of episodes per environment. Every example is played equally often, as often as fits; if there
+    are more examples than episodes, the first ones are played once each."""
     examples: PositiveInt | None = None
-    """Only the first so many examples of each environment, at most `episodes` (default: all)."""
+    """Use only this many examples of each environment, the first ones; at most `episodes`. Default: all."""
     seed: NonNegativeInt = 1_000_003
-    """Its own seeds, whatever the run's seed is."""
+    """Seed of the evaluations, independent of the run's seed."""
     max_failed: Fraction = MAX_FAILED
-    """Largest share of failed episodes of an environment with which an evaluation is compared with others: for the best
-    checkpoint, early stopping, what was gained, and by `verbatim eval`. With more, it measures the survivors."""
+    """Maximum share of failed episodes of an environment for an evaluation to be compared with others (best checkpoint,
+    early stopping, improvement, `verbatim eval`). With more failures it would measure only the survivors."""
     early_stopping: EarlyStoppingConfig | None = None
-    """End the run when evaluations get no better; without this table it takes all its steps."""
+    """End the run when evaluations stop improving. Without this table the run takes all its steps."""
 
     @model_validator(mode="after")
     def _examples_are_played(self) -> Self:
@@ -233,60 +233,62 @@ class EvalConfig(Section):
 
 
 class RendererConfig(Section):
-    """How messages become ids."""
+    """How messages are converted to ids."""
 
     name: str = "auto"
-    """"auto", a family such as "qwen3", or "template"."""
+    """"auto" (chosen by model), a family such as "qwen3", or "template" (the model's chat template)."""
     tools: Literal["hermes"] | None = None
-    """"hermes" writes tools as text of the messages, for a chat template that has none; otherwise the model's own."""
+    """"hermes" writes tool definitions and calls into the message text, for chat templates without tool support.
+    Default: the model's own tool format."""
     thinking_retention: Literal["tool_cycle", "all"] = "tool_cycle"
-    """At a user's message, "tool_cycle" lets thoughts go where the model's format drops them, and the next turn starts
-    a new sample; with "all" they stay, and the dialogue is one sample."""
+    """What happens to reasoning at a new user message: "tool_cycle" drops it where the model's format does, and the
+    next turn starts a new sample; "all" keeps it, and the dialogue stays one sample."""
     history: Literal["verbatim", "template"] = "verbatim"
-    """"verbatim" continues what was sampled; "template" renders every prompt, as a chat endpoint does."""
+    """"verbatim" extends the sampled ids; "template" renders each prompt from its messages, as a chat endpoint does."""
     later_system: Literal["fold", "refuse"] = "fold"
-    """A system or developer message that the model's format does not write where it stands: "fold" writes it in the
-    first system message, or as a user's message in its place; "refuse" refuses it."""
+    """For a system or developer message at a position that the model's format does not support: "fold" merges it into
+    the first system message, or writes it as a user message in its place; "refuse" raises an error."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
         if self.tools is not None and self.name not in ("auto", "template", "default", "DefaultRenderer"):
             raise ValueError(
-                f'tools = "{self.tools}" beside name = "{self.name}", a family with a tool format of its own; remove '
+                f'tools = "{self.tools}" with name = "{self.name}", a family with a tool format of its own; remove '
                 'one of them, or use name = "template"'
             )
         return self
 
 
 class TeacherConfig(Section):
-    """A second model that scores the sampled tokens (log probabilities), or, for "sft", plays the episodes."""
+    """A second model that computes logprobs of the sampled tokens or, for "sft", plays the episodes."""
 
     model: str
-    """A folder or hub id; with `base_url` the name that the server knows it by."""
+    """A folder or hub id; with `base_url`, the model's name on that server."""
     base_url: str | None = None
-    """An OpenAI-compatible server such as "http://localhost:8000/v1", for "opd" with vLLM's `prompt_logprobs`; without
-    it the model is loaded beside the orchestrator."""
+    """An OpenAI-compatible server such as "http://localhost:8000/v1"; for "opd" it needs vLLM's `prompt_logprobs`.
+    Without it the model is loaded next to the orchestrator."""
     api_key_env: str | None = None
-    """The environment variable that holds the server's key, if it wants one; OPENAI_API_KEY for api.openai.com only."""
+    """Environment variable that holds the server's API key, if it needs one. Default: OPENAI_API_KEY, for
+    api.openai.com only."""
     device: str = "auto"
-    """Device of a model that is loaded here; "auto" uses CUDA where it is available."""
+    """Device of a teacher that is loaded here; "auto": CUDA if available."""
 
 
 class BufferConfig(Section):
     """Difficulty pools: which examples are sampled, and which groups reach the trainer."""
 
     easy_threshold: float | None = None
-    """Examples whose group earned this mean reward, or more, are sampled no more; none by default."""
+    """Stop sampling examples whose groups reach this mean reward or more. Default: never."""
     hard_threshold: float | None = None
-    """Examples whose group earned this mean reward, or less, are sampled no more; none by default."""
+    """Stop sampling examples whose groups reach this mean reward or less. Default: never."""
     easy_fraction: Fraction = 0.0
-    """Share of those easy examples that comes back: on resume, and when nothing else is left."""
+    """Share of the easy examples that returns to sampling on resume, and when no other examples are left."""
     hard_fraction: Fraction = 0.0
-    """Share of those hard examples that comes back: on resume, and when nothing else is left."""
+    """Share of the hard examples that returns to sampling on resume, and when no other examples are left."""
     window: PositiveInt = 1
-    """The mean is over the last so many groups of an example."""
+    """Number of an example's last groups over which the mean reward is taken."""
     online_difficulty_filtering: bool = False
-    """Drop groups whose rewards are all equal before they become part of a batch; others are sampled in their place."""
+    """Drop groups whose rewards are all equal before batching, and sample other groups in their place."""
 
     @model_validator(mode="after")
     def _easy_above_hard(self) -> Self:
@@ -297,15 +299,15 @@ class BufferConfig(Section):
 
 
 class RolloutConfig(BackendSection):
-    """Where episodes run. A backend's own settings are in the table of its name: [orchestrator.rollout.ray]."""
+    """Where episodes run. Settings of one backend are in the table of its name: [orchestrator.rollout.ray]."""
 
     what: ClassVar[str] = "rollout backend"
 
     backend: str = "local"
-    """"local", in the orchestrator's own process; "processes", in child processes of this machine; "ray", in Ray actors
-    on any number of hosts; or the import path of one of your own."""
+    """"local": the orchestrator's own process; "processes": child processes on this machine; "ray": Ray actors on any
+    number of hosts; or the import path of a backend of your own."""
     workers: PositiveInt = 2
-    """Processes of each environment; with "ray" actors, for all environments together."""
+    """Child processes per environment; with "ray", actors for all environments together."""
 
 
 class OrchestratorConfig(Section):
@@ -316,56 +318,58 @@ class OrchestratorConfig(Section):
     eval: EvalConfig | None = None
     """Evaluation; without this table there is no evaluation."""
     batch_size: PositiveInt = 128
-    """Rollouts per batch."""
+    """Rollouts per batch; a multiple of `group_size`."""
     group_size: PositiveInt = 16
     """Rollouts per example."""
     seq_len: PositiveInt = 2048
-    """Most tokens of one training sample, and of one trajectory's context."""
+    """Maximum tokens of one training sample, and of one trajectory's context."""
     max_concurrent: PositiveInt = 256
-    """Episodes in flight."""
+    """Maximum number of episodes in flight."""
     max_async_level: NonNegativeInt = 1
-    """New rollouts for batch n start with weights of version n minus this, or newer. 0: synchronous. A rollout that
-    takes long may be trained in a later batch than the one it was started for."""
+    """How far rollouts may run ahead: new rollouts for batch n start with weights of version n - max_async_level or
+    newer. 0: synchronous. A slow rollout may be trained in a later batch than the one it was started for."""
     max_off_policy_steps: NonNegativeInt = 8
-    """The oldest that is trained: rollouts whose first token was sampled by version n minus more than this are dropped
-    from batch n as `stale`."""
+    """Maximum staleness: rollouts whose first token was sampled by a version older than n - max_off_policy_steps are
+    dropped from batch n as `stale`."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups in flight, over the groups of a batch: as many where online difficulty filtering replaces groups,
-    otherwise up to max_async_level + 1."""
+    """Groups in flight, as a multiple of the groups of a batch. Values above max_async_level + 1 have an effect only
+    where online difficulty filtering replaces groups."""
     formulate_mode: Literal["traj", "step"] | None = None
     """Another name for `trajectory_strategy`: "traj" is "interleaved", "step" is "branching"."""
     trajectory_strategy: str = Field(
         default_factory=lambda data: FORMULATE_MODES.get(data["formulate_mode"], "interleaved")
     )
-    """How a trajectory becomes training samples: "interleaved" (turns that extend each other exactly share one),
-    "branching" (one for each turn), or the import path of a strategy of your own."""
+    """How a trajectory becomes training samples: "interleaved" (turns that extend each other exactly share a sample),
+    "branching" (one sample per turn), or the import path of a strategy of your own."""
     on_break: Literal["split", "error"] = "split"
-    """Where a prompt does not extend its agent's history exactly: start another sample, or stop the run and say where.
-    Breaks are nothing to "branching"."""
+    """At a break (a prompt that does not extend its agent's history exactly): "split" starts another sample, "error"
+    stops the run and names the position. Does not affect "branching"."""
     training_mode: Literal["rl", "opd", "sft"] = "rl"
-    """What the trainer optimises: the reward; the nearness to a teacher on the policy's own samples (on-policy
-    distillation); or the likelihood of what a teacher behind a server says when it acts."""
+    """Training objective: "rl" maximises the reward; "opd" moves the policy towards a teacher on the policy's own
+    samples (on-policy distillation); "sft" maximises the likelihood of a teacher's responses from a server."""
     teacher: TeacherConfig | None = None
-    """For "opd" and "sft", and for trainer.loss.teacher_tau."""
+    """The teacher for "opd", "sft" and trainer.loss.teacher_tau."""
     episode_timeout: PositiveFloat = EpisodeLimits.timeout
-    """Seconds after which an episode fails, and is counted."""
+    """Episode timeout in seconds; an episode that exceeds it fails and is counted."""
     tool_timeout: PositiveFloat = EpisodeLimits.tool_timeout
-    """Seconds after which a tool call becomes an error message to the model."""
+    """Tool timeout in seconds; a call that exceeds it returns an error message to the model."""
     tool_output_limit: PositiveInt = EpisodeLimits.tool_output_limit
-    """Characters of a tool's answer; the rest is cut and the model is told."""
+    """Maximum length of a tool result in characters; the rest is cut, and a note tells the model."""
     tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
-    """What a tool that raises or hangs does: tells the model, or ends the episode as failed."""
+    """What a tool does that raises or times out: "message" tells the model, "stop" ends the episode as failed."""
     max_malformed_retries: NonNegativeInt = EpisodeLimits.max_malformed_retries
-    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as malformed."""
+    """Number of consecutive turns that may contain only unreadable tool calls; one more ends the episode as
+    malformed."""
     heartbeat_timeout: PositiveFloat = 30.0
-    """Seconds without a sign of life after which the other process of a run is taken for dead; at least 120 while it
-    starts."""
+    """Heartbeat timeout in seconds: the other process of a run counts as dead without a sign of life for this long; at
+    least 120 while it starts."""
     stall_timeout: PositiveFloat = 1800.0
-    """Seconds without progress after which it is taken for stuck: more than the longest optimizer step."""
+    """Seconds without progress after which the other process counts as stuck; must exceed the longest optimizer
+    step."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are drawn."""
+    """How tokens are sampled."""
     renderer: RendererConfig = RendererConfig()
-    """How messages become ids."""
+    """How messages are converted to ids."""
     rollout: RolloutConfig = RolloutConfig()
     """Where episodes run."""
     buffer: BufferConfig = BufferConfig()
@@ -373,11 +377,11 @@ class OrchestratorConfig(Section):
     advantage: ComponentConfig = ComponentConfig()
     """The advantage function."""
     length_penalty: LengthPenaltyConfig | None = None
-    """How length changes the rewards that advantages read; without this table it does not."""
+    """How length changes the rewards that advantages use. Default: no change."""
     filters: tuple[ComponentConfig, ...] = tuple(
         ComponentConfig(type=name) for name in ("gibberish", "repetition", "zero_advantage")
     )
-    """Filters between scoring and training. A list replaces the default one as a whole."""
+    """Filters between scoring and training. A list given here replaces the default list as a whole."""
 
     _strategy = model_validator(mode="after")(one_strategy)
 
@@ -395,7 +399,7 @@ class OrchestratorConfig(Section):
         where = [f"{purpose}.env.{i}" for purpose, envs in tables.items() for i, env in enumerate(envs) if env.isolated]
         if where and self.rollout.backend not in ("local", "processes"):
             raise ValueError(
-                f"{where[0]}.isolated = true asks for processes of this machine, found rollout.backend = "
+                f"{where[0]}.isolated = true needs child processes on this machine, found rollout.backend = "
                 f'"{self.rollout.backend}", which runs every environment; remove isolated, or set rollout.backend = '
                 '"local"'
             )

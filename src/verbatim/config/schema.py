@@ -1,6 +1,7 @@
-"""Defines every key of a run's TOML file, as frozen typed records. Sections have the names of the processes.
+"""Defines every key of a run's TOML file as frozen, typed records. Top-level sections are named after the processes.
 
-Here is the whole file, and what has to fit between its tables; [orchestrator] and [inference] have their own modules.
+This module holds the whole file and the checks across its tables; [orchestrator] and [inference] have modules of their
+own.
 """
 
 from __future__ import annotations
@@ -56,43 +57,43 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps from 0 to `lr`."""
+    """Optimizer steps over which the learning rate rises from 0 to `lr`."""
     min_lr_ratio: Fraction = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
+    """Learning rate at the end of the linear and cosine schedules, as a fraction of `lr`."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled; not applied to norms and biases."""
+    """Decoupled weight decay; not applied to norms and biases."""
     beta1: Decay = 0.9
-    """AdamW."""
+    """Decay rate of AdamW's first moment."""
     beta2: Decay = 0.999
-    """AdamW."""
+    """Decay rate of AdamW's second moment."""
     eps: FinitePositive = 1e-8
-    """AdamW."""
+    """AdamW's epsilon: added to the denominator of the update."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this norm."""
+    """Gradients are clipped to this global L2 norm."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of all weights: each adapted layer computes `W x + alpha / r * B A x`, and A and B
-    alone are trained, kept and sent to the sampler."""
+    """Low-rank adapters instead of full fine-tuning: each adapted layer computes `W x + alpha / r * B A x`; only A and B
+    are trained, checkpointed and sent to the sampler."""
 
     r: PositiveInt = 32
-    """Rank: rows of A, columns of B."""
+    """Rank: the number of rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters, divided by the rank."""
+    """Scale of the adapters; the effective factor is `alpha / r`."""
     dropout: float = 0.0
-    """0, and nothing else: dropout would train another policy than the one that sampled."""
+    """Must be 0: with dropout the trainer would train a different policy from the one that sampled."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """The linear layers that are adapted: "all-linear", all but the output head; ends of their names, ["q_proj",
-    "v_proj"]; or one regular expression for whole names."""
+    """Linear layers to adapt: "all-linear" (all except the output head), a list of name endings (["q_proj",
+    "v_proj"]), or one regular expression that matches whole names."""
     merge_final: bool = False
-    """Also write the trained model as plain weights, into final/merged."""
+    """Also write the trained model with the adapters merged into its weights, to final/merged."""
 
     @model_validator(mode="after")
     def _trains_what_sampled(self) -> Self:
         if self.dropout != 0:
             raise ValueError(
-                f"dropout = {self.dropout}: the trainer would drop what the sampler computed with, and train another "
-                "policy than the one that sampled; use dropout = 0"
+                f"dropout = {self.dropout}: the trainer would drop activations that the sampler used, and so train "
+                "another policy than the one that sampled; use dropout = 0"
             )
         if not self.target_modules:
             raise ValueError('target_modules names no layer; use "all-linear", or names such as ["q_proj", "v_proj"]')
@@ -100,24 +101,26 @@ class LoraConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """A frozen model in the trainer's process whose logprobs of the sampled tokens are the stream "reference"."""
+    """A frozen reference model in the trainer's process; its logprobs of the sampled tokens are the stream
+    "reference"."""
 
     model: str | None = None
-    """A folder or hub id; by default the model that the run begins with, after its warm start. With [trainer.lora] that
-    one takes no memory."""
+    """A folder or hub id. Default: the model the run starts from, after its warm start. With [trainer.lora] that
+    default takes no extra memory, because it is the base model without the adapters."""
 
 
 class ParallelConfig(Section):
-    """Several processes that train one model, each with its share of parameters, gradients and optimizer state."""
+    """Several processes (ranks) that train one model, each holding a share of parameters, gradients and optimizer
+    state."""
 
     processes: PositiveInt = 1
-    """How many are started on this machine, each on a CUDA device of its own where there are any. A launcher such as
-    torchrun, with `verbatim trainer`, starts them on many machines instead."""
+    """Ranks started on this machine, each on a CUDA device of its own if there are any. To train on several machines,
+    start `verbatim trainer` with a launcher such as torchrun instead."""
     sequence: PositiveInt = 1
-    """Processes that share the tokens of each micro-batch, for trajectories longer than one of them can hold. Divides
-    the processes and the attention heads of the model."""
+    """Sequence parallelism: ranks that share the tokens of each micro-batch, for trajectories too long for one rank.
+    Must divide `processes` and the model's number of attention heads."""
     deadline: FinitePositive = 600.0
-    """Seconds for which one of them may keep the others waiting; then the run stops, and it is named."""
+    """Rank timeout in seconds: if a rank keeps the others waiting longer than this, the run stops and names it."""
 
     @model_validator(mode="after")
     def _sequence_divides(self) -> Self:
@@ -137,49 +140,50 @@ class TrainerConfig(Section):
     loss: ComponentConfig = ComponentConfig()
     """The loss."""
     router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, beside the loss; 0: without."""
+    """Weight of the load-balancing loss of a mixture of experts, added to the policy loss; 0: off."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters, and leave the model's own weights as they are."""
+    """Train low-rank adapters and keep the model's own weights unchanged."""
     reference: ReferenceConfig | None = None
-    """Score the sampled tokens with a reference, also where trainer.loss.kl_ref_tau does not ask for it."""
+    """Compute reference logprobs of the sampled tokens, even if trainer.loss.kl_ref_tau does not need them."""
     packing: str = "auto"
-    """How samples are laid out in memory: "rows", one after the other, or "tree", what they have in common once. "auto"
-    takes the tree where that saves tokens. "tree" needs a model whose tokens mix by attention alone. The import path of
-    a packer of your own is tried on a small copy of the model first."""
+    """How samples are laid out in memory: "rows" puts them one after the other; "tree" stores a shared prefix once.
+    "auto" uses the tree where that saves tokens. "tree" needs a model whose tokens mix only through attention. A packer
+    of your own (an import path) is first tested on a small copy of the model."""
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of one forward pass, on each of the processes that share it (parallel.sequence); a longer sample is
-    one by itself. By default 16,384; on a CPU 8,192, where more leave its caches; never cut so for losses that see a
-    trajectory whole."""
+    """Maximum tokens of one forward pass on each of the ranks that share it (parallel.sequence). A longer sample gets a
+    micro-batch of its own. Default: 16,384, or 8,192 on a CPU, where more would not fit in the caches. Trajectories are
+    never split for losses that need them whole."""
     logprob_chunk: PositiveInt = 1024
-    """Targets whose vocabulary-sized logits exist at one time."""
+    """Target tokens whose vocabulary-sized logits are in memory at one time."""
     optimizer_steps_per_batch: PositiveInt = 1
-    """Optimizer steps taken on each batch, on disjoint parts of it."""
+    """Optimizer steps per batch, each on a disjoint part of it."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of the forward and backward pass; master weights are float32. "auto" is chosen once, when a run begins:
-    bfloat16 where that is faster, by measuring; float32 for tiny models."""
+    """Precision of the forward and backward pass; master weights are always float32. "auto" decides once, at the start
+    of a run: bfloat16 if it measures faster, float32 for tiny models."""
     device: str = "auto"
-    """"auto" takes CUDA where there is one."""
+    """Training device; "auto": CUDA if available."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Recompute activations in the backward pass, which saves memory and costs time."""
     activation_offload: bool = False
-    """Keep what gradient_checkpointing keeps, the inputs of the layers, in host memory between the two passes. On a CPU
-    this saves nothing."""
+    """Keep the layer inputs that gradient_checkpointing stores in host memory between the forward and backward pass.
+    Saves nothing on a CPU."""
     compile: bool = False
-    """Compile each decoder layer by torch.compile, which needs a C++ compiler on a CPU, and a GPU that Triton knows on
-    CUDA. The first passes take minutes; a model that cannot be compiled is refused."""
+    """Compile each decoder layer with torch.compile. Needs a C++ compiler on a CPU, and on CUDA a GPU that Triton
+    supports. The first passes take minutes; a model that cannot be compiled is refused."""
     separate_process: bool = True
-    """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
+    """Train in a process of its own. false: train on a thread of the orchestrator's process, where a debugger reaches
+    it."""
     num_threads: PositiveInt | None = None
-    """Threads of its matrix products on a CPU, of each process; by default half of the cores while the sampler
-    computes on this machine too, shared among the processes, and of one process all of them while it does not."""
+    """CPU threads for matrix products, per rank. Default: half of the cores, shared among the ranks, while the sampler
+    computes on this machine at the same time; otherwise all cores for a single process."""
     parallel: ParallelConfig = ParallelConfig()
-    """Several processes."""
+    """Training with several ranks."""
 
     @model_validator(mode="after")
     def _offloads_what_is_kept(self) -> Self:
         if self.activation_offload and not self.gradient_checkpointing:
             raise ValueError(
-                "activation_offload = true moves what gradient_checkpointing keeps, and that is off; set "
+                "activation_offload = true moves the inputs that gradient_checkpointing stores, and that is off; set "
                 "gradient_checkpointing = true too"
             )
         return self
@@ -189,7 +193,7 @@ class TrainerConfig(Section):
         if self.router_aux_loss_coef and self.lora is not None:
             raise ValueError(
                 f"router_aux_loss_coef = {self.router_aux_loss_coef:g} with [trainer.lora]: the routers "
-                "stay as they are under adapters; remove one of both"
+                "stay frozen under adapters; remove one of the two"
             )
         if self.parallel.processes > 1 and not self.separate_process:
             raise ValueError(
@@ -200,25 +204,26 @@ class TrainerConfig(Section):
 
 
 class BuildConfig(Section):
-    """A small model made on the spot: random weights, and a tokenizer trained on the environments' own text."""
+    """A small model built for this run: random weights, and a tokenizer trained on the environments' own text."""
 
     hidden_size: PositiveInt = 128
-    """Width."""
+    """Width of the hidden states."""
     num_layers: PositiveInt = 3
-    """Depth."""
+    """Number of decoder layers."""
     num_heads: PositiveInt = 4
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: PositiveInt = 2
-    """Key/value heads."""
+    """Number of key/value heads."""
     intermediate_size: PositiveInt = 384
-    """Width of the feed-forward part."""
+    """Width of the feed-forward layers."""
     vocab_size: Annotated[int, Field(ge=300)] = 1024
-    """Most tokens the tokenizer learns."""
+    """Maximum vocabulary size of the trained tokenizer."""
     context_length: PositiveInt = 2048
-    """Longest sequence of the model."""
+    """Maximum sequence length of the model, in tokens."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
+        # Even: rotary embeddings rotate pairs of dimensions of each head.
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size = {self.hidden_size} does not give {self.num_heads} heads an even width; for example "
@@ -238,7 +243,7 @@ class ModelConfig(Section):
     name: str | None = None
     """A local folder or a hub id of a causal language model."""
     build: BuildConfig | None = None
-    """Instead of a name: make a small model in the run folder."""
+    """Instead of a name: build a small model in the run folder."""
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -251,58 +256,59 @@ class WarmStartConfig(Section):
     """Supervised optimizer steps before reinforcement learning, on the environment's own demonstrations or a file."""
 
     steps: PositiveInt = 100
-    """How many optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: PositiveInt = 64
-    """Conversations of each optimizer step."""
+    """Conversations per optimizer step."""
     conversations: PositiveInt = 1024
-    """How many demonstrations the environment is asked for."""
+    """Number of demonstrations requested from the environment."""
     data: Path | None = None
     """A JSONL file of `{"messages": [...], "tools": [...]}` rows instead of the environment's demonstrations."""
     optim: OptimConfig = OptimConfig(lr=1e-3)
-    """Its own optimizer, dropped afterwards."""
+    """Optimizer of the warm start; its state is discarded afterwards."""
 
 
 class CheckpointConfig(Section):
-    """What is kept so that a run can go on."""
+    """Which checkpoints are kept, so that a run can be resumed."""
 
     interval: PositiveInt = 25
     """Steps between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Also keep every n-th."""
+    """Also keep the checkpoint of every n-th step."""
     keep_best: CriterionConfig | None = None
-    """Also keep the one of the best evaluation; RUN/best is a link to its weights."""
+    """Also keep the checkpoint with the best evaluation; RUN/best links to its weights."""
 
 
 class MonitorConfig(NamedComponents):
-    """What is written down. Every other key is a monitor's table: its name from `MONITORS`, or any name with
+    """What a run records. Every other key is the table of one monitor: a name from `MONITORS`, or any name with
     `type = "my_module.MyMonitor"`."""
 
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
 
     save_trajectories: bool = True
-    """Every trajectory with ids, logprobs, versions and the outcome of its tokens, as a Parquet file for each step."""
+    """Save every trajectory with ids, logprobs, policy versions and the outcome of its tokens, as one Parquet file per
+    step."""
     trajectory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the groups whose trajectories are saved, whole groups."""
+    """Share of the groups whose trajectories are saved; a group is saved whole or not at all."""
     keep_trajectory_steps: PositiveInt | None = None
-    """Newest steps whose trajectories are kept; all if it is not given."""
+    """Number of newest steps whose trajectories are kept. Default: all."""
     max_trajectory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Gigabytes that they may have together: those of the oldest steps are removed; no limit if it is not given."""
+    """Maximum size of all saved trajectories in gigabytes; the oldest steps are removed first. Default: no limit."""
     alarms: AlarmsConfig = AlarmsConfig()
-    """What the run is watched for."""
+    """Conditions that raise an alarm."""
 
     @property
     def components(self) -> dict[str, ComponentConfig]:
-        """The monitors beside the run folder's own, by key."""
+        """The monitors in addition to the run folder's own, by key."""
         return dict(self.__pydantic_extra__)
 
 
 def _folder_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         raise ValueError(
-            f'found {shown(name)}, expected the name of one folder, such as "first-try"; a run that '
-            "is to stand elsewhere than in runs/ has a run_dir"
+            f'found {shown(name)}, expected the name of one folder, such as "first-try"; to write a run '
+            "elsewhere than in runs/, set run_dir"
         )
     return name
 
@@ -311,33 +317,33 @@ class RunConfig(Section):
     """One run: the whole file."""
 
     name: Annotated[str, AfterValidator(_folder_name)] | None = None
-    """Names the folder under `runs/`; the file's name by default."""
+    """Name of the folder under `runs/`. Default: the name of the file."""
     run_dir: Path | None = None
-    """An explicit run folder; by default `runs/{name}/{time stamp}`."""
+    """Run folder, given explicitly. Default: `runs/{name}/{time stamp}`."""
     max_steps: PositiveInt = 100
-    """How many steps: batches trained and published."""
+    """Number of steps, each of which trains and publishes one batch."""
     seed: NonNegativeInt = 0
-    """Seed of every random choice."""
+    """Seed of all random choices."""
     keys_in_config: bool = False
-    """Whether keys and passwords may stand in the configuration, which the run folder, its checkpoints and its forks
-    keep in clear, for their owner's eyes. Better name an environment variable: env_from, api_key_env."""
+    """Allow keys and passwords in the configuration. The run folder, its checkpoints and its forks then store them in
+    clear text, readable by their owner only. Naming an environment variable is safer: env_from, api_key_env."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None
-    """Supervised optimizer steps first."""
+    """Supervised optimizer steps before reinforcement learning."""
     orchestrator: OrchestratorConfig
     """Rollouts and batches."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer steps."""
     inference: InferenceConfig = InferenceConfig()
-    """The rollout engine."""
+    """The rollout engine (sampler)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     monitor: MonitorConfig = MonitorConfig()
-    """Logs."""
+    """Logs, saved trajectories and alarms."""
 
     def named(self, default: str) -> RunConfig:
-        """The configuration with a name: `default` where it has none.
+        """The configuration with a name; `default` is used if the file gives none.
 
         Raises:
             ConfigError: `default` cannot be the name of a folder.
@@ -345,7 +351,7 @@ class RunConfig(Section):
         try:
             return self.model_copy(update={"name": self.name or _folder_name(default)})
         except ValueError as error:
-            raise ConfigError(f"name is missing, and what would take its place is not a name: {error}") from None
+            raise ConfigError(f"name is missing, and the default is not a folder name: {error}") from None
 
     @model_validator(mode="after")
     def _fits_the_model(self) -> Self:
@@ -362,7 +368,7 @@ class RunConfig(Section):
         evaluation = self.orchestrator.eval
         if self.checkpoint.keep_best is not None and evaluation is None:
             raise ValueError(
-                "checkpoint.keep_best keeps the checkpoint of the best evaluation, and there is none; add "
+                "checkpoint.keep_best keeps the checkpoint with the best evaluation, and this run has none; add "
                 "[orchestrator.eval], or remove keep_best"
             )
         if evaluation is None:
@@ -381,7 +387,7 @@ class RunConfig(Section):
         return self
 
     def _samplings(self, envs: Sequence[EnvConfig], table: str) -> Iterator[tuple[str, SamplingConfig]]:
-        """How tokens are drawn in these environments, each with its place in the file."""
+        """The sampling settings of these environments, each with its key in the file."""
         if not envs or any(env.sampling is None for env in envs):
             yield "orchestrator.sampling", self.orchestrator.sampling
         for i, env in enumerate(envs):
@@ -390,18 +396,21 @@ class RunConfig(Section):
 
     @property
     def needs_kept_sets(self) -> bool:
-        """Whether something that is trained is drawn from a cut distribution, and not under an accepted bias."""
+        """True if trained tokens are sampled from a cut distribution whose kept sets the trainer must reproduce."""
         samplings = self._samplings(self.orchestrator.train.env, "train")
         is_cut = any(sampling.training_params.needs_kept_sets for _, sampling in samplings)
         return is_cut and self.orchestrator.training_mode != "sft"
 
     @property
     def _lacks_kept_sets(self) -> str | None:
-        """What keeps a cut distribution from being trained as it was sampled."""
+        """Why a cut distribution cannot be trained exactly as it was sampled, or None if it can."""
         if self.orchestrator.training_mode == "sft":
-            return None  # a chat server samples, and nothing is compared with its logprobs
+            return None  # sft: a chat server samples, and no loss term compares with its logprobs
         if self.orchestrator.teacher is not None and self.orchestrator.teacher.base_url is not None:
-            return "orchestrator.teacher.base_url gives logprobs of the whole one; a teacher that is loaded here can"
+            return (
+                "orchestrator.teacher.base_url gives logprobs of the whole distribution; a teacher loaded here can cut "
+                "it too (remove base_url)"
+            )
         return None
 
     @model_validator(mode="after")
@@ -428,7 +437,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _bounded_kept_sets(self) -> Self:
-        """vLLM returns the kept sets of all requests or of none, and of those takes none without `top_k`."""
+        """vLLM returns kept sets for all requests or for none, and when it does, it refuses requests without `top_k`.
+
+        So the check covers evaluation too, although its tokens are not trained.
+        """
         if self.inference.backend != "vllm" or not self.needs_kept_sets:
             return self
         places = [*self._samplings(self.orchestrator.train.env, "train")]
@@ -438,8 +450,8 @@ class RunConfig(Section):
             if sampling.temperature > 0 and not sampling.top_k:
                 raise ValueError(
                     f"{where}.top_k = 0, and this run trains on a cut distribution (top_p, top_k or min_p): a vLLM "
-                    "that returns the ids that it kept takes no request without top_k, which bounds them; set top_k = "
-                    '512, or inference.backend = "torch", which needs none, or accept a bias with '
+                    "server that returns kept sets refuses requests without top_k, which bounds their size; set top_k "
+                    '= 512, or inference.backend = "torch", which needs none, or accept a bias with '
                     "accept_truncation_mismatch = true"
                 )
         return self

@@ -1,4 +1,4 @@
-"""Defines what the tables of a run's file share: types of numbers, and the base classes of sections and plug-ins."""
+"""Defines what the tables of a run's file share: number types, and the base classes of sections and plug-ins."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class ComponentConfig(BaseModel):
 
 
 class NamedComponents(Section):
-    """A table whose keys beside its own are tables of components, each of which has its key as `type` where it has no
-    other."""
+    """A table whose other keys are tables of components. A component's `type` defaults to its key."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -89,97 +88,97 @@ def table_of(backend: str) -> str:
 
 
 BroadcastKind = Literal["nccl", "gloo"]
-"""From device to device, or from host memory to host memory."""
+"""Weights travel from device to device (NCCL) or from host memory to host memory (Gloo)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BroadcastSettings:
-    """How a trainer sends its weights to a sampler's servers."""
+    """How the trainer broadcasts its weights to the sampler's servers."""
 
     kind: BroadcastKind
     urls: tuple[str, ...]
-    """Addresses of servers that run already; empty: the run starts its own, beside the orchestrator."""
+    """URLs of servers that are already running. Empty: the run starts its own, next to the orchestrator."""
     address: str | None
-    """An address of the trainer's host that they reach; None: found by the route to them."""
+    """Address of the trainer's host as the servers reach it. None: derived from the route to them."""
     seconds: float
-    """Limit for each phase of an update."""
+    """Timeout of each phase of an update, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Where the sampler computes."""
+    """What the sampler occupies: number of replicas, devices, precision and memory."""
 
     count: int
-    """Replicas, each with all weights."""
+    """Number of replicas, each with a full copy of the weights."""
     devices_each: int
-    """Devices that share one replica's weights."""
+    """Devices that share one replica's weights (tensor parallelism)."""
     dtype: str
-    """Number format of weights and cache; the compiled kernel keeps its cache in float32."""
+    """Number format of weights and cache; the compiled kernel keeps its cache in float32 in any case."""
     most_sequences: int
-    """Sequences that one replica decodes together at most."""
+    """Maximum number of sequences that one replica decodes at a time."""
     memory_share: float
-    """Share of a device's memory that it may take."""
+    """Share of a device's memory that one replica may use, from 0 to 1."""
     packs: bool = False
-    """Whether the embedded sampler's compiled kernel computes there, where it can compute the model."""
+    """Whether the embedded sampler's compiled kernel is used for models that it supports."""
 
 
 class BackendSettings(Section):
-    """The table of one backend: a subclass has its keys as fields."""
+    """The settings of one backend: the fields of a subclass are the keys of its table."""
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """What a sampler computes in; the default of inference.canary_tolerance depends on it."""
+        """The sampler's precision; the default of inference.canary_tolerance depends on it."""
         return "float32"
 
     @property
     def shares_device(self) -> bool:
-        """Whether a sampler takes turns with the trainer on one device: it has `sleep`, and sleeps while the trainer
-        trains."""
+        """True if the sampler takes turns with the trainer on one device (device handoff): it has `sleep`, and sleeps
+        while the trainer trains."""
         return False
 
     def cuda_devices(self) -> tuple[str, ...]:
-        """The CUDA devices that processes of a sampler's own take where there is CUDA, as CUDA_VISIBLE_DEVICES names
-        them. Empty: it has no such processes, or they take none."""
+        """The CUDA devices used by the sampler's own processes, in the notation of CUDA_VISIBLE_DEVICES. Empty: it has
+        no processes of its own, or they use no device."""
         return ()
 
     @property
     def broadcast(self) -> BroadcastSettings | None:
-        """How the trainer sends its weights to the sampler's servers; None: they read what it publishes."""
+        """How the trainer broadcasts weights to the sampler's servers. None: they read the published files."""
         return None
 
     def planned(self) -> Replicas:
-        """What `verbatim plan` counts with."""
+        """The numbers from which `verbatim plan` estimates memory and speed."""
         return Replicas(count=1, devices_each=1, dtype=self.precision, most_sequences=256, memory_share=1.0)
 
     def check(self) -> None:
-        """Refuse, before a run starts, what cannot work on this machine: a device or package that is not there.
+        """Refuse settings that cannot work on this machine, such as a missing device or package, before a run starts.
 
         Raises:
-            UsageError: what was found, what was expected; a key first ("device: ...").
+            UsageError: what was found and what was expected; the text starts with the key ("device: ...").
         """
 
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
-        """Refuse, before a run starts, a run that a sampler of these settings cannot serve.
+        """Refuse, before a run starts, a run that a sampler with these settings cannot serve.
 
         Args:
-            context_length: Most tokens of prompt and completion together that the run asks for.
-            adapter_rank: Rank of the low-rank adapters that updates bring; None: they bring whole weights.
+            context_length: Maximum tokens of prompt and completion together.
+            adapter_rank: Rank of the low-rank adapters in weight updates. None: updates carry full weights.
 
         Raises:
-            UsageError: as `check`.
+            UsageError: as for `check`.
         """
 
 
 class BackendSection(Section):
-    """A section with a `backend`, whose own settings stand in the table of its name.
+    """A section with a `backend`, whose own settings are in the table of its name.
 
-    Which tables there are, `config.backends.schema_with_backends` says; read without it, they are kept as they are.
+    Those tables are not validated here: `config.backends.schema_with_backends` adds their types to the schema.
     """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
 
     what: ClassVar[str]
-    """The kind of backend, for errors."""
+    """The kind of backend, for error messages."""
     backend: str
     """A name from the table of backends, or an import path."""
