@@ -1,6 +1,6 @@
-"""Resolves a component from its name and parameters in the file; checks the parameters against its signature.
+"""Resolves a component from its name and parameters in the file, and checks the parameters against its signature.
 
-The tables come from the caller: this package sees none of the components, and imports no torch by itself.
+The tables of components come from the caller, so this package imports none of the components, and no torch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from verbatim.core.imports import import_object, is_import_path
 from verbatim.core.texts import nearest
 
 Table = Mapping[str, Any]
-"""Name to component: a function, a class whose fields are its parameters, a record with a `function`, or the import
-path of one of these, `"module:name"`, where importing it is better left to those who use it."""
+"""Maps a name to a component: a function, a class whose fields are its parameters, a record with a `function`, or the
+import path of one of these ("module:name"), which defers a slow import until the component is used."""
 
 Problem = tuple[KeyPath, str]
-"""The key that is wrong; what was found there and what was expected."""
+"""The path of the wrong key, and a message with what was found and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentTables:
-    """The tables that the names in a configuration are looked up in."""
+    """The tables in which the names of a configuration are looked up."""
 
     losses: Table
     """For [trainer.loss]."""
@@ -43,7 +43,7 @@ class ComponentTables:
     environments: Table
     """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     environment_arguments: Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]] | None = None
-    """Checks the args of an environment's class or function, as `check_parameters` does, which is taken without it."""
+    """Checks the arguments of an environment's class or function. Default: `check_parameters`."""
     monitors: Table
     """For the tables below [monitor]."""
     alarms: Table = field(default_factory=dict)
@@ -55,24 +55,24 @@ class ComponentTables:
     runners: Table
     """For orchestrator.rollout.backend."""
     renderers: Collection[str]
-    """For the name of [orchestrator.renderer]: only looked up, since a renderer is made for a tokenizer."""
+    """For the name of [orchestrator.renderer]. Names only: a renderer can be built only for a given tokenizer."""
 
 
 def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) -> Any:
     """The component with its parameters bound.
 
-    A function gives a `functools.partial`, and so does a class of monitors, whose constructor takes the input; another
-    class (a frozen dataclass with `__call__`) gives an instance; a record with a `function` and `parameters`, as in
+    A function gives a `functools.partial`, and so does a monitor class, whose constructor takes the input. Any other
+    class (a frozen dataclass with `__call__`) gives an instance. A record with `function` and `parameters`, as in
     `LOSSES`, gives a copy with its parameters set.
 
     Args:
-        component: What the file says.
-        table: The built-ins.
-        what: The kind, for errors: "loss".
+        component: The component's table in the file.
+        table: The built-in components.
+        what: The kind of component, for errors: "loss".
         where: The key, for errors: "trainer.loss".
 
     Raises:
-        ComponentError: no such name, an import that fails, an unknown or missing parameter, or one of the wrong type.
+        ComponentError: an unknown name, a failing import, or an unknown, missing or mistyped parameter.
     """
     target, parameters, problems = _bind(_use(component, what, tuple(where.split("."))), table)
     if problems:
@@ -88,7 +88,7 @@ def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) 
 
 
 def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem]:
-    """Everything that is wrong with the components a run names. Nothing is called; custom modules are imported."""
+    """All problems with the components that a run names. Custom modules are imported, but nothing is called."""
     found: list[Problem] = []
     for use, table in _uses(config, tables):
         target, parameters, problems = _bind(use, table, tables.environment_arguments)
@@ -105,37 +105,37 @@ def check_components(config: RunConfig, tables: ComponentTables) -> list[Problem
 
 
 def _unknown_stops(config: RunConfig, table: Table) -> Iterator[Problem]:
-    """Refuse the names of alarms that are not looked for."""
+    """Report names in `stop` that are not active alarms."""
     alarms = config.monitor.alarms
     off = {name for name, alarm in alarms.components.items() if not alarm.enabled}
     there = sorted({*table, *alarms.components} - off) if alarms.enabled else []
     for index, name in enumerate(alarms.stop):
         if name not in there:
             is_off = name in off or not alarms.enabled
-            why = "is switched off." if is_off else f"is no alarm{nearest(name, there) or '.'}"
-            names = f" There are {', '.join(there)}" if there else ""
+            why = "is switched off." if is_off else f"is not an alarm{nearest(name, there) or '.'}"
+            names = f" The alarms are {', '.join(there)}" if there else ""
             yield ("monitor", "alarms", "stop", index), f'"{name}" {why}{names}'
 
 
 def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse a loss that the training mode does not take, and one that has nothing to learn from.
+    """Report a loss that does not fit the training mode, or that has nothing to learn from.
 
     Args:
         config: The configuration.
         loss: A `Loss`, or a function of the user's own.
-        parameters: As they are set.
+        parameters: Its parameters from the file.
     """
     mode, has_teacher = config.orchestrator.training_mode, config.orchestrator.teacher is not None
     component, key = config.trainer.loss, ("trainer", "loss", "type")
     of_mode = getattr(loss, "training_mode", "rl")
-    is_chosen = component.type != ComponentConfig().type  # else the mode takes its own
+    is_chosen = component.type != ComponentConfig().type  # otherwise the training mode chooses its own loss
     reward: str = getattr(loss, "reward_weight", None) or ""
     teacher: str = getattr(loss, "teacher_weight", None) or ""
     if of_mode == "sft" and mode != "sft":
         yield (
             key,
             (
-                f'found "{component.type}", which imitates every rollout, whatever its reward; use "default", or '
+                f'found "{component.type}", which imitates every rollout regardless of its reward; use "default", or '
                 "`verbatim sft` with a [warm_start] table"
             ),
         )
@@ -146,7 +146,7 @@ def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> 
             yield (
                 key,
                 (
-                    f'found "{component.type}" and training_mode = "{mode}": distillation is asked for by '
+                    f'found "{component.type}" and training_mode = "{mode}": distillation is selected by '
                     'training_mode = "opd", which brings its own loss and needs an [orchestrator.teacher] table with a '
                     "model; remove type (kl_tau and delta may stay), "
                     'or give a loss that reads teacher_logprobs with type = "custom"'
@@ -166,7 +166,7 @@ def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> 
 
 
 def _group_of_one(config: RunConfig, use: _Use) -> Iterator[Problem]:
-    """Refuse groups of one rollout under an advantage that compares the rewards of a group."""
+    """Report groups of one rollout with an advantage that compares the rewards of a group."""
     orchestrator = config.orchestrator
     own = [env.advantage for env in orchestrator.train.env]
     is_read = orchestrator.training_mode == "rl" and (use.path != ("orchestrator", "advantage") or None in own)
@@ -187,13 +187,14 @@ class _Use:
     path: KeyPath
     what: str
     name: str
-    """From the table, or an import path."""
+    """A name from the table, or an import path."""
     name_key: KeyPath
     parameters: dict[str, Any]
     parameters_key: KeyPath
     is_own: bool
+    """Whether it is a user's own component, given by its import path."""
     num_inputs: int = 1
-    """How many leading parameters are data; every other parameter is a parameter."""
+    """Number of leading positional parameters that receive data; all others are set in the file."""
 
 
 def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
@@ -210,7 +211,7 @@ def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
 
 
 def _use_of_name(name: str, what: str, key: KeyPath, **parameters: Any) -> _Use:
-    """A component that is one key, its name or import path; `parameters` are given by the code that calls it."""
+    """A component given by a single key, its name or import path; `parameters` are those that the caller passes."""
     return _Use(
         path=key,
         what=what,
@@ -264,7 +265,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
 
 
 def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str, Any], list[Problem]]:
-    """The component, its parameters, and what is wrong with either."""
+    """The component, its converted parameters, and the problems found."""
     entry = use.name if use.is_own else table.get(use.name)
     if entry is None:
         return None, {}, [(use.name_key, unknown(use.what, use.name, table, _own(use.what, use.name)))]
@@ -289,7 +290,7 @@ def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str
 
 
 def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
-    """Why something imported cannot be called with the inputs of its kind."""
+    """Why an imported object cannot be called with the inputs of its kind, or None if it can."""
     named = f"{use.what} {getattr(function, '__qualname__', type(function).__qualname__)}"
     made_of_parameters = is_made_of_parameters(function)
     if inspect.isclass(function) and use.num_inputs and not made_of_parameters and use.what != "monitor":
@@ -299,7 +300,7 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
         inspect.signature(function)
         parameters = list(inspect.signature(call).parameters.values())[int(made_of_parameters) :]
     except (TypeError, ValueError):
-        return f"{named} does not tell its parameters; expected a function or a class written in Python"
+        return f"{named} has no readable signature; expected a function or a class written in Python"
     if not use.num_inputs:
         return None
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None)):  # noqa: B004
@@ -310,15 +311,15 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
     given = {p.name for p in positional[use.num_inputs :] if p.default is p.empty} - set(use.parameters)
     if given and not made_of_parameters:
         return (
-            f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, which nothing gives; it is "
-            f"called with one record, its first parameter {positional[0].name!r}; the others are set in the file: "
-            "read what you need from that record, or set it in kwargs"
+            f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, but it is called with one "
+            f"record, its first parameter {positional[0].name!r}; every other parameter is set in the file: read what "
+            "you need from that record, or set it in kwargs"
         )
     return None
 
 
 def _own(what: str, name: str) -> str:
-    """How to name a component of one's own; empty where there can be none."""
+    """How to name a component of one's own, as the end of a message; empty for kinds that cannot be extended."""
     if what == "environment":
         path = name if "." in name else "my_module.MyEnvironment"
         return f'; or import your own: import_path = "{path}" instead of id'
@@ -330,7 +331,7 @@ def _own(what: str, name: str) -> str:
 
 
 def unknown(what: str, name: str, table: Collection[str], own: str = "") -> str:
-    """That there is no such name, which is the nearest, and which there are."""
+    """A message that the name is unknown, with the nearest name and all valid ones."""
     elsewhere = known_elsewhere(what, name)
     hint = f": here it is {elsewhere}." if elsewhere else nearest(name, table) or "."
     return f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"

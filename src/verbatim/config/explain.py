@@ -1,4 +1,4 @@
-"""Explains the errors of a configuration: where each key came from, what was found there, what was expected."""
+"""Explains the errors of a configuration: where a key came from, what was found, and what was expected."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from verbatim.core.texts import nearest
 _AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
 _TO_TYPE["model"] = ' Type for example: [model] and below it name = "Qwen/Qwen3-0.6B"'
-"""What to write where a key is missing that every run needs."""
+"""What to type when a key is missing that every run needs."""
 _NAMED_BY = ("type", "backend", "id", "name")
-"""Keys of a table that say which of several things is meant: what a person means who writes the name alone."""
+"""Keys that select a variant of a table; a person who writes `loss = "ppo"` means `type = "ppo"`."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
 
 
 @dataclass
 class KeyLocations:
-    """The origin of each key, with which every error message begins."""
+    """The origin of each key; every error message begins with it."""
 
     file: str
     lines: dict[KeyPath, int]
     overrides: dict[KeyPath, Override] = field(default_factory=dict)
     schema: type[RunConfig] = RunConfig
-    """What may stand where; with the tables of the backends, once they are known."""
+    """The schema against which keys are looked up; it includes the backends' tables once these are known."""
 
     def of(self, path: KeyPath) -> str:
-        """`file:line`, or the override as it was typed; and the overrides below, which may be what is wrong."""
+        """`file:line` or the override as typed, followed by overrides below this key, which may be the actual cause."""
         below = [str(o) for p, o in self.overrides.items() if p[: len(path)] == path and len(p) > len(path)]
         return self._origin(path) + (f" (with {', '.join(below)})" if below else "")
 
@@ -52,7 +52,7 @@ class KeyLocations:
         return self.file
 
     def set(self, path: KeyPath, override: Override) -> None:
-        """An override hides what the file said at and below its key."""
+        """Record an override, which hides what the file has at and below its key."""
         for known in (self.lines, self.overrides):
             for below in [p for p in known if p[: len(path)] == path]:
                 del known[below]
@@ -60,7 +60,8 @@ class KeyLocations:
 
 
 def refuse(problems: list[str], locations: KeyLocations) -> None:
-    """Raise one ConfigError with every problem, if there is any."""
+    """Raise one ConfigError with all problems; does nothing if there are none."""
+    # A message quotes the value that was found, which may be a key or a password.
     problems = [without_secrets(problem) for problem in problems]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -69,7 +70,7 @@ def refuse(problems: list[str], locations: KeyLocations) -> None:
 
 
 def explain(error: ErrorDetails, locations: KeyLocations) -> str:
-    """One mistake as a line: where, which key, what was found, what was expected, what to type."""
+    """One mistake as one line: where, which key, what was found, what was expected, what to type."""
     path: KeyPath = error["loc"]
     where, name, found = locations.of(path), dotted(path), error["input"]
     match error["type"]:
@@ -85,7 +86,7 @@ def explain(error: ErrorDetails, locations: KeyLocations) -> str:
             expected = f"a list, or [[{name}]] tables" if section_at(locations.schema, path) else "a list"
         case "model_type" | "dict_type" if _near_a_key(
             path, locations.schema
-        ):  # where other keys are tables: [monitor]
+        ):  # tables with free-form keys ([monitor]): probably a misspelt key of the section itself
             return f"{where}: {unknown_key(path, locations.schema)}"
         case "model_type" | "dict_type":
             expected = "a table" + _of_a_backend(path, locations.schema)
@@ -104,7 +105,7 @@ def explain(error: ErrorDetails, locations: KeyLocations) -> str:
 
 
 def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
-    """Where a key of one backend belongs, for a schema that does not know the backends' tables."""
+    """A hint to the backend's own table, for a schema that does not know the backends' tables."""
     section = section_at(schema, path[:-1])
     is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
     return f"; a backend's own keys stand in its table, [{dotted(path[:-1])}.NAME]" if is_open else ""
@@ -117,13 +118,13 @@ def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value as JSON, cut."""
+    """A value as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
-    """An unknown key: the nearest valid one, the table it belongs to, the keys of its own table."""
+    """Describes an unknown key: the nearest valid key, the table it belongs to, and the keys of its own table."""
     key = str(path[-1])
     section = section_at(schema, path[:-1])
     name, prefix = dotted(path), dotted(path[:-1])

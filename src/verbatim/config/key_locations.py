@@ -1,4 +1,4 @@
-"""Finds the line of each key of a TOML text: the standard parser gives values without their lines."""
+"""Finds the line of each key in a TOML text, because the standard parser returns values without line numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ KeyPath = tuple[str | int, ...]
 
 
 def dotted(path: KeyPath) -> str:
-    """`orchestrator.train.env.0.id`."""
+    """The path as text: `orchestrator.train.env.0.id`."""
     return ".".join(map(str, path))
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a table, with their values; lists of tables count from 0."""
+    """The dotted keys of a table with their values; elements of a list of tables are numbered from 0."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else key)
@@ -28,9 +28,9 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def line_numbers(text: str) -> dict[KeyPath, int]:
-    """The line (from 1) of every table, key and list element of a valid TOML text.
+    """The line number (from 1) of every table, key and list element of a valid TOML text.
 
-    What stands inside a value that spans lines has the line where its statement begins.
+    Keys inside a value that spans several lines get the line where its statement begins.
 
     Example:
         >>> line_numbers('seed = 1\\n[[env]]\\nid = "a"')
@@ -54,17 +54,17 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
 
 
 def _statement(lines: list[str], start: int) -> tuple[int, dict[str, Any]]:
-    """The first line after the statement that begins at `start`, and the statement parsed by itself."""
+    """The index of the line after the statement that begins at `start`, and the statement parsed on its own."""
     for end in range(start + 1, len(lines) + 1):
         try:
             return end, tomllib.loads("\n".join(lines[start:end]))
         except tomllib.TOMLDecodeError:
-            continue  # a value that goes on in the next line
-    raise AssertionError(f"line {start + 1} begins no statement, although the whole text is valid TOML")
+            continue  # the value continues on the next line
+    raise AssertionError(f"line {start + 1} does not begin a statement, although the whole text is valid TOML")
 
 
 def _enter(header: Any, last_index: dict[KeyPath, int]) -> KeyPath:
-    """The path that a `[a.b]` or `[[a.b]]` line opens, with the indices of the list elements on its way."""
+    """The path that a `[a.b]` or `[[a.b]]` line opens, including the indices of the list elements on the way."""
     path: KeyPath = ()
     while header:
         ((key, header),) = header.items()

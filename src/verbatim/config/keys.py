@@ -1,4 +1,4 @@
-"""Refuses keys and passwords in a configuration, which is stored with the run, unless it lets them stand there."""
+"""Refuses keys and passwords in a configuration, which is stored with the run, unless keys_in_config allows them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from verbatim.config.sure_keys import keys_in
 from verbatim.core.redaction import REDACTED, hide, hide_in, named_texts, variable_in
 
 _NAMES_A_VARIABLE = ("_env", "_var", "env_from")
+"""Endings of settings whose value is the name of an environment variable that holds a key."""
 
 
 def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> Iterator[Problem]:
-    """What is wrong with the keys in a configuration. They, and those in the environment variables that it names, are
-    redacted from now on in all that this process logs.
+    """Problems with keys and passwords in a configuration. From now on this process redacts them, and the values of the
+    environment variables that the configuration names, in everything it logs.
 
     Args:
-        document: The tables, as they were given.
-        may_stand_here: What `keys_in_config` says.
+        document: The tables as given.
+        may_stand_here: The value of `keys_in_config`.
     """
     for path, _, text in named_texts(document):
         if any(str(key).endswith(_NAMES_A_VARIABLE) for key in path):
@@ -32,13 +33,13 @@ def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> It
                 path,
                 (
                     f"found {_what(value)}, and configurations are stored with their runs. "
-                    f"{_instead(document, path)}; or set keys_in_config = true at the top, with which they are "
-                    "stored in clear"
+                    f"{_instead(document, path)}; or set keys_in_config = true at the top level, which stores it in "
+                    "clear text"
                 ),
             )
     for path, _, text in named_texts(document):
         if REDACTED in text:
-            yield path, f'found "{REDACTED}", which stands for a key that was not stored; give the key again'
+            yield path, f'found "{REDACTED}", the placeholder of a key that was not stored; enter the key again'
 
 
 def _what(value: str) -> str:
@@ -46,25 +47,25 @@ def _what(value: str) -> str:
     return (
         "what looks like a key or a password"
         if variable is None
-        else (f"the value of the environment variable {variable}, which has the name of a key")
+        else (f"the value of the environment variable {variable}, whose name is that of a key")
     )
 
 
 def _instead(document: Mapping[str, Any], path: KeyPath) -> str:
     tables = list(_tables_to(document, path))
     if path[0] == "inference" and "env" in path[:-1]:
-        return "Leave it out here: servers inherit the variables of this process"
+        return "Leave it out here: servers inherit the environment variables of this process"
     variable = "Put it into an environment variable"
     if any("command" in table for table in tables):  # a program, or an MCP server
         name = path[-1] if len(path) > 1 and path[-2] == "env" else "NAME"
-        return f'{variable}, and name that in place of it: env_from = ["{name}"]'
+        return f'{variable}, and give its name here instead: env_from = ["{name}"]'
     if path[-1] == "api_key" or (tables and "base_url" in tables[-1]):
-        return f'{variable}, and name that in place of it: api_key_env = "NAME"'
-    return f"{variable}, and let the code that needs it read that"
+        return f'{variable}, and give its name here instead: api_key_env = "NAME"'
+    return f"{variable}, and let the code that needs it read that variable"
 
 
 def _tables_to(document: Any, path: KeyPath) -> Iterator[Mapping[str, Any]]:
-    """The tables that a value is in, from the outermost."""
+    """The tables that contain a value, from the outermost."""
     for part in path:
         if isinstance(document, Mapping):
             yield document

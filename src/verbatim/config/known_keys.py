@@ -1,4 +1,4 @@
-"""Keys that users of TRL, verl, prime-rl, ROLL, twinkle and slime type, and what they are called here."""
+"""Keys from TRL, verl, prime-rl, ROLL, twinkle and slime, and their counterparts here, for error messages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class Foreign(NamedTuple):
-    """What keys of other frameworks are here."""
+    """Keys of other frameworks with one counterpart here."""
 
     keys: str
-    """Ours in full, with a space between; below trainer.loss and orchestrator.advantage they are parameters. Empty: we
-    have none."""
+    """Our full keys, separated by spaces; below trainer.loss and orchestrator.advantage they are parameters. Empty: no
+    counterpart."""
     why: str
-    """What is different, or why there is none."""
+    """The difference, or the reason why there is no counterpart."""
     names: str
-    """Theirs, by the last part, with a space between."""
+    """The last parts of their keys, separated by spaces."""
 
 
 FOREIGN = (

@@ -1,6 +1,6 @@
-"""Names of losses and advantages that users of TRL, verl, ROLL, slime and prime-rl type, and what they are called here.
+"""Names of losses and advantages from TRL, verl, ROLL, slime and prime-rl, and their counterparts here.
 
-There an algorithm is one name; here it is a loss and an advantage.
+Other frameworks name an algorithm as a whole; here it is a loss and an advantage.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ANSWERS = {
 
 
 def known_elsewhere(what: str, name: str) -> str | None:
-    """What to type instead of a name that other frameworks have; None for any other name.
+    """What to type instead of another framework's name, or None for any other name.
 
     Args:
         what: The kind of component: "loss" or "advantage".
-        name: As typed; case, hyphens, "+" and a trailing "_loss" or "_advantage" do not matter.
+        name: As typed; case, hyphens, "+" and a trailing "_loss" or "_advantage" are ignored.
 
     Example:
         >>> known_elsewhere("loss", "GRPO")

@@ -1,7 +1,8 @@
 """Loads a TOML file and command-line overrides as one frozen `RunConfig`, or raises one error with every mistake.
 
-Relative paths in the file (`model.name`, `run_dir`, data files) are relative to the current directory, as on the
-command line, not to the file. Modules that it names are looked for in the current directory and then beside the file.
+Relative paths in the file (`model.name`, `run_dir`, data files) are relative to the current directory, not to the file,
+as on the command line. Modules named in the file are searched in the current directory first and then in the folder of
+the file.
 """
 
 from __future__ import annotations
@@ -48,18 +49,19 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     caller: str = "verbatim.run",
 ) -> RunConfig:
-    """Read, override and validate; nothing is started before everything is valid.
+    """Read, override and validate a run's file. Nothing is started before all of it is valid.
 
     Args:
         path: The TOML file.
-        overrides: What was typed after it: `["--orchestrator.batch-size", "64"]`.
-        tables: With them, every component named in the file is looked up and its parameters are checked.
-        settings: Values given in Python, nested as the file's tables; they replace the file's, and None unsets a key.
-        caller: The function that was given the settings, for errors.
+        overrides: Command-line arguments after the file: `["--orchestrator.batch-size", "64"]`.
+        tables: With tables, every component named in the file is looked up and its parameters are checked.
+        settings: Values set in Python, nested like the file's tables. They replace values of the file; None unsets a
+            key.
+        caller: Name of the function that received the settings, for errors.
 
     Raises:
-        ConfigError: no such file, no valid TOML, an unknown key, a wrong type, an impossible combination; names
-            file and line (or the override) and key, what was found, what was expected and the nearest valid key.
+        ConfigError: no such file, invalid TOML, an unknown key, a wrong type, or an impossible combination. Names file
+            and line (or the override), the key, what was found, what was expected and the nearest valid key.
     """
     path = Path(path)
     search_beside(path)
@@ -76,16 +78,16 @@ def load_config(
 def make_config(
     *settings: Mapping[str, Any], tables: ComponentTables | None = None, caller: str = "verbatim.run"
 ) -> RunConfig:
-    """A configuration that is written in Python, nested as the tables of a file; refused with the same messages.
+    """A configuration written in Python, nested like the tables of a file; refused with the same messages.
 
     Args:
-        settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a key of the top level
-            leads into a table, as in TOML: `{"trainer.optim.lr": 1e-4}`. Later ones replace keys of earlier ones.
+        settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a top-level key leads
+            into a table, as in TOML: `{"trainer.optim.lr": 1e-4}`. Later settings replace keys of earlier ones.
         tables: As for `load_config`.
-        caller: The function that was given the settings, for errors.
+        caller: Name of the function that received the settings, for errors.
 
     Raises:
-        ConfigError: as `load_config`; names the function in place of file and line.
+        ConfigError: as for `load_config`, with the function in place of file and line.
     """
     document: dict[str, Any] = {}
     for given in settings:
@@ -103,6 +105,8 @@ def _checked(
     def refuse_all(problems: Iterable[Problem]) -> None:
         refuse([f"{locations.of(path)}: {dotted(path)}: {message}" for path, message in problems], locations)
 
+    # The order matters: json.dumps in `_validate` would fail on values that are too deep or too long; the backends'
+    # tables must be in the schema before any key is looked up; components are checked on a valid configuration only.
     refuse_all(problems_of_values(document))
     problems: list[Problem] = []
     if tables is not None:
@@ -117,12 +121,12 @@ def _checked(
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration, defaults included, as TOML that `load_config` reads back to an equal one."""
+    """The whole configuration with defaults, as TOML that `load_config` reads back as an equal configuration."""
     return tomli_w.dumps(_plain(config.model_dump(exclude_none=True)))
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text; pydantic's own JSON mode would turn `inf` into null."""
+    """Convert paths to text. Not pydantic's JSON mode: it would turn `inf` into null."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -167,14 +171,14 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {reason}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: {TOO_DEEP}") from None
-    except ValueError:  # Python's limit of digits
+    except ValueError:  # more digits than Python converts to an integer
         raise ConfigError(f"{path}: {TOO_LONG}") from None
 
 
 def _apply(
     document: dict[str, Any], overrides: Sequence[Override], locations: KeyLocations
 ) -> list[tuple[KeyPath, Override]]:
-    """Set the overrides' keys; which key each of them is."""
+    """Set the keys of the overrides in the document; returns the key path of each override."""
     problems, applied = [], []
     for override in overrides:
         try:
@@ -192,11 +196,11 @@ def _apply(
 
 
 def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], locations: KeyLocations) -> None:
-    """Refuse a key without a value that is no boolean, and one that is unset although there is no such key."""
+    """Refuse an override without a value for a key that is not a boolean, and one that unsets an unknown key."""
     problems = []
     for path, override in overridden:
         if locations.overrides.get(path) is not override:
-            continue  # another one replaced it
+            continue  # a later override replaced it
         field = field_at(locations.schema, path)
         if override.text is None and field is not None and field.annotation is not bool:
             problems.append(f"{override.flag}: needs a value: {field.description or ''}")
@@ -210,11 +214,12 @@ def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], locations: 
 def _validate(document: dict[str, Any], locations: KeyLocations) -> RunConfig:
     while True:
         try:
-            # Strict JSON reads types as TOML does: no "64" for 64, no true for 1, but lists and paths as they are.
+            # Strict JSON has the types of TOML ("64" is not 64, true is not 1), but accepts a list for a tuple and a
+            # string for a path, which strict Python validation refuses.
             return locations.schema.model_validate_json(json.dumps(document, default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
-        # `--name 2024`: what reads as a number may stand for a text, and only the schema knows.
+        # `--name 2024` was parsed as a number, but the schema wants a string: retry with the text as typed.
         texts = [locations.overrides.get(e["loc"]) for e in errors if e["type"] in ("string_type", "path_type")]
         overrides = [override for override in texts if override is not None and override.text is not None]
         if not overrides:
@@ -225,5 +230,6 @@ def _validate(document: dict[str, Any], locations: KeyLocations) -> RunConfig:
 
 
 def _follows_from_another(error: ErrorDetails) -> bool:
-    """A list with wrong elements is also reported as empty, and a default that depends on a wrong key as missing."""
+    """True for an error that pydantic reports in addition to its cause: a list with wrong elements also counts as too
+    short, and a default that depends on a wrong key as missing."""
     return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and bool(error["input"]))

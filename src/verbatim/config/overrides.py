@@ -1,8 +1,8 @@
-"""Reads what replaces the keys of a file: options of the command line (`--orchestrator.batch-size 64`), and settings in
-Python.
+"""Reads what replaces keys of a file: command-line options (`--orchestrator.batch-size 64`) and settings in Python.
 
-Keys of options are in kebab or snake case, list elements are named by their index. A value is read as TOML, then as
-JSON, then as plain text; it replaces what was there. `null` unsets a key, so that its default applies.
+Option keys may be in kebab or snake case; list elements are addressed by index. A value is parsed as TOML, then as
+JSON, and otherwise taken as plain text; it replaces the value of the file. `null` unsets a key, so that its default
+applies.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ UNSET = "null"
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One override as it was typed."""
+    """One override as typed."""
 
     flag: str
     """`--orchestrator.batch-size`."""
     text: str | None
-    """What follows; None where nothing does, which means `true` for a boolean."""
+    """The value as typed, or None if there was none, which means `true` for a boolean."""
 
     def __str__(self) -> str:
         return self.flag if self.text is None else f"{self.flag} {self.text}"
@@ -44,10 +44,10 @@ class Override:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """`["--a.b", "1", "--c=2"]` as overrides, in order.
+    """Parse `["--a.b", "1", "--c=2"]` into overrides, in order.
 
     Raises:
-        ConfigError: something that is no override, or a key with an empty part.
+        ConfigError: an argument that is not an override, or a key with an empty part.
     """
     found: list[Override] = []
     rest = list(arguments)
@@ -64,7 +64,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, a JSON value, or else the text itself.
+    """A TOML value, a JSON value, or the text itself.
 
     >>> parse_value("0.5"), parse_value("[1, 2]"), parse_value('{"a": 1}'), parse_value("{a = 1}"), parse_value("x/y")
     (0.5, [1, 2], {'a': 1}, {'a': 1}, 'x/y')
@@ -81,22 +81,22 @@ def _parse_toml(text: str) -> Any:
     document = tomllib.loads(f"value = {text}")
     value = document.pop("value")
     if document or not isinstance(value, bool | int | float | str | list | dict):
-        raise ValueError("several statements, or a date")
+        raise ValueError("several statements, or a date")  # dates are not configuration values; kept as text
     return value
 
 
 def _parse_json(text: str) -> Any:
-    # TOML has no null: an unset key of an object is one that is not there.
+    # TOML has no null, so null in a JSON object drops the key, which then has its default.
     return json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
 
 
 def apply_override(document: dict[str, Any], override: Override, value: Any) -> KeyPath:
-    """Set (or, with the text `null`, remove) the override's key in place, and return its path.
+    """Set the override's key in place (or remove it if the value is `null`), and return its path.
 
-    Missing tables on the way are made, and so is the list element after the last one.
+    Missing tables on the way are created, and so is a list element directly after the last one.
 
     Raises:
-        ConfigError: the way leads through a plain value, or past the end of a list.
+        ConfigError: the path crosses a plain value, or an index is past the end of a list.
     """
     path: KeyPath = ()
     container: Any = document
@@ -107,6 +107,7 @@ def apply_override(document: dict[str, Any], override: Override, value: Any) -> 
         if following is not None:
             present = key in container if isinstance(container, dict) else key != len(container)
             if override.text == UNSET and not present:
+                # Unsetting must not create tables. The rest of the path is still returned for the unknown-key check.
                 return (*path, *(name.replace("-", "_") for name in parts[len(path) :]))
             empty: Any = [] if following.isdecimal() else {}
             if isinstance(container, list):
@@ -142,27 +143,27 @@ def _key(container: Any, part: str, path: KeyPath, override: Override) -> str | 
 
 
 def assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
-    """Each key that is set in Python, with its path from the top, and its value as TOML has it.
+    """The keys set in Python, each with its path from the top and its value converted to TOML types.
 
-    A dot in a key of the top level leads into a table, as in TOML. Paths become strings, tuples lists, numpy's numbers
-    Python's. None stays: it unsets a key.
+    A dot in a top-level key leads into a table, as in TOML. Paths become strings, tuples become lists, and numpy
+    numbers become Python numbers. None is kept: it unsets a key.
 
     >>> assignments({"trainer.optim.lr": 1e-4, "orchestrator": {"filters": (), "group_size": 4}}, "verbatim.run")
     [(('trainer', 'optim', 'lr'), 0.0001), (('orchestrator', 'filters'), []), (('orchestrator', 'group_size'), 4)]
 
     Raises:
-        ConfigError: a value that TOML does not have; names the caller, the key, and what was found.
+        ConfigError: a value that TOML cannot represent; names the caller, the key, and what was found.
     """
     try:
         return [item for key, value in settings.items() for item in _leaves(value, tuple(str(key).split(".")))]
     except ConfigError as error:
         raise ConfigError(f"{caller}(): {error}") from None
     except RecursionError:
-        raise ConfigError(f"{caller}(): a table or a list holds itself, or is nested too deeply") from None
+        raise ConfigError(f"{caller}(): a table or a list contains itself, or is nested too deeply") from None
 
 
 def assign(document: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Set the key at `path` in place, or remove it where the value is None; missing tables on the way are made."""
+    """Set the key at `path` in place, or remove it if the value is None. Missing tables on the way are created."""
     *tables, last = map(str, path)
     for name in tables:
         inner = document.get(name)

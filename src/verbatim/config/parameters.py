@@ -23,14 +23,14 @@ def check_parameters(
     label: str,
     given: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values converted to the types of the function's parameters, and a message for each wrong one.
+    """The values converted to the types of the function's parameters, and a message for each wrong value.
 
     Args:
-        function: A function, or a class that is made from its parameters alone.
-        values: What the file says.
-        num_inputs: How many leading positional parameters of a function are data.
+        function: A function, or a class constructed from its parameters alone.
+        values: The parameters from the file.
+        num_inputs: Number of leading positional parameters of a function that receive data.
         label: The kind of component, for messages.
-        given: Parameters that have a value already.
+        given: Parameters that already have a value.
     """
     parameters, takes_any = _parameters_of(function, num_inputs)
     of_algorithm = label in ("loss", "advantage")
@@ -57,7 +57,7 @@ def check_parameters(
 
 
 def is_made_of_parameters(function: Callable[..., Any]) -> bool:
-    """Whether a component is a class whose instances are called with the data: `Rule(limit=8)(trajectory)`."""
+    """True for a class whose instances are called with the data: `Rule(limit=8)(trajectory)`."""
     return inspect.isclass(function) and any("__call__" in vars(cls) for cls in function.__mro__)
 
 
@@ -77,16 +77,17 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
     try:
         adapter = TypeAdapter(evaluate(annotation, function) if isinstance(annotation, str) else annotation)
     except (NameError, PydanticUserError):
-        return value  # a type for the type checker only, or one that pydantic does not know: as if it had none
+        return value  # a type that only the type checker knows, or pydantic does not: treat it as not annotated
     # Strict JSON, as everywhere in the file: no "64" for 64, no true for 1.
     return adapter.validate_json(json.dumps(value), strict=True)
 
 
 def evaluate(annotation: str, function: Callable[..., Any]) -> Any:
-    """One string annotation of a function or class; the others may name types that exist for the type checker only.
+    """Resolve one string annotation of a function or class. Not `get_type_hints(function)`: other annotations may name
+    types that are imported for the type checker only.
 
     Raises:
-        NameError: it names something that its module does not have.
+        NameError: it names something that its module does not define.
     """
 
     def holder() -> None: ...

@@ -1,4 +1,4 @@
-"""Finds the values that are TOML, or came with the command line, and that no configuration can hold."""
+"""Finds values that are valid TOML or came from the command line, but that a configuration cannot hold."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from verbatim.config.key_locations import KeyPath
 from verbatim.core.user_values import is_short
 
 DEEPEST = 100
-"""Levels of tables and lists inside of each other."""
+"""Maximum nesting depth of tables and lists."""
 TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; expected less"
 TOO_LONG = "a number of more than 4,300 digits; expected a shorter one, or a text"
 _SHOWN = 4
-"""Keys on the way to what is too deep that are named."""
+"""Number of leading keys shown in the path of a value that is too deep."""
 
 
 def problems_of_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """What cannot be held, by its path: values that are too deep, numbers that are too long, texts with characters that
-    UTF-8 cannot write.
+    """Values that a configuration cannot hold, each with its path: nested too deeply, numbers with too many digits,
+    texts with characters that UTF-8 cannot encode.
 
     >>> list(problems_of_values({"a": [1, 16**5000]}))
     [(('a', 1), 'a number of more than 4,300 digits; expected a shorter one, or a text')]
@@ -29,12 +29,12 @@ def problems_of_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath
             return
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(key, str) and not _is_text(key):
-                yield path, f"the key {key!r:.80} holds half a character or a byte that is none; expected UTF-8"
+                yield path, f"the key {key!r:.80} contains half a character or an invalid byte; expected UTF-8"
             yield from problems_of_values(inner, (*path, key))
     elif isinstance(value, int) and not is_short(value):
         yield path, TOO_LONG
     elif isinstance(value, str) and not _is_text(value):
-        yield path, f"{value!r:.80} holds half a character or a byte that is none; expected UTF-8"
+        yield path, f"{value!r:.80} contains half a character or an invalid byte; expected UTF-8"
 
 
 def _is_text(text: str) -> bool:

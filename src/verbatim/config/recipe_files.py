@@ -1,4 +1,4 @@
-"""Finds the recipes that come with the package, and the programs and notebooks beside them."""
+"""Finds the recipes that come with the package, and the programs and notebooks next to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def recipes() -> Mapping[str, Path]:
-    """The TOML file of each recipe, by its name.
+    """The TOML file of each recipe, by name.
 
     >>> recipes()["guess_number"].name
     'guess_number.toml'
@@ -17,7 +17,7 @@ def recipes() -> Mapping[str, Path]:
 
 
 def programs() -> Mapping[str, Path]:
-    """The file of each program and notebook that starts no run by its name, and can be copied.
+    """The programs and notebooks that are not run by name but copied, by name.
 
     >>> sorted(programs())
     ['first_steps', 'minimal_rl', 'run', 'train']

@@ -73,8 +73,8 @@ class OptimConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of full fine-tuning: each adapted layer computes `W x + alpha / r * B A x`; only A and B
-    are trained, checkpointed and sent to the sampler."""
+    """Low-rank adapters instead of full fine-tuning: each adapted layer computes `W x + alpha / r * B A x`; only A and
+    B are trained, checkpointed and sent to the sampler."""
 
     r: PositiveInt = 32
     """Rank: the number of rows of A and columns of B."""

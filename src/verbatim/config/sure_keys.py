@@ -1,14 +1,16 @@
-"""Finds the keys and passwords in a configuration that leave no doubt: for them it is refused.
+"""Finds texts in a configuration that are certainly keys or passwords, because these make it invalid.
 
-Redaction hides what may be a key; a refusal stops work, so it is strict. A text is a key for sure
-- in a form that services give their keys: a known beginning, and then letters and digits without a break;
-- as the password in an address, behind `Bearer` or `Basic`, or as the value of a variable with such a name;
-- as a login or a password of a command, `curl -u user:password`, and of a name: `basic_auth = "user:password"`;
-- under the name of a password or an API key, if it has no spaces or a digit: `password`, `api_key`, `authorization`;
-- under other names of keys that say whose it is, as `MY_PASS` and `client_secret` do, and in a text behind either kind
-  of name, if it has letters and digits and is no path and no words: `hunter2`, and not `label_v2` or `pass@8`;
-- under names that also mean other things (`key`, `token`, `pass` alone, plurals) if it looks drawn: 16 letters and
-  digits or more without a break, that change at least three times from one to the other.
+Redaction hides everything that may be a key. Refusing stops work, so the rules here are stricter. A text is certainly a
+key
+- in the form that a service gives its keys: a known prefix, followed by letters and digits without a break;
+- as the password in a URL, after `Bearer` or `Basic`, or as the value of an environment variable named like a key;
+- as a login or password in a command, `curl -u user:password`, or in a setting: `basic_auth = "user:password"`;
+- in a setting named like a password or API key (`password`, `api_key`, `authorization`), if it has no spaces or has a
+  digit;
+- in a setting named like another specific key (`MY_PASS`, `client_secret`), or after either kind of name within a text,
+  if it has letters and digits and is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`;
+- in a setting with an ambiguous name (`key`, `token`, `pass` alone, plurals) if it looks random: at least 16 letters
+  and digits without a break, which change at least three times between letters and digits.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _OTHER = re.compile(r"<.*>|[A-Za-z_]+@\d+")
 
 
 def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:
-    """The texts in a configuration that are keys for sure, or hold some: place, name and text of each.
+    """The texts of a configuration that are, or contain, certain keys: place, name and text of each.
 
     >>> list(keys_in({"args": {"env": {"MY_PASS": "hunter2"}, "command": ["agent", "--key", "a1b2c3d4e5f6g7h8"]}}))
     [(('args', 'env', 'MY_PASS'), 'MY_PASS', 'hunter2'), (('args', 'command', 2), '--key', 'a1b2c3d4e5f6g7h8')]
@@ -57,7 +59,7 @@ def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:
 
 
 def is_sure_key(name: str, text: str) -> bool:
-    """Whether a text of this name is a key, or holds one, without a doubt.
+    """True if a text with this name certainly is a key, or contains one.
 
     >>> is_sure_key("MY_PASS", "hunter2"), is_sure_key("pass", "pass@8"), is_sure_key("model", "sk-learn_models_v2")
     (True, False, False)
@@ -70,7 +72,7 @@ def is_sure_key(name: str, text: str) -> bool:
 
 
 def _is_named(name: str, value: str, *, within: bool = False) -> bool:
-    """Whether a value is a key by its name. Within a text it may be prose: `password: swordfish`."""
+    """True if a value is a key because of its name. Within a text it may be prose: `password: swordfish`."""
     words = words_of(name)
     if not names_key(name) or is_placeholder(value):
         return False
@@ -91,7 +93,7 @@ def _is_plural(name: str) -> bool:
 
 
 def _says_whose(name: str, words: Sequence[str]) -> bool:
-    """False for `key`, `pass` and the like alone, and for names that end so by chance: sort_key."""
+    """False for `key`, `pass` and similar words alone, and for names that merely end in one: sort_key."""
     return name.isupper() or _is_password(words) or (len(words) > 1 and is_sure_name(name))
 
 
