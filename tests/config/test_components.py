@@ -467,11 +467,11 @@ def test_an_alarm_is_set_switched_off_or_imported_by_its_key(tmp_path: Path):
         ("[monitor.alarms]\nrule = 3\n", "FILE:14: monitor.alarms.rule: found 3 (an integer), expected a table"),
         (
             '[monitor.alarms]\nstop = ["rul"]\n',
-            'FILE:14: monitor.alarms.stop.0: "rul" is no alarm; did you mean "rule"? There are rule, scaled',
+            'FILE:14: monitor.alarms.stop.0: "rul" is not an alarm; did you mean "rule"? The alarms are rule, scaled',
         ),
         (
             '[monitor.alarms]\nstop = ["rule"]\nrule = false\n',
-            'FILE:14: monitor.alarms.stop.0: "rule" is switched off. There are scaled',
+            'FILE:14: monitor.alarms.stop.0: "rule" is switched off. The alarms are scaled',
         ),
         (
             '[monitor.alarms]\nstop = ["rule"]\nenabled = false\n',

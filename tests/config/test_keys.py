@@ -67,7 +67,7 @@ def test_a_key_is_refused_at_its_place_and_is_not_quoted(tmp_path: Path, args: s
 
 def test_the_value_of_a_variable_with_a_key_is_refused_wherever_it_stands(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "open sesame")
-    with pytest.raises(ConfigError, match=r"args\.note: found the value of .* variable MY_SERVICE_TOKEN, which"):
+    with pytest.raises(ConfigError, match=r"args\.note: found the value of .* variable MY_SERVICE_TOKEN, whose"):
         load_config(file_with(tmp_path, 'note = "say open sesame twice"'))
 
 
@@ -149,12 +149,24 @@ def test_a_model_is_no_key(tmp_path: Path):
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ('args = { command = ["a"], env = { A_KEY = "hunter2" } }', 'in place of it: env_from = ["A_KEY"]; or set'),
-        ('args = { command = ["a"], x = "--password hunter2" }', 'in place of it: env_from = ["NAME"]; or set'),
+        (
+            'args = { command = ["a"], env = { A_KEY = "hunter2" } }',
+            'and give its name here instead: env_from = ["A_KEY"]; or set',
+        ),
+        (
+            'args = { command = ["a"], x = "--password hunter2" }',
+            'and give its name here instead: env_from = ["NAME"]; or set',
+        ),
         ('args = { tools = [{ command = "a", args = ["--password", "hunter2"] }] }', 'env_from = ["NAME"]; or'),
-        ('args = { judge = { base_url = "a", api_key = "hunter2" } }', 'in place of it: api_key_env = "NAME"; or set'),
-        ('args = { env = { MY_PASS = "hunter2" } }', "and let the code that needs it read that; or set"),
-        ('args = { password = "hunter2" }', "and let the code that needs it read that; or set keys_in_config = true"),
+        (
+            'args = { judge = { base_url = "a", api_key = "hunter2" } }',
+            'and give its name here instead: api_key_env = "NAME"; or set',
+        ),
+        ('args = { env = { MY_PASS = "hunter2" } }', "and let the code that needs it read that variable; or set"),
+        (
+            'args = { password = "hunter2" }',
+            "and let the code that needs it read that variable; or set keys_in_config = true",
+        ),
     ],
 )
 def test_what_to_type_in_place_of_a_key_fits_its_place(tmp_path: Path, env: str, said: str):
@@ -192,7 +204,7 @@ def test_the_values_of_variables_that_are_named_are_redacted_whatever_their_name
 
 
 def test_what_stands_for_a_key_that_was_not_stored_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"args.env.MY_PASS: found \"\[redacted\]\", which stands for a key"):
+    with pytest.raises(ConfigError, match=r"args.env.MY_PASS: found \"\[redacted\]\", the placeholder of a key"):
         load_config(file_with(tmp_path, 'env = { MY_PASS = "[redacted]" }', "keys_in_config = true\n"))
 
 
@@ -201,5 +213,7 @@ def test_a_server_of_inference_needs_no_key_of_its_own(tmp_path: Path):
     path.write_text(
         '[model]\nname = "a"\n[[orchestrator.train.env]]\nid = "x"\n[inference.vllm]\nenv = { HF_TOKEN = "hunter2!" }\n'
     )
-    with pytest.raises(ConfigError, match=r"inference\.vllm\.env\.HF_TOKEN: .* servers inherit the variables"):
+    with pytest.raises(
+        ConfigError, match=r"inference\.vllm\.env\.HF_TOKEN: .* servers inherit the environment variables"
+    ):
         load_config(path)

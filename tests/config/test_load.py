@@ -61,7 +61,10 @@ def test_a_bare_option_switches_a_boolean_on(file: Path):
 
 
 def test_a_bare_option_of_another_type_needs_a_value(file: Path):
-    assert error_of(file, "--max-steps") == "--max-steps: needs a value: How many steps: batches trained and published."
+    assert (
+        error_of(file, "--max-steps")
+        == "--max-steps: needs a value: Number of steps, each of which trains and publishes one batch."
+    )
 
 
 def test_null_brings_the_default_back(file: Path):
@@ -82,7 +85,7 @@ def test_a_text_that_reads_as_a_number_is_a_text_where_the_schema_wants_one(file
 def test_a_name_that_is_not_one_plain_folder_name_is_refused(file: Path, name: str):
     file.write_text(f"name = {json.dumps(name)}\n{MINIMAL}")
     assert error_of(file).startswith(f"{file}:1: name: found {name!r}, expected the name of one folder, such as")
-    with pytest.raises(ConfigError, match="name is missing, and what would take its place is not a name: found"):
+    with pytest.raises(ConfigError, match="name is missing, and the default is not a folder name: found"):
         load_config(edited(file, "[model]", "[model]")).named(name)
 
 

@@ -7,7 +7,7 @@ from verbatim.core.errors import ConfigError
 
 TOML = 'max_steps = 2\n[model]\nname = "some/model"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
 X = "orchestrator.train.env.0.args.x"
-DIGITS, HALF = "a number of more than 4,300 digits", "holds half a character or a byte that is none; expected UTF-8"
+DIGITS, HALF = "a number of more than 4,300 digits", "contains half a character or an invalid byte; expected UTF-8"
 DEEP = "nested deeper than 100 levels"
 
 

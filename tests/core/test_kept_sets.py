@@ -33,7 +33,7 @@ def test_sets_are_stored_one_after_the_other_and_ascending():
     ("kept", "message"),
     [
         ([[3]], "kept_sets: 1 for 2 completion ids"),
-        ([[3], [4, 5]], "the 2 ids kept at position 1 are without the id 9"),
+        ([[3], [4, 5]], "the 2 ids kept at position 1 do not include the id 9"),
         ([[3, 3], [9]], "each id of a set once"),
         ([[3, -1], [9]], "kept_sets: ids from -1"),
         ([[3, 2**31], [9]], "kept_sets: ids from 3 to 2147483648"),

@@ -77,7 +77,8 @@ def test_a_teacher_that_is_loaded_here_scores_over_the_same_sets(place):
         (
             ["--inference.backend", "vllm"],
             "orchestrator.sampling.top_k = 0, and this run trains on a cut distribution (top_p, top_k or min_p): a "
-            "vLLM that returns the ids that it kept takes no request without top_k, which bounds them; set top_k = 512",
+            "vLLM server that returns kept sets refuses requests without top_k, which bounds their size; set top_k "
+            "= 512",
         ),
         (
             [
@@ -85,7 +86,7 @@ def test_a_teacher_that_is_loaded_here_scores_over_the_same_sets(place):
                 *("--orchestrator.teacher", '{ model = "m", base_url = "http://127.0.0.1:1/v1" }'),
                 *("--orchestrator.sampling", "{ top_p = 0.8 }"),
             ],
-            "orchestrator.teacher.base_url gives logprobs of the whole one",
+            "orchestrator.teacher.base_url gives logprobs of the whole distribution",
         ),
     ],
 )

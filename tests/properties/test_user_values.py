@@ -287,7 +287,7 @@ def test_names_that_are_one_text_are_told_and_none_is_lost(place, value):
 
 def test_a_trajectory_with_such_names_is_refused():
     for name in ("reward_parts", "agent_rewards"):
-        with pytest.raises(RecordError, match="two names are one text"):
+        with pytest.raises(RecordError, match="two names have the same text"):
             Trajectory(example_id="e", **{name: ONE_TEXT[0]})
 
 

@@ -130,7 +130,7 @@ async def test_a_turn_of_a_cut_distribution_has_the_ids_that_were_kept():
     ("kept", "said"),
     [
         (None, "a completion of 3 ids came without its kept sets"),
-        ([[5], [6], [7]], "are without the id"),
+        ([[5], [6], [7]], "do not include the id"),
         ([[5]], "kept_sets: 1 for 3 completion ids"),
         ([[ord("a"), VOCAB_SIZE], [], []], "kept_sets: an id is outside the vocabulary"),
     ],

@@ -169,7 +169,7 @@ def test_the_configuration_takes_one_text_or_several(given, stop):
         ("", "which is empty"),
         (["x" * 257], "257 characters"),
         ([f"{n}" for n in range(17)], "expected at most 16"),
-        ([1], "which is no text"),
+        ([1], "which is not a text"),
         (["\ufffd"], "stands for bytes"),
         (7, "expected a text or a list of texts"),
     ],

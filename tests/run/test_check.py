@@ -114,7 +114,7 @@ REFUSED = {
          "--orchestrator.train.env.0.id", "guess-number"], ['the tokenizer does not fit renderer "kimi-k2"']),
     "environment that raises": ([ENV, "tasks.Raises"], ["tasks.Raises", "OSError", "no such data set"]),
     "environment without examples": ([ENV, "tasks.Empty"], ['examples("train") is empty']),
-    "environment without parameters to read": ([ENV, "builtins.dict"], ["does not tell its parameters"]),
+    "environment without parameters to read": ([ENV, "builtins.dict"], ["has no readable signature"]),
     "no demonstrations": ([WARM, "{ steps = 1 }"], ["'lots.Lots' shows no demonstrations"]),
     "empty demonstrations": ([ENV, "tasks.Shy", WARM, "{ steps = 1 }"], ["gave an empty list"]),
     "conversations with nothing to learn": ([WARM, '{ data = "bad.jsonl" }'], ["bad.jsonl:1", "no assistant message"]),

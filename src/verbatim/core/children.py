@@ -1,14 +1,14 @@
-"""Starts the processes that a run needs, and ends them.
+"""Starts and ends child processes.
 
-A child leads a session and a group of its own: Ctrl-C in the terminal is for this process, which ends its children in
-order, and what a child has started ends with its group. Where a child cannot look after its own children (a server
-that forks workers with sessions of their own), `inference.vllm.subreaper` stands between.
+Every child leads its own session and process group. So Ctrl-C in the terminal reaches only this process, which ends its
+children in order, and everything that a child has started ends with its group. Where a child cannot end its own
+children (a server that forks workers into sessions of their own), `inference.vllm.subreaper` runs in between.
 
 ```
-run_program      a program that does its work and ends: a compiler, pip, a question to another Python
-start            a process of our own package, watched from a thread (trainer, ranks)
-start_async      one that is watched from the event loop (workers, sandboxes, programs, servers)
-end_with_parent  called by a child: it does not outlive the process that started it
+run_program      for a program that runs to its end: a compiler, pip, a query of another Python
+start            for a process of our own package that a thread watches (trainer, ranks)
+start_async      for a process that the event loop watches (workers, sandboxes, programs, servers)
+end_with_parent  called by a child so that it does not outlive its parent
 ```
 """
 
@@ -30,13 +30,13 @@ from typing import IO, Any, Protocol, TypeAlias
 from verbatim.core.disk import make_private
 
 Stream: TypeAlias = int | IO[bytes] | None
-"""A pipe (`subprocess.PIPE`), nothing (`subprocess.DEVNULL`), a file, or None: this process's own."""
+"""A pipe (`subprocess.PIPE`), no stream (`subprocess.DEVNULL`), a file, or None for this process's own stream."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_READ = 2**16
-"""Bytes of a line that a pipe's reader holds, as in asyncio."""
+"""Buffer limit of a pipe's reader in bytes, the default of asyncio."""
 _LOOK_EVERY = 0.5
-"""Seconds between two looks whether the parent is there, where the kernel does not tell."""
+"""Interval in seconds at which a child checks for its parent, on systems without PR_SET_PDEATHSIG."""
 
 
 def run_program(
@@ -47,19 +47,19 @@ def run_program(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a program to its end, and return its status and what it wrote. One that takes too long is killed with all
-    that it has started, also where the wait for it is interrupted.
+    """Run a program to its end, and return its exit status and output. On a timeout, or if the wait is interrupted,
+    the program and everything that it has started are killed.
 
     Args:
         command: Program and arguments.
-        timeout: Seconds that it may take; None: any.
-        given: What it reads from its standard input; None: nothing.
-        environment: Its environment variables; None: those of this process.
-        folder: Its working directory; None: that of this process.
+        timeout: Timeout in seconds, or None for no timeout.
+        given: Bytes for its standard input, or None for an empty one.
+        environment: Its environment variables, or None for those of this process.
+        folder: Its working directory, or None for that of this process.
 
     Raises:
         OSError: it cannot be started.
-        subprocess.TimeoutExpired: it did not end in time.
+        subprocess.TimeoutExpired: the program did not end in time.
     """
     process = start(
         command,
@@ -87,7 +87,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A child that leads a group of its own; the arguments are those of `run_program`.
+    """Start a child in a process group of its own; the arguments are those of `run_program`.
 
     Raises:
         OSError: it cannot be started.
@@ -104,7 +104,7 @@ def start(
 
 
 class Child(asyncio.subprocess.Process):
-    """A child that the event loop watches, with what connects it to the loop."""
+    """A child that the event loop watches, together with its asyncio transport."""
 
     def __init__(
         self,
@@ -126,13 +126,15 @@ async def start_async(
     folder: str | None = None,
     descriptors: Sequence[int] = (),
 ) -> Child:
-    """The same for the event loop. Where this is cancelled, the child is killed before the error goes on: asyncio
-    would wait for ever for pipes that were never connected.
+    """Start a child as `start` does, for the event loop. On cancellation the child is killed before the error is
+    raised, because asyncio would otherwise wait for ever for pipes that were never connected.
 
     Args:
-        descriptors: Open files that it inherits, under the same numbers.
+        descriptors: File descriptors that the child inherits, under the same numbers.
     """
     loop = asyncio.get_running_loop()
+    # Not asyncio.create_subprocess_exec: if that is cancelled, nobody holds the process any more. The shield keeps the
+    # start running, so that the process can be killed once it exists.
     starting = asyncio.ensure_future(
         loop.subprocess_exec(
             lambda: asyncio.subprocess.SubprocessStreamProtocol(_LONGEST_READ, loop),
@@ -149,7 +151,7 @@ async def start_async(
     try:
         return Child(*await asyncio.shield(starting), loop)
     except asyncio.CancelledError:
-        with contextlib.suppress(OSError):  # it could not be started
+        with contextlib.suppress(OSError):  # the child could not be started, so there is nothing to kill
             process = Child(*await starting, loop)
             kill_group(process.pid)
             await gone(process)
@@ -157,21 +159,21 @@ async def start_async(
 
 
 async def gone(process: Child) -> None:
-    """Wait for the end of a killed child. Our ends of its pipes are closed first: asyncio waits for the other ends
-    too, and a process in a session of its own outlives the child and holds them."""
+    """Wait for the end of a killed child. Closes our ends of its pipes first: asyncio also waits for the other ends,
+    which a process in a session of its own may hold after the child has ended."""
     for number in range(3):  # until Python 3.13, wait() waits for the pipes
         pipe: Any = process.transport.get_pipe_transport(number)
         if pipe is None:
             continue
         if number == 0 and (not pipe.is_closing() or pipe.get_write_buffer_size()):
-            pipe.abort()  # what nothing reads any more is not waited for
+            pipe.abort()  # a plain close would first wait to write data that nobody reads any more
         pipe.close()
     await process.wait()
     process.transport.close()
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A file for what children print, which its owner alone may read; what is in it stays.
+    """Open a file for a child's output, appending to what it contains; only its owner may read it.
 
     Raises:
         OSError: it cannot be opened.
@@ -182,24 +184,24 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 class StartedChild(Protocol):
-    """A child, as a program that was started or as a copy of this process (`core.spare`)."""
+    """A child process: a program that was started, or a copy of this process (`core.spare`)."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal, or None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status; a `subprocess.TimeoutExpired` where it still runs after so many seconds."""
+        """The exit status. Raises `subprocess.TimeoutExpired` if the child still runs after `timeout` seconds."""
 
 
 def end(process: StartedChild, patience: float) -> None:
-    """Wait for a child that was told to end, and kill its group where it does not. No SIGTERM is sent: our own
-    processes take it for a request to stop the run, and one that is frozen does not hear it.
+    """Wait for a child that was told to end, and kill its process group if it does not. SIGTERM is not sent: our own
+    processes treat it as a request to stop the run, and a frozen process does not handle it.
 
     Args:
-        process: May have ended.
-        patience: Seconds to wait.
+        process: The child; it may have ended already.
+        patience: Timeout in seconds.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=patience)
@@ -209,13 +211,13 @@ def end(process: StartedChild, patience: float) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a child that leads a group, and what it has started, but for processes in groups of their own."""
+    """Kill a group leader and everything that it has started, except processes in groups of their own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def how_it_ended(status: int) -> str:
-    """For messages.
+    """An exit status as a clause for messages.
 
     >>> how_it_ended(3), how_it_ended(-9)
     ('ended with status 3', 'was ended by SIGKILL')
@@ -227,14 +229,14 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Called by a child: have the kernel kill this process when its parent ends, for whatever reason; where the system
-    is not Linux, a thread looks.
+    """Called by a child: end this process when its parent ends, for any reason. On Linux the kernel does this; on other
+    systems a thread polls.
 
     Args:
-        parent: Process id of the parent, as the parent told it: it may have ended already.
+        parent: Process id of the parent, passed on by the parent itself because it may have ended already.
     """
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call, so the kernel sends no signal
         os._exit(1)
     if sys.platform != "linux":
         threading.Thread(target=_look_for_parent, args=(parent,), name="look-for-parent", daemon=True).start()
@@ -247,11 +249,11 @@ def _look_for_parent(parent: int) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """The system call of this name; nothing where the system is not Linux."""
+    """The Linux system call of this name; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def text_of(written: bytes) -> str:
-    """What a program has written, whatever bytes it wrote."""
+    """A program's output as text; invalid bytes are replaced."""
     return written.decode(errors="replace")

@@ -1,14 +1,14 @@
-"""Ctrl-C and SIGTERM: every handler of a signal that the project installs stands here.
+"""Handles Ctrl-C and SIGTERM: every signal handler that the project installs is in this module.
 
 ```
-CtrlC             presses while an event loop runs its main task: in a program or a notebook, and in a command
-two_presses       a command: the first press asks, the second ends the process at once, even if the code blocks
-is_ctrl_c         tells a KeyboardInterrupt of the keyboard from `raise KeyboardInterrupt` in a user's code
-users_errors      makes one error of all that a user's code raises, and lets Ctrl-C through
-the rest          processes that leave the signals to another one, and what happens before and after a command
+CtrlC             Ctrl-C while an event loop runs its main task: in a program, a notebook or a command
+two_presses       for a command: the first Ctrl-C asks it to end, the second ends the process at once, even if it blocks
+is_ctrl_c         tells a KeyboardInterrupt from the keyboard from `raise KeyboardInterrupt` in a user's code
+users_errors      converts everything that a user's code raises into one error, but lets Ctrl-C through
+the others        for processes that leave signals to another process, and for the start and end of a command
 ```
 
-`inference.vllm.subreaper` is a process that has only the standard library, and handles its signals itself.
+`inference.vllm.subreaper` runs with the standard library alone and handles its signals itself.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from typing import Any, NoReturn, TypeAlias
 from verbatim.core.texts import printable
 
 INTERRUPTED = 130
-"""The status of a process that Ctrl-C or SIGTERM has ended."""
+"""Exit status of a process that was ended by Ctrl-C or SIGTERM (128 + SIGINT)."""
 _SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
-"""The signals that ask a process to end, by the names for people."""
+"""The signals that ask a process to end, with their names in messages."""
 
 Ask: TypeAlias = Callable[[asyncio.AbstractEventLoop], bool]
-"""Asks the work on this loop to end soon; False where it cannot. Called on any thread."""
+"""Asks the work on this loop to end soon; returns False if it cannot. Called on any thread."""
 
 Presses: TypeAlias = Callable[[asyncio.AbstractEventLoop, "asyncio.Task[Any]"], AbstractContextManager[None]]
-"""Handles Ctrl-C while a loop runs its main task."""
+"""Context manager that handles Ctrl-C while a loop runs its main task."""
 
 _Handler: TypeAlias = Callable[[int, object], None]
 
 
 def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
-    """Called by our handlers of SIGINT and SIGTERM, so that `is_ctrl_c` recognizes their KeyboardInterrupt."""
+    """Called by our handlers of SIGINT and SIGTERM; `is_ctrl_c` recognises its frame in the traceback."""
     raise KeyboardInterrupt(which)
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt is from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
+    """True if a KeyboardInterrupt is from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
 
-    Signals reach only the main thread, and what a Python handler raises comes through the handler's frame. Python's
-    default handler has no frame, so under it every KeyboardInterrupt counts as Ctrl-C.
+    Only the main thread gets signals, and an exception raised by a Python handler has the handler's frame in its
+    traceback. Python's default handler has no frame, so with it every KeyboardInterrupt counts as Ctrl-C.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
@@ -66,8 +66,8 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def users_errors(told: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
-    """Replace any exception that a user's code raises in the block (also `sys.exit`) by the error that `told` makes of
-    it. Ctrl-C and the errors of the classes `passed` are raised as they are."""
+    """Convert any exception that a user's code raises in the block (also `sys.exit`) into the error that `told` returns
+    for it. Ctrl-C and exceptions of the classes `passed` are raised unchanged."""
     try:
         yield
     except BaseException as error:
@@ -83,8 +83,8 @@ def _code(handler: object) -> CodeType | None:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[Callable[[], bool]]:
-    """Whether a Ctrl-C has come since the block began, which the program's own handler answers as ever. `asyncio.run`
-    answers the first one by cancelling the task that it runs, which a tool may do as well."""
+    """Yields a function that tells whether Ctrl-C was pressed since the block began. The program's own handler still
+    runs. Needed under `asyncio.run`, whose handler cancels the main task, which a tool's code may do as well."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not _is_of_asyncio(handler):
         yield lambda: False
@@ -106,14 +106,14 @@ def noticed() -> Iterator[Callable[[], bool]]:
 
 
 def _is_of_asyncio(handler: object) -> bool:
-    """Whether this is how `asyncio.run` handles Ctrl-C."""
+    """True if the handler is the one that `asyncio.run` installs for Ctrl-C."""
     function = handler.func if isinstance(handler, functools.partial) else handler
     return isinstance(getattr(function, "__self__", None), asyncio.Runner)
 
 
 @contextlib.contextmanager
 def _handling(handlers: Mapping[int, _Handler]) -> Iterator[None]:
-    """While the block runs; only in the main thread, where another one has no handlers."""
+    """Install handlers while the block runs. Does nothing outside the main thread, which cannot set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -126,8 +126,8 @@ def _handling(handlers: Mapping[int, _Handler]) -> Iterator[None]:
 
 
 class CtrlC:
-    """Presses while a loop runs its main task: the first calls `ask`, which may be unable to end the work; the next one
-    cancels the task, whose cancellation is a KeyboardInterrupt then."""
+    """Ctrl-C while a loop runs its main task. The first press calls `ask`, which may be unable to end the work; the
+    next one cancels the main task, and the cancellation is raised as KeyboardInterrupt."""
 
     def __init__(self, ask: Ask = lambda loop: False) -> None:
         self._ask = ask
@@ -136,7 +136,7 @@ class CtrlC:
         self._cancelled_by: str | None = None
 
     def press(self, which: str = "Ctrl-C") -> None:
-        """One press, on any thread."""
+        """Handle one press; called on any thread."""
         self._num += 1
         if self._running is None:
             return
@@ -147,20 +147,20 @@ class CtrlC:
 
     def _cancel(self, which: str, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
         self._cancelled_by = which
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
             loop.call_soon_threadsafe(main.cancel)
 
     def hear(self, number: int = signal.SIGINT, frame: object = None) -> None:
-        """One signal, in the main thread; the third one raises KeyboardInterrupt where the code is."""
+        """Handle one signal in the main thread; the third one raises KeyboardInterrupt wherever the code is."""
         self._num_signals += 1
         if self._num_signals > 2:
             raise_ctrl_c()
-        # On a thread: the code that was interrupted may hold the lock of the console that `ask` prints on.
+        # On a thread: the interrupted code may hold the lock of the console on which `ask` prints.
         threading.Thread(target=self.press, name="verbatim-signals", daemon=True).start()
 
     def handled(self) -> AbstractContextManager[None]:
-        """While the block runs. Outside the main thread, and where the program has a handler of its own, none is
-        changed; that of `asyncio.run` would only cancel a task of the loop that waits for the block."""
+        """Handle SIGINT while the block runs. Has no effect outside the main thread, or if the program has a handler of
+        its own. The handler of `asyncio.run` is replaced: it would only cancel a task that waits for the block."""
         handler = signal.getsignal(signal.SIGINT)
         if handler is signal.default_int_handler or _is_of_asyncio(handler):
             return _handling({signal.SIGINT: self.hear})
@@ -168,10 +168,10 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heard_elsewhere(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """For `run_main`, where `press` and `hear` are called from outside."""
+        """For `run_main`, if `press` and `hear` are called from outside."""
         self._running = (loop, main)
         try:
-            if self._num:  # pressed before there was a loop
+            if self._num:  # pressed before the loop existed
                 self._cancel("Ctrl-C", loop, main)
             yield
         except asyncio.CancelledError:
@@ -183,21 +183,21 @@ class CtrlC:
 
     @contextlib.contextmanager
     def handled_here(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """For `run_main`, on the thread that hears of Ctrl-C."""
+        """For `run_main` on the main thread, which gets the signals."""
         with self.heard_elsewhere(loop, main), self.handled():
             yield
 
 
 def two_presses(ask: Ask = lambda loop: False, farewell: Callable[[], str] = lambda: "") -> Presses:
-    """For `run_main` of a command.
+    """The handling of signals for `run_main` in a command.
 
-    A thread hears of the signals, not the event loop, so the second one ends the process also where a user's code
-    blocks the loop, or catches everything that is raised.
+    A thread waits for the signals, not the event loop, so the second press ends the process even if a user's code
+    blocks the loop or catches every exception.
 
     Args:
-        ask: Called on that thread at the first press; whether it asked for the end. Otherwise the main task is
-            cancelled.
-        farewell: What to write before the process ends at once.
+        ask: Called on that thread at the first press; returns whether it could ask for the end. Otherwise the main task
+            is cancelled.
+        farewell: Returns the text to print before the process ends at once.
     """
 
     @contextlib.contextmanager
@@ -213,13 +213,13 @@ def two_presses(ask: Ask = lambda loop: False, farewell: Callable[[], str] = lam
 def second_press_ends(
     first: Callable[[str], None], farewell: Callable[[], str], handle_first: Callable[[str], None] = lambda which: None
 ) -> Iterator[None]:
-    """While the block runs, the first Ctrl-C or SIGTERM is told, the second one ends the process at once. Outside the
-    main thread nothing is handled.
+    """While the block runs, report the first Ctrl-C or SIGTERM, and end the process at once at the second. Does nothing
+    outside the main thread.
 
     Args:
-        first: Called on a thread at the first one, with its name, even while the main thread is blocked.
-        farewell: What to write before the process ends at once.
-        handle_first: Called in the main thread at the first one, as soon as that comes to Python code; may raise.
+        first: Called on a thread at the first signal, with its name, even while the main thread is blocked.
+        farewell: Returns the text to print before the process ends at once.
+        handle_first: Called in the main thread at the first signal, as soon as it runs Python code; may raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -237,10 +237,10 @@ def second_press_ends(
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # The handler of the second one is for C code that holds the interpreter, so that no thread runs, but looks for
-    # signals (`re` does).
+    # Both a thread and a handler count signals: C code such as `re` may hold the GIL, so that no thread runs, and still
+    # check for signals.
     with _handling(dict.fromkeys(_SIGNALS, _second_ends(handle_first, farewell))):
-        # Python writes a signal's number there as it arrives.
+        # The wakeup descriptor gets the number of each signal as it arrives, even while Python code cannot run.
         fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, name="verbatim-signals", daemon=True)
         watcher.start()
@@ -267,8 +267,8 @@ def _second_ends(handle_first: Callable[[str], None], farewell: Callable[[], str
 
 
 def _end_at_once(farewell: str) -> None:
-    """No `finally` of anyone's runs: whoever asks twice does not want to wait for them. A cursor that a bar has hidden
-    is shown again."""
+    """End the process without running any `finally` block: a person who asks twice does not want to wait for them.
+    Shows the cursor again, which a progress bar may have hidden."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, b"\x1b[?25h")
@@ -277,37 +277,37 @@ def _end_at_once(farewell: str) -> None:
 
 
 def sigterm_is_ctrl_c() -> None:
-    """Handle SIGTERM as Ctrl-C outside the blocks above: child processes are ended, and the status is 130. The second
-    one ends the process at once. If SIGTERM is ignored, it stays ignored."""
+    """Handle SIGTERM like Ctrl-C outside the blocks above: child processes are ended and the exit status is 130. The
+    second SIGTERM ends the process at once. If SIGTERM is ignored, it stays ignored."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _second_ends(raise_ctrl_c))
 
 
 def end_at_a_press(status: int) -> None:
-    """From now on Ctrl-C and SIGTERM end the process at once, with this status. Where one is ignored, it stays so."""
+    """From now on Ctrl-C and SIGTERM end the process at once with this status. A signal that is ignored stays so."""
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: os._exit(status))
 
 
 def ignore_presses() -> None:
-    """From now on Ctrl-C and SIGTERM of this process do nothing: another one hears of them too, and decides."""
+    """From now on this process ignores Ctrl-C and SIGTERM: another process gets them too, and decides."""
     _set_all(signal.SIG_IGN)
 
 
 def ignore_presses_at_the_very_end() -> None:
-    """Called when the process begins: while Python takes itself down, after all `atexit` functions, it has no handlers
-    any more, and a signal would end a command that is done with the signal's status."""
+    """Called when the process begins. After the last `atexit` function Python removes its signal handlers, and a signal
+    would then replace the exit status of a command that has finished; so the last one ignores signals."""
     atexit.register(ignore_presses)
 
 
 def leave_presses_to_the_run() -> None:
-    """As `ignore_presses`, with handlers, which the programs that this process starts do not inherit."""
+    """Like `ignore_presses`, but with handlers, because programs that this process starts would inherit SIG_IGN."""
     _set_all(lambda number, frame: None)
 
 
 def end_at_presses() -> None:
-    """As a process does that handles nothing."""
+    """Restore the default action of both signals."""
     _set_all(signal.SIG_DFL)
 
 

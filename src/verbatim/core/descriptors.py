@@ -1,4 +1,4 @@
-"""Raises a process's limit of open files: the usual soft limit, 1024, is less than a batch of episodes has sockets."""
+"""Raises a process's limit of open files: the usual soft limit of 1024 is too low for the sockets of a batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import resource
 
 _MOST = 65536
 _RESERVE = 128
-"""Descriptors reserved for the rest of the process."""
+"""File descriptors reserved for the rest of the process."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows; returns how many connections fit. Processes
-    that it starts inherit the limit."""
+    """Raise this process's limit of open files as far as the system allows, and return how many connections fit. Child
+    processes inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

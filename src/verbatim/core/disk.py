@@ -1,7 +1,7 @@
-"""Writes files and folders that survive a loss of power.
+"""Writes files and folders that survive a power loss.
 
-A system call writes to memory until a sync: a sync of the file for its content, a sync of its folder for its name. So
-the order is always: write under a temporary name, sync the content, rename, sync the folder.
+A write only reaches memory until it is synced: syncing the file saves its content, syncing its folder saves its name.
+So the order is always: write under a temporary name, sync the content, rename, sync the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verbatim.core.machine_faults import naming
 logger = logging.getLogger(__name__)
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""Errors where there is nothing to sync: a device, or folders of some file systems."""
+"""Errors of fsync where there is nothing to sync: a device, or folders on some file systems."""
 
 
 def sync_descriptor(descriptor: int) -> None:
@@ -78,9 +78,9 @@ def rename(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """Context manager for an empty folder `.{name}.partial` that replaces `target` when the block ends without an
-    error: after a loss of power the target is whole, or is not there. A target with files that the new folder does not
-    have is kept aside, because somebody may have put them there."""
+    """Context manager for an empty folder `.{name}.partial` that replaces `target` if the block succeeds; after a power
+    loss the target is either complete or missing. If the old target holds files that the new folder does not have, it
+    is kept under another name, because a person may have put them there."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -91,41 +91,41 @@ def making(target: Path) -> Iterator[Path]:
 
 
 def files_below(folder: Path) -> set[str]:
-    """Paths of all files and links below a folder, relative to it and with `/`; empty where there is no folder."""
+    """Paths of all files and links below a folder, relative to it and with `/`; empty if there is no such folder."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
 def remove_folder(folder: Path, ours: Container[str]) -> None:
-    """Remove a folder that we have made; where it holds other files too, keep it aside as `{name}.kept-1`.
+    """Remove a folder that we created; if it also contains other files, rename it to `{name}.kept-1` instead.
 
     Args:
-        folder: It need not be there.
-        ours: Paths of the files that we make in it, relative to it.
+        folder: The folder; it need not exist.
+        ours: Paths of the files that we create in it, relative to it.
 
     Raises:
-        OSError: the system refused.
+        OSError: the file system refused.
     """
     others = sorted(name for name in files_below(folder) if name not in ours)
     if others:
         aside = keep_aside(folder, why="kept")
-        logger.warning("%s is kept as %s, because it holds %s, which the run has not written", folder, aside, others[0])
+        logger.warning("%s is kept as %s: it contains %s, which the run did not write", folder, aside, others[0])
     elif folder.is_dir():
         shutil.rmtree(folder)
 
 
 def write_file(path: Path, data: bytes, *, temporary: Path | None = None, private: bool = False) -> None:
-    """Replace a file atomically: after a loss of power it holds the old content or the new one.
+    """Replace a file atomically: after a power loss it has either the old or the new content.
 
-    Until then it is written under the name `temporary` in the same folder, by default `.{name}.tmp`.
+    The new content is first written under the name `temporary` in the same folder, by default `.{name}.tmp`.
 
     Args:
         path: The file.
         data: Its content.
-        temporary: That name.
-        private: As by `write_private`.
+        temporary: The temporary name.
+        private: Whether only its owner may read it, as with `write_private`.
 
     Raises:
-        OSError: the system refused to write; the file is as it was.
+        OSError: the file system refused to write; the file is unchanged.
     """
     with replacing(path, temporary=temporary) as new:
         if private:
@@ -135,24 +135,24 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None, privat
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that its owner alone may read (mode 0600), because it may hold keys or what a process has printed.
+    """Write a file that only its owner may read (mode 0600), because it may contain keys or a process's output.
 
     Raises:
-        OSError: the system refused to write.
+        OSError: the file system refused to write.
     """
     make_private(path)
     path.write_bytes(data)
 
 
 def make_private(path: Path) -> None:
-    """Create a file that its owner alone may read (mode 0600); one that is there and ours becomes so.
+    """Create a file that only its owner may read (mode 0600); an existing file of ours gets this mode.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        with contextlib.suppress(PermissionError):  # another user's, who lets us write
+        with contextlib.suppress(PermissionError):  # the file belongs to another user, who lets us write
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
@@ -160,11 +160,11 @@ def make_private(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, temporary: Path | None = None, lasting: bool = True) -> Iterator[Path]:
-    """Context manager for the path of a file that replaces `path` when the block ends without an error: as
-    `write_file`, for what is not written at once. Where it need not last, a loss of power may cost the file.
+    """Context manager for a temporary path that replaces `path` if the block succeeds; like `write_file`, for content
+    that is not written at once. With `lasting=False` nothing is synced, and a power loss may lose the file.
 
     Raises:
-        OSError: the system refused to write; the file is as it was.
+        OSError: the file system refused to write; the file is unchanged.
     """
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     try:
@@ -181,11 +181,12 @@ def replacing(path: Path, *, temporary: Path | None = None, lasting: bool = True
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that may not be ours: a link, a pipe or a device is not followed, waited for or read.
+    """Open a file for reading that others may have created: links are not followed, pipes and devices not opened.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: the path is not a regular file, or it cannot be read.
     """
+    # O_NONBLOCK: opening a pipe without a writer would block.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -194,53 +195,53 @@ def open_regular(path: Path) -> BinaryIO:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(descriptor, "rb")
 
 
 def read_regular(path: Path) -> bytes:
-    """All of a file, opened by `open_regular`.
+    """The content of a file, opened with `open_regular`.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: the path is not a regular file, or it cannot be read.
     """
     with open_regular(path) as file:
         return file.read()
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal digits."""
+    """The SHA-256 checksum of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path below a folder is a regular file in it, reached by no link."""
+    """True if a path below a folder is a regular file that is reached without a link."""
     steps = [path, *path.parents]
     below = steps[: steps.index(folder)] if folder in steps else []
     return bool(below) and path.is_file() and not any(step.is_symlink() for step in below)
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link in a run's folder, which may come from anybody: it may lead anywhere.
+    """Refuse a link in a run folder: the folder may come from anybody, and the link may point anywhere.
 
     Raises:
-        UsageError: says what to do.
+        UsageError: with what to do.
     """
     if path.is_symlink():
         raise UsageError(
-            f"{path} is a link, which is not followed: what it leads to is no part of the run. Put that "
-            "in its place, or name it yourself"
+            f"{path} is a link, which is not followed: its target is not part of the run. Put the target "
+            "in its place, or name the target itself"
         )
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the same folder that nothing has, for a file that is going to replace `path`."""
+    """An unused name in the same folder, for a file that will replace `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """A second name for a file that is never written to again; a copy where the system has no such names."""
+    """Create a hard link to a file that is never written to again, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -248,14 +249,14 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def keep_aside(path: Path, folder: Path | None = None, why: str = "damaged") -> Path:
-    """Rename a damaged file or folder, so that it is neither used nor lost; returns the new path.
+    """Rename a damaged file or folder so that it is neither used nor lost; returns the new path.
 
     Args:
-        path: What is damaged.
-        folder: Where it is kept; by default where it is.
-        why: What stands in its new name.
+        path: The damaged file or folder.
+        folder: The folder to move it to; by default its own.
+        why: The word in its new name.
 
-    Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, the next one `metrics.jsonl.damaged-2`.
+    Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, and the next one `metrics.jsonl.damaged-2`.
     """
     number, folder = 1, folder or path.parent
     while (aside := folder / f"{path.name}.{why}-{number}").exists():

@@ -1,4 +1,4 @@
-"""Where an episode is cut off: the one record of it, with its defaults. The run's file and Python both give these."""
+"""Defines the limits of an episode with their defaults, the same for the run's file and for Python."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from verbatim.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """Where an episode is cut off, and what happens to malformed calls and failing tools."""
+    """The limits at which an episode is cut off, and what happens at malformed calls and failing tools."""
 
     max_turns: int = 16
-    """Most turns, sub-agents' included."""
+    """Maximum number of turns, including those of sub-agents."""
     max_total_completion_tokens: int | None = None
-    """Most sampled tokens of all turns together, sub-agents' included; None for no limit."""
+    """Maximum number of sampled tokens of all turns, including those of sub-agents; None for no limit."""
     max_context: int = 2048
-    """Most tokens of a prompt and its completion together; a chat server has its own limit instead."""
+    """Maximum tokens of a prompt and its completion together; a chat server applies its own limit instead."""
     timeout: float = 600.0
-    """Seconds for the whole episode."""
+    """Episode timeout in seconds."""
     tool_timeout: float = 60.0
-    """Seconds for one tool call."""
+    """Timeout of one tool call in seconds."""
     tool_output_limit: int = 16_384
-    """Characters of one tool answer."""
+    """Maximum length of one tool result in characters."""
     tool_error: Literal["message", "stop"] = "message"
-    """Whether a tool that fails or hangs is told to the model, or ends the episode as failed."""
+    """What a failing or hanging tool does: "message" tells the model, "stop" ends the episode as failed."""
     max_malformed_retries: int = 2
-    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
+    """Number of consecutive turns with nothing but unreadable calls; one more ends the episode as "malformed"."""
 
     def __post_init__(self) -> None:
         above_zero = ("max_turns", "max_total_completion_tokens", "max_context", "timeout", "tool_timeout")

@@ -2,28 +2,28 @@
 
 ```
 VerbatimError
-├── UsageError (ValueError)      a person can mend it: says what was found, what was expected, what to type
-│   ├── ConfigError              a TOML file or a command-line override
-│   ├── ModelError               a model folder or id that cannot be loaded, or that cannot do what is asked
-│   ├── ComponentError           a plug-in that cannot be imported, called, or that returned the wrong thing
-│   ├── NoDemonstrations         an environment that shows none with these settings
+├── UsageError (ValueError)      a person's mistake: what was found, what was expected, what to type
+│   ├── ConfigError              in a TOML file or a command-line override
+│   ├── ModelError               a model folder or id that cannot be loaded, or does not support what is asked of it
+│   ├── ComponentError           a plug-in that cannot be imported or called, or that returned the wrong thing
+│   ├── NoDemonstrations         an environment without demonstrations for these settings
 │   └── CheckpointError          a checkpoint that is missing, damaged, or of another run
 │       └── FormatError          a file in a format that this version does not read
-├── RolloutError                 bad data from a rollout: kept on its trajectory, counted, the run goes on
-│   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
-│   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where it has two contexts or no ids
+├── RolloutError                 bad data from a rollout: kept on its trajectory and counted; the run goes on
+│   ├── RecordError (ValueError) ids, logprobs or turns that cannot come from a sampler
+│   │   └── NoFlatList (KeyError)    the flat list of a trajectory's ids, which needs one context and token ids
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   │   ├── JudgeFailed          a judge gave no verdict
 │   │   └── ProgramFault         an agent program crashed, hung, or never called the model
-│   ├── NothingSampled           an episode ended before the policy had sampled a token of its own
-│   ├── TemplateFault            a chat template did not come to an end within its budget
+│   ├── NothingSampled           an episode that ended before the policy had sampled a token
+│   ├── TemplateFault            a chat template that did not end within its budget
 │   └── SamplerFault             an inference engine failed for good on one request
-└── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
-    ├── CheckpointNotWritten     the disk or the trainer refused; the checkpoints before it are untouched
-    ├── EngineDead               the inference engine can answer nothing any more
+└── RunStopped                   the run cannot usefully go on (every rollout fails, the loss is NaN)
+    ├── CheckpointNotWritten     the disk or the trainer refused; earlier checkpoints are untouched
+    ├── EngineDead               the inference engine can no longer answer any request
     ├── NothingToSample          every example is in a difficulty pool: the run has reached its end
-    ├── NothingTrained           the run has reached its end, and has learned from no token
-    └── StoppedByAlarm           an alarm was raised that is to end the run
+    ├── NothingTrained           the run has ended without training on a single token
+    └── StoppedByAlarm           an alarm that ends the run was raised
 ```
 
 A broken invariant of our own (the ledger does not add up, a token trained twice) is an `AssertionError`:
@@ -32,15 +32,15 @@ a crash, never a warning.
 
 
 class VerbatimError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of everything that Verbatim raises on purpose."""
 
 
 class UsageError(VerbatimError, ValueError):
-    """A person can mend it; the message says what was found, what was expected and what to type."""
+    """A person's mistake; the message has what was found, what was expected and what to type."""
 
 
 class ConfigError(UsageError):
-    """A configuration file or override is wrong; names file, line and key."""
+    """A configuration file or override is wrong; the message names file, line and key."""
 
 
 class ModelError(UsageError):
@@ -63,8 +63,8 @@ class FormatError(CheckpointError):
     """A file of a run has a format that this version of Verbatim does not read.
 
     Args:
-        message: Which file it is, which number was found, and which is expected.
-        number: The number that was found, or None if the file has no number.
+        message: Names the file, the format number found and the one expected.
+        number: The number found, or None if the file has none.
     """
 
     def __init__(self, message: str, number: int | None = None) -> None:
@@ -77,7 +77,7 @@ class RolloutError(VerbatimError):
 
 
 class RecordError(RolloutError, ValueError):
-    """Ids, logprobs or turns that cannot be what a sampler returned."""
+    """Ids, logprobs or turns that cannot come from a sampler."""
 
 
 class NoFlatList(RecordError, KeyError):
@@ -91,15 +91,15 @@ class EnvironmentFault(RolloutError):
 
 
 class JudgeFailed(EnvironmentFault):
-    """A judge or a reward model gave no verdict: its episode has failed, and has no reward."""
+    """A judge or a reward model gave no verdict, so its episode has failed and has no reward."""
 
 
 class ProgramFault(EnvironmentFault):
     """An agent program crashed, hung, or never called the model.
 
     Args:
-        kind: "program_crashed", "program_hung" or "program_silent": what the episode is counted as.
-        message: What was seen.
+        kind: "program_crashed", "program_hung" or "program_silent"; the episode is counted under it.
+        message: What was observed.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -108,11 +108,11 @@ class ProgramFault(EnvironmentFault):
 
 
 class NothingSampled(RolloutError):
-    """An episode ended before the policy had sampled a token of its own: what it earned is not the policy's."""
+    """An episode ended before the policy had sampled a token, so its reward is not the policy's."""
 
 
 class TemplateFault(RolloutError):
-    """A chat template did not come to an end within its budget of steps, text and time."""
+    """A chat template did not end within its budget of steps, text and time."""
 
 
 class SamplerFault(RolloutError):
@@ -120,8 +120,8 @@ class SamplerFault(RolloutError):
 
     Args:
         message: What happened.
-        num_tokens: Drawn for the request until then, where the engine knows.
-        num_lost_tokens: Drawn for it before by replicas that were lost, where that is known.
+        num_tokens: Tokens sampled for the request so far, if the engine knows.
+        num_lost_tokens: Tokens sampled for it earlier by replicas that were lost, if known.
     """
 
     def __init__(self, message: str = "", *, num_tokens: int = 0, num_lost_tokens: int = 0) -> None:
@@ -139,7 +139,7 @@ class CheckpointNotWritten(RunStopped):
 
 
 class EngineDead(RunStopped):
-    """The inference engine can answer nothing any more; the message says why."""
+    """The inference engine can no longer answer any request; the message has the reason."""
 
 
 class NothingToSample(RunStopped):
@@ -147,8 +147,8 @@ class NothingToSample(RunStopped):
 
 
 class NothingTrained(RunStopped):
-    """The run has reached its end and has learned from no token; the message says which reason took them."""
+    """The run has ended without training on a single token; the message names the reason that took them."""
 
 
 class StoppedByAlarm(RunStopped):
-    """An alarm was raised that [monitor.alarms] names under `stop`: the run has ended early, with a checkpoint."""
+    """An alarm listed in `stop` of [monitor.alarms] was raised: the run ended early, with a checkpoint."""

@@ -1,7 +1,7 @@
-"""Numbers the formats of the files that a run writes and reads again, and refuses those of another version by name.
+"""Numbers the formats of the files that a run writes and reads, and refuses files of another version with an error.
 
-JSON has the number under `format`, in JSON lines on each line; Parquet and safetensors have it in their metadata, under
-`verbatim_format`. A format that changes gets the next number.
+JSON has the number under `format` (JSON lines: on each line); Parquet and safetensors have it in their metadata, under
+`verbatim_format`. Increase the number whenever a format changes.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ FORMATS: Mapping[str, int] = {
     "summary.json": 1,
     "trajectory lines": 1,
 }
-"""The number of each kind of file, by the pattern of its names."""
+"""The format number of each kind of file, by its name pattern."""
 LINES = "trajectory lines"
-"""JSON lines with a trajectory each, in files of any name: exports, results, episodes, traces."""
+"""JSON lines with one trajectory each, in files of any name: exports, results, episodes, traces."""
 KEY = "format"
 METADATA_KEY = "verbatim_format"
 
 
 def stamped(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written as JSON: the content behind the number of its kind."""
+    """The JSON object to write: the content, preceded by the format number of its kind."""
     return {KEY: FORMATS[kind], **content}
 
 
 def content_of(kind: str, value: Any, where: object) -> dict[str, Any]:
-    """The inverse of `stamped`.
+    """Check the format number and return the content; the inverse of `stamped`.
 
     Args:
         kind: A key of `FORMATS`.
         value: The JSON value that was read.
-        where: The file, and the line where it has several, for the message.
+        where: The file (and the line, if it has several), for the message.
 
     Raises:
-        FormatError: it has another number, or none.
+        FormatError: another format number, or none.
     """
     found = dict(value) if isinstance(value, Mapping) else {}
     _check(kind, found.pop(KEY, None), where)
@@ -56,15 +56,15 @@ def content_of(kind: str, value: Any, where: object) -> dict[str, Any]:
 
 
 def metadata_of(kind: str) -> dict[str, str]:
-    """The metadata of a file of tensors or columns."""
+    """The metadata of a file of tensors or columns, with its format number."""
     return {METADATA_KEY: str(FORMATS[kind])}
 
 
 def check_metadata(kind: str, found: str | bytes | None, where: object) -> None:
-    """Refuse a file of tensors or columns with another number in its metadata, or none.
+    """Refuse a file of tensors or columns whose metadata has another format number, or none.
 
     Raises:
-        FormatError: says which number was found and which is expected.
+        FormatError: with the number found and the number expected.
     """
     _check(kind, int(found) if found is not None and found.isdigit() else None, where)
 

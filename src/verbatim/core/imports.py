@@ -1,4 +1,4 @@
-"""Imports what a user names by an import path, with errors that say what to type; finds out what is installed."""
+"""Imports objects by import path, with errors that tell what to type, and checks which packages are installed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from verbatim.core.known_imports import ours_for
 from verbatim.core.texts import error_text, nearest
 
 MODULE_FOLDERS = "module_folders.json"
-"""The file of a run's folder that names the folders of its modules, where these are not the current one."""
+"""A file in the run folder that lists the folders of the run's modules, if these are not in the current directory."""
 _BESIDE: list[str] = []
-"""Folders of files that `search_beside` was given, for errors."""
+"""Folders of the files given to `search_beside`, for errors."""
 _FILES_IN: set[str] = set()
-"""Those in which `find_file` found something."""
+"""Those of `_BESIDE` in which `find_file` found something."""
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, told without importing it.
+    """True if a package can be imported; checked without importing it.
 
-    A folder of its name in the current directory is no package: wandb, for example, leaves a folder `wandb` where it
-    has recorded something, and Python takes any folder for a namespace.
+    A folder of this name in the current directory is not a package: wandb, for example, leaves a folder `wandb`, and
+    Python accepts any folder as a namespace package, which has no origin.
 
     >>> is_installed("json"), is_installed("no_such_package")
     (True, False)
@@ -45,10 +45,10 @@ def is_installed(package: str) -> bool:
 
 
 def refuse_without(*packages: str, extra: str, what: str) -> None:
-    """Refuse to go on where packages of an extra are missing.
+    """Refuse to continue if packages of an extra are missing.
 
     Raises:
-        UsageError: they are not installed; names all of them, what needs them and what to type.
+        UsageError: packages are not installed; names all of them, the feature that needs them and what to type.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
@@ -60,9 +60,9 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
 
 
 def import_without(package: str, unused: str) -> None:
-    """Import a package that imports another one for type hints only, or for what is not called here; that one is not
-    imported, and whoever imports it later gets it. Where other threads run, which could import it meanwhile, it is
-    imported.
+    """Import a package without another package that it imports only for type hints, or for functions not called here.
+    A later import of that package gets the real one. If other threads run, which could import it in the meantime, it is
+    imported normally.
 
     Example: `renderers` imports `openai`, half a second, for the annotations of a client.
     """
@@ -79,9 +79,9 @@ def import_without(package: str, unused: str) -> None:
 
 @contextlib.contextmanager
 def imports_that_stay() -> Iterator[None]:
-    """For a command: no cyclic garbage is looked for while the block imports, and what exists at its end is left out of
-    all later looks. An import of PyTorch and transformers makes a million objects that stay; looking through them again
-    and again takes a quarter of its time."""
+    """For a command: switch off garbage collection while the block imports, and exclude everything that exists at its
+    end from later collections. Importing PyTorch and transformers creates a million permanent objects; scanning them
+    again and again takes a quarter of the import's time."""
     gc.disable()
     try:
         yield
@@ -91,16 +91,16 @@ def imports_that_stay() -> Iterator[None]:
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name is that of something to import, "my_module.MyMonitor" or "my_module:MyMonitor"."""
+    """True for a name such as "my_module.MyMonitor" or "my_module:MyMonitor"."""
     return "." in name or ":" in name
 
 
 def import_object(import_path: str) -> Any:
-    """What `module.name` (or `module:name`) stands for; modules in the current directory are found too, and those
-    beside a file that `search_beside` was given.
+    """The object at `module.name` (or `module:name`). Modules are also found in the current directory, and in the
+    folders of files given to `search_beside`.
 
     Raises:
-        ComponentError: no such module or name, or the module fails while it is imported.
+        ComponentError: no such module or name, or the module raises while it is imported.
     """
     module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
     if not import_path:
@@ -118,6 +118,7 @@ def import_object(import_path: str) -> Any:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            # The module was found, but one of its own imports is missing.
             install = (
                 f"; install the package that has {error.name}, with this Python's pip: {sys.executable} -m pip "
                 "install PACKAGE (it may have another name than the module)"
@@ -144,11 +145,11 @@ def import_object(import_path: str) -> Any:
 
 
 def search_beside(file: Path) -> None:
-    """Make the modules in the folder of a file importable, behind those of the current directory: a configuration
-    names environments and plug-ins that lie beside it. Processes that this one starts find them too.
+    """Make the modules in the folder of a file importable, with lower priority than the current directory: a
+    configuration names environments and plug-ins that are next to it. Child processes find them too.
 
     Raises:
-        UsageError: the folders that a run has stored cannot be read.
+        UsageError: the list of folders that a run has stored cannot be read.
     """
     here = _here()
     for folder in (*_remembered(file.parent / MODULE_FOLDERS), str(file.resolve().parent)):
@@ -165,22 +166,22 @@ def _remembered(stored: Path) -> list[str]:
         folders = content_of(MODULE_FOLDERS, json.loads(stored.read_text(encoding="utf-8")), stored).get("folders")
     except FormatError:
         raise
-    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         folders, why = None, f" ({error})"
     else:
         why = ""
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
         raise UsageError(
             f"{stored} is damaged{why}: expected the folders that hold the run's modules, "
-            '{"format": 1, "folders": ["/home/me/tasks"]}; write it anew, or remove it and run the command in '
+            '{"format": 1, "folders": ["/home/me/tasks"]}; correct it, or remove it and run the command in '
             "that folder"
         )
     return folders
 
 
 def folders_beside() -> tuple[str, ...]:
-    """The folders among those of `search_beside` from which a module was imported or a file named by `find_file` was
-    read, the current one left out."""
+    """The folders of `search_beside`, except the current one, from which a module was imported or `find_file` returned
+    a file."""
     theirs = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "verbatim"]
     files = [getattr(module, "__file__", None) for module in theirs]  # recipes of ours lie in a folder too
     used = {os.path.dirname(file) for file in files if isinstance(file, str)} | _FILES_IN
@@ -188,8 +189,8 @@ def folders_beside() -> tuple[str, ...]:
 
 
 def find_file(path: str | Path) -> Path | None:
-    """A file or folder that a configuration names: in the current directory, or else beside a file that `search_beside`
-    was given; None if it is in neither. A run remembers the folder that it was found in, as it does for modules."""
+    """A file or folder that a configuration names: in the current directory, or else next to a file given to
+    `search_beside`; None if it is in neither. The folder is remembered for the run, as for modules."""
     given = Path(path)
     for folder in ("", *([] if given.is_absolute() else _BESIDE)):
         if (found := Path(folder) / given).exists():
@@ -200,7 +201,7 @@ def find_file(path: str | Path) -> Path | None:
 
 
 def _here() -> str:
-    """The current directory, which can be imported from, as with `python -m`."""
+    """The current directory, added to `sys.path` so that its modules can be imported, as with `python -m`."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -212,10 +213,10 @@ def _beside() -> str:
 
 
 def told(error: BaseException) -> str:
-    """What a user's code raised and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
+    """What a user's code raised, and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
 
-    The frames of Python's own import machinery are passed over, since they say nothing about the mistake. An import of
-    another framework is answered with ours.
+    Frames of Python's own import machinery are skipped, because they do not help to find the mistake. For an import of
+    another framework, our counterpart is added.
     """
     if isinstance(error, SyntaxError) and error.filename:
         line = f": {error.text.strip()}" if error.text else ""
@@ -239,7 +240,7 @@ def _where_else(module_name: str, attribute: str) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment variables for a Python process that imports what this one can: `PYTHONPATH` keeps its entries,
-    and those of `sys.path` follow."""
+    """Environment variables for a Python process that can import what this one can: `PYTHONPATH` keeps its entries,
+    followed by those of `sys.path`."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, [*own, *sys.path])))}

@@ -1,5 +1,5 @@
-"""Tells keys of services by what they look like: a known beginning, and as many letters and digits behind it as the
-service writes; and addresses that let in whoever has them. Of these no harmless text is made by chance."""
+"""Recognises keys of services by their form (a known prefix, followed by as many letters and digits as the service
+uses), and URLs that grant access by themselves. Harmless text does not match these forms by chance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 _START = r"(?:(?<![\w\-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
-"""Not within a word; behind what JSON and addresses write for another character, a word begins."""
+"""Not inside a word. A word may also begin after an escape sequence of JSON or of a URL."""
 _DIGIT = r"(?=[\w\-]*\d)"
 _MIXED = _DIGIT + r"(?=[\w\-]*[A-Z])(?=[\w\-]*[a-z])"
 
@@ -66,7 +66,7 @@ _TOKENS = (
     ("vb-", r"[0-9a-f]{16}-[\w\-]{16,}"),
     ("eyJ", r"[\w\-]{8,2000}\.[\w\-]{8,}(?:\.[\w\-]*){1,3}"),
 )  # fmt: skip
-"""What a token begins with, and what follows. Sources: the services' own pages, and keys that they have issued."""
+"""Prefix of a token, and the pattern that follows it. Sources: the services' own pages, and keys that they issued."""
 
 _PLACES = (
     ("hooks.slack.com/", r"hooks\.slack\.com/(?:services|workflows|triggers)/(?P<value>(?=[\w/]*\d)[\w/]{20,})"),
@@ -79,8 +79,8 @@ _PLACES = (
     ("x-", r"(?i:x-(?:amz|goog)-(?:signature|security-token)(?:=|%3D))(?P<value>[\w%+/=.~\-]{32,})"),
     ("Q~", r"(?:(?<![\w~.\-])|(?<=\\[nrt]))(?P<value>[\w~.]{3}\dQ~[\w~.\-]{31,34})(?![\w~\-])"),
 )  # fmt: skip
-"""A text that stands in it, and the form, of which the value is the key: webhooks and signed addresses, a bot's token
-of Telegram, a secret of Azure."""
+"""A text that must occur, and the pattern whose group `value` is the key: webhooks, signed URLs, tokens of Telegram
+bots, Azure secrets."""
 
 _FORMS = tuple(
     (word, re.compile(pattern))
@@ -92,11 +92,12 @@ _FORMS = tuple(
 
 
 def keys_of_services(text: str) -> Iterator[tuple[int, int]]:
-    """Where in a text the keys of services stand: start and end of each. Costs time linear in the text.
+    """The start and end of each key of a service in a text. Takes time linear in the text.
 
     >>> list(keys_of_services("SG. and xai-grok are none, AKIAIOSFODNN7EXAMPLE is"))
     [(27, 47)]
     """
     for word, form in _FORMS:
+        # The substring test is much faster than the pattern, and almost always rules the pattern out.
         if word in text:
             yield from (found.span("value") for found in form.finditer(text))

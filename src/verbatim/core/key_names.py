@@ -1,4 +1,4 @@
-"""Tells by its name whether a value may be a key or a password."""
+"""Decides by the name of a value whether it may be a key or a password."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _SURE_PAIRS = frozenset(
     for what in ("key", "secret", "token")
 )
 _MAYBE = frozenset({"cookie", "key", "pat", "secret", "token"})
-"""Last words of names that hold keys, and other things too: `key = "answer"`."""
+"""Last words of names of keys that also name other things: `key = "answer"`."""
 _BEHIND = frozenset(
     {"base", "default", "dev", "hash", "live", "plain", "prod", "production", "raw", "staging", "test", "text", "value"}
 )
-"""Words that may stand behind them: API_KEY_PROD. Others change the meaning: api_key_env."""
+"""Words that may follow a key word: API_KEY_PROD. Other words change the meaning: api_key_env is not a key."""
 _FOLDERS = ("PWD", "OLDPWD")
-"""Variables of a shell that have the working folder, not a password."""
+"""Shell variables that hold the working folder, not a password."""
 _OF_A_LOGIN = ("basic", "digest", "http", "https", "ntlm", "proxy")
 
 
 @lru_cache(4096)
 def names_key(name: str) -> bool:
-    """Whether what has this name may be a key.
+    """True if a value with this name may be a key.
 
     >>> [name for name in ("openaiKey", "MY_PASS", "--api-key", "api_key_env", "max_tokens") if names_key(name)]
     ['openaiKey', 'MY_PASS', '--api-key', 'max_tokens']
@@ -39,7 +39,7 @@ def names_key(name: str) -> bool:
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in lower case and the singular, without numbers and the like behind them."""
+    """The words of a name in lower case and singular, without trailing numbers and words of `_BEHIND`."""
     words = [word.lower() for word in _WORD.findall(name)]
     words = [word[:-1] if word.endswith("s") and not word.endswith("ss") else word for word in words]
     while words and (words[-1].isdecimal() or words[-1] in _BEHIND):
@@ -48,19 +48,19 @@ def words_of(name: str) -> list[str]:
 
 
 def is_sure_name(name: str) -> bool:
-    """Whether a name says that it is of a key, as `client_secret` does; `key` and `token` also name other things."""
+    """True if the name alone tells that it is a key, like `client_secret`; `key` and `token` also name other things."""
     words = words_of(name)
     return bool(words) and _is_sure(words)
 
 
 def is_login_name(name: str) -> bool:
-    """Whether what has this name may be a user and a password: `auth`, `http_auth`, `credentials`."""
+    """True if a value with this name may be a user and a password: `auth`, `http_auth`, `credentials`."""
     words = words_of(name)
     return bool(words) and (words[-1] in ("cred", "credential", "userpwd") or _is_auth(words[-1]))
 
 
 def is_sure_login_name(name: str) -> bool:
-    """Whether it can hardly be anything else: `basic_auth`, `proxyAuth`, `userpwd`."""
+    """True if a value with this name is almost certainly a login: `basic_auth`, `proxyAuth`, `userpwd`."""
     words = words_of(name)
     last = words[-1] if words else ""
     kind = last.removesuffix("auth") or (words[-2] if len(words) > 1 else "")
@@ -68,7 +68,7 @@ def is_sure_login_name(name: str) -> bool:
 
 
 def inner_name(own: str, outer: str) -> str:
-    """What tells whether a value is a key: its own name, that of a table of keys which it is in, or both."""
+    """The name by which a value is judged: its own, that of the table of keys that contains it, or both."""
     if not names_key(own):
         return outer if names_key(outer) else own
     if is_sure_name(outer) and not is_sure_name(own):

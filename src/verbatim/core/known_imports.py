@@ -1,4 +1,4 @@
-"""Names that modules of prime-rl, twinkle and ROLL import, and what they are called here."""
+"""Names imported from modules of prime-rl, twinkle and ROLL, and their counterparts here, for error messages."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ IMPORTS: Mapping[str, Mapping[str, str]] = {
     "roll.pipeline.agentic.utils": {"compute_discounted_returns": "verbatim.algorithms.credit:chunk_returns_advantage"},
     "roll.utils.functionals": {"compute_segment_masked_mean": "verbatim.algorithms.losses:ipa_loss"},
 }  # fmt: skip
-"""By module and name: `module:name` of ours, or, where nothing is imported, what takes its place."""
+"""Module and name to our `module:name`, or to a sentence if there is nothing to import instead."""
 
 
 def ours_for(statement: str) -> str | None:
-    """What to write in place of an import of another framework; None for any other statement.
+    """What to write instead of an import of another framework, or None for any other statement.
 
     >>> ours_for("from prime_rl.trainer.rl.loss import LossInputs")
     'here: from verbatim.algorithms import LossInputs'
@@ -60,7 +60,7 @@ def ours_for(statement: str) -> str | None:
     if known is None:
         top = module.partition(".")[0]
         of_package = [name for name in IMPORTS if name.partition(".")[0] == top]
-        return f"what has a name here is in {', '.join(of_package)}: docs/coming_from.md" if of_package else None
+        return f"counterparts exist for {', '.join(of_package)}: docs/coming_from.md" if of_package else None
     said = re.findall(r"\w+", module.rpartition(".")[2] + " " + ((found and found[2]) or ""))
     return "here: " + "; ".join(
         f"{name} is {ours}" if " " in ours else _import(ours, name)

@@ -1,5 +1,5 @@
-"""Tells passwords of users by what stands beside them: `basic_auth = "user:password"`, `auth = ["user", "password"]`,
-and `curl -u user:password` and its like, as a list or a text."""
+"""Recognises passwords by their context: `basic_auth = "user:password"`, `auth = ["user", "password"]`, and
+`curl -u user:password` and similar commands, as a list or a text."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from verbatim.core.key_names import is_login_name, is_sure_login_name, names_key, words_of
 
 _LOGIN = re.compile(r"[^\s:/\\]+:(?P<password>[^\s/\\$<{\[*][^\s]*)")
-"""`user:password`; no path, no name of a variable, nothing that is left to be filled in."""
+"""`user:password`, but not a path, a variable or a placeholder."""
 _METHODS = frozenset({
     "admin", "api_key", "apikey", "basic", "bearer", "cert", "certificate", "cookie", "digest", "false", "header",
     "iam", "jwt", "kerberos", "ldap", "mtls", "negotiate", "none", "ntlm", "oauth", "oauth1", "oauth2", "optional",
     "pass", "passwd", "password", "private", "public", "query", "read", "required", "saml", "secret", "sso", "tls",
     "token", "true", "user", "write",
 })  # fmt: skip
-"""Behind such a name these are ways to log in, rights, or words for what is left out; no passwords."""
+"""After the name of a login these are authentication methods, permissions or placeholders, not passwords."""
 _HTTP_CLIENTS = frozenset({"curl", "wget", "http", "https", "httpie", "xh", "xhs", "curlie"})
 _LOGIN_OPTIONS = frozenset({"-u", "-U", "--user", "--proxy-user", "-a", "--auth"})
-"""Options of theirs with `user:password`; of other programs `-u`, `--user` and `--proxy-user` may be the same."""
+"""Options of HTTP clients with `user:password`; `-u`, `--user` and `--proxy-user` may mean the same elsewhere."""
 _PASSWORD_OPTIONS = frozenset({("sshpass", "-p"), ("redis-cli", "-a"), ("twine", "-p")})
-"""A program and its option whose value is a password."""
+"""Pairs of program and option whose value is a password."""
 _CONTAINERS = frozenset({"docker", "podman", "nerdctl", "helm"})
-"""Programs whose `-u` is the user of a process, and of whose `login -p` the value is a password."""
+"""Programs whose `-u` is the user of a process, and whose `login -p` is a password."""
 _LOGIN_WORD = "login"
 _ATTACHED = frozenset({
     *((client, option) for client in _HTTP_CLIENTS for option in ("-u", "-U")),
     *((program, "-p") for program in ("mysql", "mysqldump", "mariadb", "sshpass")),
 })  # fmt: skip
-"""Options that have their value in the same word: `mysql -pPASSWORD`."""
+"""Options whose value may follow in the same word: `mysql -pPASSWORD`."""
 _PROGRAMS = _HTTP_CLIENTS | _CONTAINERS | {program for program, _ in _PASSWORD_OPTIONS | _ATTACHED}
 _COMMAND = re.compile(
     r"(?<![\w\-.])(?<!//)(?:" + "|".join(sorted(_PROGRAMS, key=len, reverse=True)) + r")(?![\w\-]|\.\w|:/)"
@@ -39,7 +39,7 @@ _PART = re.compile(r"""[^\s"',;|&\[\]()\\]+|[\n;|&]""")
 
 
 def password_in(name: str, value: str) -> str | None:
-    """The password in the value of such a name; None where it is no `user:password`.
+    """The password in a value with this name, or None if the value is not `user:password`.
 
     >>> password_in("basic_auth", "me:swordfish"), password_in("auth", "package.module:function")
     ('swordfish', None)
@@ -52,7 +52,7 @@ def password_in(name: str, value: str) -> str | None:
 
 
 def is_login_pair(name: str, values: Sequence[Any]) -> bool:
-    """Whether a list of this name is a user and a password.
+    """True if a list with this name is a user and a password.
 
     >>> is_login_pair("auth", ["me", "swordfish"]), is_login_pair("auth", ["basic", "digest"])
     (True, False)
@@ -68,12 +68,12 @@ def is_login_pair(name: str, values: Sequence[Any]) -> bool:
 
 
 def has_password(before: Collection[str], option: str, value: str) -> bool:
-    """Whether the value of an option of a command holds a password.
+    """True if the value of a command's option holds a password.
 
     Args:
-        before: The words of the command that were before it, those of programs by their names alone.
-        option: `-u`, `--user`.
-        value: What follows.
+        before: The preceding words of the command; programs without their folder.
+        option: The option, such as `-u` or `--user`.
+        value: The word after the option.
 
     >>> has_password({"curl"}, "-u", "me:swordfish"), has_password({"docker", "run"}, "-u", "1000:1000")
     (True, False)
@@ -92,8 +92,8 @@ def has_password(before: Collection[str], option: str, value: str) -> bool:
 
 
 def attached_password(before: Collection[str], word: str) -> int:
-    """Where in a word of a command a password or a login begins that its option has attached: `-uuser:password`,
-    `--user=user:password`; 0 where there is none."""
+    """The index in a command's word at which a password or login begins that is attached to its option
+    (`-uuser:password`, `--user=user:password`), or 0 if there is none."""
     option, equals, value = word.partition("=")
     if equals and word.startswith("-") and has_password(before, option, value):
         return len(option) + 1
@@ -105,17 +105,17 @@ def attached_password(before: Collection[str], word: str) -> int:
 
 
 def program_of(word: str) -> str:
-    """A word of a command that says what its options are, without its folder; any other one is nothing."""
+    """The program's name without its folder, if it tells the meaning of options; otherwise an empty string."""
     name = word.rpartition("/")[2]
     return name if name in _PROGRAMS or word == _LOGIN_WORD else ""
 
 
 def logins_in(text: str, *, surely: bool = False) -> Iterator[tuple[int, int]]:
-    """Where in a text the passwords and logins of commands stand: start and end of each. Costs time linear in it.
+    """The start and end of each password and login of a command in a text. Takes time linear in the text.
 
     Args:
         text: Commands, or anything else.
-        surely: Leave out what may as well be the explanation of a command: `sshpass -p takes it`.
+        surely: Skip texts that may as well explain a command: `sshpass -p takes it`.
 
     >>> text = "curl -s -u me:swordfish https://host; docker run -u 1000:1000 -p 80:80 image"
     >>> [text[slice(*place)] for place in logins_in(text)]
@@ -135,7 +135,7 @@ def _of_command(text: str, before: set[str], place: int, end: int) -> Iterator[t
     for found in _PART.finditer(text, place, end):
         word = found[0]
         if word in "\n;|&":
-            if text[found.start() - 1] == "\\":  # the command goes on in the next line
+            if text[found.start() - 1] == "\\":  # an escaped newline: the command continues
                 continue
             return
         if has_password(before, option, word) and not _is_left_out(word):
@@ -152,7 +152,7 @@ def _is_left_out(value: str) -> bool:
 
 
 def _is_word_for_it(password: str) -> bool:
-    """Whether it is a way to log in, or a word for a password or a key: `YOUR_API_KEY`."""
+    """True for an authentication method, or a word for a password or key: `YOUR_API_KEY`."""
     return password.lower() in _METHODS or (names_key(password) and not any(c.isdecimal() for c in password))
 
 

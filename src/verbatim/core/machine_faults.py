@@ -25,8 +25,8 @@ ERRNOS = frozenset(
         errno.ENOLCK,
     }
 )
-"""System errors that another command line would meet too. Missing or forbidden folders are not among them: the user can
-name another one."""
+"""System errors that any other command line would hit as well. Missing or forbidden folders are not included: the user
+can name another folder."""
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -34,7 +34,7 @@ _PYTHON = re.compile(r"^\[Errno \d+\] ")
 
 
 def is_machine_fault(error: BaseException) -> bool:
-    """Whether an error, or one in its chain of causes and contexts, is a fault of the machine."""
+    """True if an error, or one in its chain of causes and contexts, is a fault of the machine."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -49,7 +49,7 @@ def is_machine_fault(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, in Python, numpy or torch, on a CPU or a device.
+    """True if memory ran out in Python, numpy or torch, on a CPU or a device.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"))
     True
@@ -60,17 +60,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     return (
         isinstance(error, RuntimeError)
-        and not isinstance(error, RecursionError)
+        and not isinstance(error, RecursionError)  # a RuntimeError whose text may mention memory
         and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error).lower() for text in _NO_MEMORY))
     )
 
 
 def describe(error: BaseException, where: object = None) -> str:
-    """An error of the system or of memory in one line: what happened, and the file, or where in the code.
+    """A system or out-of-memory error in one line: what happened, and the file or the position in the code.
 
     Args:
-        error: An OSError, or one that `is_out_of_memory`; of other errors, the text is returned.
-        where: The file or folder in use, for an error that names none.
+        error: An OSError, or an error for which `is_out_of_memory` is true; for others the text is returned.
+        where: The file or folder in use, for errors without a file name.
 
     >>> describe(OSError(errno.ENOSPC, "No space left on device"), "runs/a")
     'No space left on device (runs/a)'
@@ -93,7 +93,7 @@ def describe(error: BaseException, where: object = None) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError in the block: errors of writing, flushing and syncing have none."""
+    """Set the file name of an OSError raised in the block: errors of write, flush and sync come without one."""
     try:
         yield
     except OSError as error:
@@ -104,11 +104,11 @@ def naming(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
-    """Libraries in Rust (safetensors, tokenizers) report the system's errors as exceptions of their own, whose text
-    ends in "(os error 28)"; in this block, which writes, they become the OSError that callers expect.
+    """Convert system errors of Rust libraries (safetensors, tokenizers) to OSError in a block that writes. They raise
+    exceptions of their own, whose text ends in "(os error 28)".
 
     Raises:
-        OSError: with the reported number, and this path.
+        OSError: with the error number from the text, and this path.
     """
     try:
         with naming(path):
@@ -123,7 +123,7 @@ def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
 
 
 def _number_in(error: BaseException) -> int | None:
-    """The error number in the text of an exception that a library in Rust raised."""
+    """The error number in the text of a Rust library's exception, or None if there is none."""
     if isinstance(error, OSError) or not isinstance(error, Exception):
         return None
     found = _RUST.search(str(error))

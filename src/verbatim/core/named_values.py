@@ -1,5 +1,5 @@
-"""Finds names and values in texts, so that a key is told by its name there too: settings, options, HTTP headers, and
-lists and tables behind a name; also in JSON that stands in JSON, with quotes escaped once or often."""
+"""Finds names with their values in texts, so that a key is also found by its name: settings, options, HTTP headers, and
+lists and tables that follow a name; also in JSON nested in JSON strings, with quotes escaped once or several times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verbatim.core.logins import is_login_pair
 _NAME = r"(?<![\w\-.])-{0,2}(?P<name>[A-Za-z_][\w\-.]{0,200})(?![\w\-.])"
 _QUOTE = r"""\\*["']"""
 _QUOTED = rf"""(?P<quote>{_QUOTE})(?P<value>(?:(?!(?<!\\)(?P=quote))[^\n])+)(?=(?P=quote))"""
-"""Up to the same quote, with as many backslashes: what it holds may have other ones."""
+"""A quoted value, up to the same quote with the same number of backslashes; it may contain other quotes."""
 _LITERAL = r"""\\(?![nrt"'\\])"""
-"""A backslash that escapes nothing."""
+"""A literal backslash, one that escapes nothing."""
 _SETTINGS = (
-    # A value may be JSON, with names of its own.
+    # A quoted value is only looked ahead at, not consumed: it may be JSON with names of its own.
     re.compile(rf"""{_NAME}(?:{_QUOTE})?\s*(?:=>|[=:])\s*(?=(?:""|'')?{_QUOTED})"""),
     re.compile(_NAME + r"""=(?P<value>(?:[^\s"',;&()\[\]{}\\]|""" + _LITERAL + ")+)"),
     re.compile(r"(?<![\w\-.])--?(?P<name>[A-Za-z_][\w\-.]{0,200})" + rf"""(?:{_QUOTE})?(?:,\s*|\s+)(?={_QUOTED})"""),
@@ -39,7 +39,7 @@ _YAML = re.compile(
     _NAME + rf"""(?:{_QUOTE})?:[ \t]+"""
     r"""(?=\S*[\d+/=!@#%^&*])(?P<value>(?:[^\s"',;{}\[\]\\]|""" + _LITERAL + r"""){6,})(?=[ \t]*(?:[\r\n]|\\[rn]|\Z))"""
 )
-"""`MY_PASS: ...` to the end of a line; a word there is rather a sentence: `password: missing`."""
+"""`MY_PASS: ...` up to the end of a line. A plain word there is rather prose: `password: missing`."""
 _HEADERS = (
     re.compile(rf"(?i:(?<![\w\-.])(?:proxy-)?authorization)\s*:\s*(?P<value>[^\s\"'\\](?:[^\r\n\"'\\]|{_LITERAL})*)"),
     re.compile(
@@ -51,7 +51,7 @@ _HEADERS = (
         r"|(?=[^\s\"']*\d)[^\s\"'\\]{16,})"
     ),
 )
-"""HTTP headers; `x-token: 5 tokens left` and `cookie: chocolate` are none."""
+"""HTTP headers, but not `x-token: 5 tokens left` or `cookie: chocolate`."""
 _OPENS = re.compile(rf"{_NAME}(?:(?:{_QUOTE})?\s*(?:=>|[=:])\s*[\[({{]|(?P<call>\())")
 _TOKEN = re.compile(
     r"(?P<open>[\[({])|(?P<close>[\])}])"
@@ -69,10 +69,10 @@ _YAML_ITEM = re.compile(r"""-[ \t]+["']?(?P<value>[^\s"'\\]+)""")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A value in a text."""
+    """A named value in a text."""
 
     name: str
-    """What tells whether it is a key: its own name, or that of the list or the table that it is in."""
+    """The name that decides whether it is a key: its own, or that of the list or table that contains it."""
     start: int
     end: int
 
@@ -97,7 +97,7 @@ def _named(found: re.Match[str]) -> Named:
 
 
 def _named_by(found: re.Match[str]) -> str:
-    r"""The name; behind a backslash its first letter may be a part of `\n`."""
+    r"""The name. After a backslash its first letter may belong to an escape such as `\n`, and is then removed."""
     name, start = found["name"], found.start("name")
     is_escaped = found.string[max(0, start - 1) : start] == "\\"
     is_part = is_escaped and name[0] in "nrt" and names_key(name[1:]) and not is_sure_name(name)
@@ -106,7 +106,7 @@ def _named_by(found: re.Match[str]) -> str:
 
 @dataclass(slots=True)
 class _Level:
-    """An open bracket."""
+    """An open bracket, while a text is scanned."""
 
     name: str
     texts: list[tuple[int, int]] = field(default_factory=list)
@@ -114,10 +114,10 @@ class _Level:
 
 
 def _listed_in(text: str) -> Iterator[Named]:
-    """Texts in lists and tables behind a name of a key. One walk, from the first of them on.
+    """Texts in lists and tables that follow the name of a key, found in one pass that starts at the first such name.
 
-    A name in capital letters without quotes is one of a program (`_TOKENS = ("input_ids", "starts")`), and not of the
-    environment: its texts are keys where they look like some.
+    An upper-case name without quotes is probably a constant of a program (`_TOKENS = ("input_ids", "starts")`), not an
+    environment variable; so its texts count as keys only if they look like keys.
     """
     first = next((found for found in _OPENS.finditer(text) if _may_hold_keys(found)), None)
     levels, name, has_name = [_Level("")], "", False
@@ -149,14 +149,14 @@ def _listed_in(text: str) -> Iterator[Named]:
 
 
 def _items_in(text: str) -> Iterator[Named]:
-    """The texts in a list of YAML's."""
+    """The texts in YAML lists that follow a name."""
     for found in _YAML_LIST.finditer(text):
         for item in _YAML_ITEM.finditer(text, *found.span("items")):
             yield Named(_named_by(found), *item.span("value"))
 
 
 def _start_of_key(found: re.Match[str]) -> int:
-    """Where a name begins, with its quote."""
+    """The start of a name, including its opening quote."""
     start = found.start()
     while start and found.string[start - 1] in "\\\"'":
         start -= 1
@@ -164,7 +164,7 @@ def _start_of_key(found: re.Match[str]) -> int:
 
 
 def _may_hold_keys(found: re.Match[str]) -> bool:
-    """Whether what opens a list or a table has the name of a key; or what is called, of a login: `BasicAuth(...)`."""
+    """True if a list or table follows the name of a key, or arguments follow that of a login: `BasicAuth(...)`."""
     name = _named_by(found)
     return names_key(name) if found["call"] is None else is_login_name(name)
 
@@ -174,8 +174,8 @@ def _may_be_key(bare: str) -> bool:
 
 
 HEADERS = tuple(map(_headers, _HEADERS))
-"""Find the values of HTTP headers that hold keys."""
+"""Functions that find the values of HTTP headers that hold keys."""
 SETTINGS = (*map(_settings, _SETTINGS), _listed_in, _items_in)
-"""Find the values of settings, of options, and in lists and tables behind a name."""
+"""Functions that find the values of settings and options, and those in lists and tables that follow a name."""
 LINES = _settings(_YAML)
-"""Finds the values of settings that end a line, as YAML writes them; a sentence may end so too."""
+"""Finds the values of settings up to the end of a line, as in YAML; prose may have the same form."""

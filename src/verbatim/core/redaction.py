@@ -1,4 +1,4 @@
-"""Tells keys and passwords by their names, forms and values, and redacts them in what is stored, logged or sent."""
+"""Finds keys and passwords by name, form and value, and redacts them in everything stored, logged or sent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from verbatim.core.named_values import HEADERS, LINES, SETTINGS
 
 REDACTED = "[redacted]"
 SHORTEST = 6
-"""Characters of a key's value that is looked for: a shorter one would be found in any text."""
+"""Minimum length of a key's value in characters; a shorter value would match in any text."""
 SHORTEST_OF_VARIABLE = 8
-"""The same of an environment variable, which nobody said is a key: only its name does."""
+"""The minimum length of an environment variable's value, higher because only its name suggests a key."""
 
 _NO_KEY = frozenset({
     "", "-", "0", "1", "always", "default", "disabled", "dummy", "empty", "enabled", "false", "never", "no", "none",
@@ -39,26 +39,26 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
 _MAYBE_FORMS = re.compile(r"(?<=://)[^/\s@]+(?=@)|\b(?:local-)?[0-9a-f]{40}\b")
-"""Redacted in texts, but no reason to refuse a setting: the user of an address, the id of a commit."""
+"""Redacted in texts, but not a reason to refuse a setting: the user in a URL, the id of a commit."""
 _OPTION = re.compile(r"--?[A-Za-z][\w\-.]*")
 _PASSWORD = "password"
 _LOGGED, _ACROSS = 32_768, 4096
-"""Characters kept of each end of a log record, and those that are looked at beyond them."""
+"""Characters kept from each end of a log record, and characters beyond them that are also searched for keys."""
 
 Place = tuple[str | int, ...]
-"""Keys and indices of a value in tables and lists."""
+"""Keys and indices that lead to a value in tables and lists."""
 
 _hidden: set[str] = set()
 
 
 def hide(value: str | None) -> None:
-    """Redact this key in all that this process stores or logs from now on, whatever the name of what held it."""
+    """Redact this key from now on in everything that this process stores or logs, under any name."""
     if value is not None and len(value) >= SHORTEST and value.lower() not in _NO_KEY:
         _hidden.add(value)
 
 
 def hide_in(name: str, value: str) -> None:
-    """`hide` a setting that is a key, or the keys in it."""
+    """Call `hide` for a setting that is a key, or for the keys in it."""
     if _is_under(name, value):
         hide(value)
         hide(value.rpartition(" ")[2])  # "Bearer ..."
@@ -66,7 +66,7 @@ def hide_in(name: str, value: str) -> None:
         return
     for found in _FORMS.finditer(value):
         hide(found[0])
-        hide(found[0].partition(":")[2])  # the password of a user
+        hide(found[0].partition(":")[2])  # the password in user:password
     for start, end in (*keys_of_services(value), *logins_in(value)):
         hide(value[start:end])
         hide(value[start:end].partition(":")[2])
@@ -80,7 +80,7 @@ def hide_in(name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """A text without keys: neither those that this process has been given, nor what looks like one.
+    """A text without keys: those that this process was given, and everything that looks like a key.
 
     >>> without_secrets("GET http://me:secret@host failed: Bearer abc")
     'GET http://[redacted]@host failed: Bearer [redacted]'
@@ -89,7 +89,7 @@ def without_secrets(text: str) -> str:
 
 
 def is_key(name: str, value: str) -> bool:
-    """Whether a setting is a key: by its name, its value, or the names and values of others in it.
+    """True if a setting is a key by its name or value, or contains one.
 
     >>> is_key("MY_PASS", "hunter2"), is_key("key", "answer"), is_key("command", "agent --api-key 1234abcd")
     (True, False, True)
@@ -98,11 +98,11 @@ def is_key(name: str, value: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A configuration without secrets: neither under names of keys, as `is_key` tells them, nor inside other texts.
+    """A configuration without secrets, both under names of keys (as in `is_key`) and inside other texts.
 
     Args:
         value: Tables, lists and plain values.
-        name: What it is called.
+        name: The name of the value.
 
     >>> redacted({"api_key": "abc", "api_key_env": "KEY", "key": "answer", "max_tokens": 8})
     {'api_key': '[redacted]', 'api_key_env': 'KEY', 'key': 'answer', 'max_tokens': 8}
@@ -131,12 +131,12 @@ def redacted_at(key: str, value: Any) -> Any:
 
 
 def named_texts(value: Any, path: Place = (), name: str = "") -> Iterator[tuple[Place, str, str]]:
-    """Each text in a configuration: its place, what it is called, and the text.
+    """Each text of a configuration: its place, its name, and the text.
 
     Args:
         value: Tables, lists and plain values.
-        path: Its own place.
-        name: What it is called, where that is not the end of its place.
+        path: The place of the value itself.
+        name: The name of the value, if it is not the last part of its place.
 
     >>> list(named_texts({"env": {"MY_PASS": "hunter2"}, "command": ["agent", "--key", "abc"]}))[2:]
     [(('command', 1), 'command', '--key'), (('command', 2), '--key', 'abc')]
@@ -152,7 +152,7 @@ def named_texts(value: Any, path: Place = (), name: str = "") -> Iterator[tuple[
 
 
 def named_within(text: str) -> Iterator[tuple[str, str]]:
-    """Names and values that a text holds: of settings, of options, and of HTTP headers the last word.
+    """Names and values of settings and options in a text, and of HTTP headers with the last word of their value.
 
     >>> list(named_within("agent --api-key abc")), list(named_within("Authorization: Digest c"))
     ([('api-key', 'abc')], [('Authorization', 'c')])
@@ -164,36 +164,37 @@ def named_within(text: str) -> Iterator[tuple[str, str]]:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a value stands for no key: `none`, `EMPTY`, `$VARIABLE`, one that is redacted."""
+    """True if a value stands for no key: `none`, `EMPTY`, `$VARIABLE`, or a redacted value."""
     return value.lower() in _NO_KEY or value.startswith(("$", REDACTED))
 
 
 def variable_in(text: str) -> str | None:
-    """The name of an environment variable with a key that stands in a text; None where there is none."""
+    """The name of an environment variable whose key occurs in a text, or None."""
     found = (name for name, value in _key_variables().items() if _any_of(frozenset(_quoted(value))).search(text))
     return next(found, None)
 
 
 def given_in(text: str) -> bool:
-    """Whether a key that this process was given stands in a text; not one that is a word or a number."""
+    """True if a text contains a key that this process was given; words and numbers do not count."""
     return any(_is_telling(value) and _any_of(frozenset(_quoted(value))).search(text) for value in _hidden)
 
 
 class WithoutSecrets(logging.Formatter):
-    """Formats log records without keys, those in tracebacks too. Of one with a very long text, which a user's exception
-    may have, beginning and end are kept."""
+    """Formats log records without keys, also in tracebacks. Only the beginning and end of a very long record are kept;
+    a user's exception may have such a text."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         left_out = len(text) - 2 * _LOGGED
         if left_out <= 0:
             return without_secrets(text)
-        # More is looked at than is kept: a key may stand across the cut.
+        # Search more than is kept: a key may lie across the cut.
         begin, end = without_secrets(text[: _LOGGED + _ACROSS])[:_LOGGED], without_secrets(text[-_LOGGED - _ACROSS :])
         return f"{begin}\n[cut: {left_out:,} of {len(text):,} characters]\n{end[-_LOGGED:]}"
 
 
 def _without_keys(text: str) -> str:
+    # Known values first: a later pattern might redact only part of one, and the rest would no longer match.
     text = _any_of(_values()).sub(REDACTED, text)
     text = _FORMS.sub(REDACTED, text)
     text = _cut(text, keys_of_services(text))
@@ -207,7 +208,7 @@ def _without_keys(text: str) -> str:
 
 
 def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
-    """The text with its parts from start to end redacted, but for those that hold what is redacted already."""
+    """The text with the parts from start to end redacted, except parts that already contain a redaction."""
     parts, done = [], 0
     for start, end in sorted(places):
         if start >= done and REDACTED not in text[start:end]:
@@ -217,24 +218,24 @@ def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
 
 
 def _values() -> frozenset[str]:
-    """The keys that this process knows, and how texts quote them."""
+    """The keys known to this process, in every form in which texts quote them."""
     return frozenset(form for value in _hidden.union(_key_variables().values()) for form in _quoted(value))
 
 
 def _key_variables() -> dict[str, str]:
-    """The environment variables with keys."""
+    """The environment variables whose name is that of a key."""
     return {name: value for name, value in os.environ.items() if _is_telling(value) and names_key(name)}
 
 
 def _is_telling(value: str) -> bool:
-    """False for short values, numbers and words, which stand in many texts."""
+    """False for short values, numbers and words, which occur in many texts."""
     is_word = value.isdecimal() or (value.isalpha() and value.islower()) or value.lower() in _NO_KEY
     return len(value) >= SHORTEST_OF_VARIABLE and not is_word
 
 
 @lru_cache(256)
 def _any_of(values: frozenset[str]) -> re.Pattern[str]:
-    """Finds each of the texts, the longest first: as whole words, and also within words where it is no word itself."""
+    """A pattern for any of the texts, the longest first; texts that do not look random match as whole words only."""
     longest_first = sorted(values, key=lambda value: (-len(value), value))
     return re.compile("|".join(map(_found_as, longest_first)) or "(?!)")
 
@@ -254,14 +255,14 @@ def _looks_random(value: str) -> bool:
 
 @lru_cache(4096)
 def _quoted(value: str) -> tuple[str, ...]:
-    """A text as it stands in Python, JSON, an address, and in base64."""
+    """A text as quoted in Python, JSON and URLs, and in base64."""
     data = value.encode(errors="surrogateescape")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return value, repr(value)[1:-1], escaped, quote(data, safe=""), base64.b64encode(data).decode()
 
 
 def _is_under(name: str, value: str) -> bool:
-    """Whether a text of this name is a key: always where the name leaves no doubt, else where it looks like one."""
+    """True if a text with this name is a key: always for an unambiguous name, otherwise if it looks like a key."""
     if not names_key(name) or is_placeholder(value):
         return False
     if is_sure_name(name) or (name.isupper() and len(value) >= SHORTEST):
@@ -270,12 +271,12 @@ def _is_under(name: str, value: str) -> bool:
 
 
 def _is_number_of_key(name: str, value: object) -> bool:
-    """Whether a number is a password or a key: `password = 12345678`."""
+    """True if a number is a password or a key: `password = 12345678`."""
     return type(value) is int and len(str(value)) >= SHORTEST and is_sure_name(name)
 
 
 def _name_of(table: Mapping[Any, Any], key: object) -> str:
-    """What a value is called: by its key, or as in {name = "API_KEY", value = "..."} and {key = "API_KEY", ...}."""
+    """The name of a value: its key, or the name next to it in {name = "API_KEY", value = "..."} and {key = ...}."""
     if str(key).lower() == "value":
         names = [str(name) for word, name in table.items() if str(word).lower() in ("name", "key")]
         return names[0] if names else str(key)
@@ -283,8 +284,8 @@ def _name_of(table: Mapping[Any, Any], key: object) -> str:
 
 
 def _optioned(values: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Each element of a list of this name, with what says that it is a key: the option of a command line that it is the
-    value of, `["--api-key", "..."]`, in a pair the name of a key, `["API_KEY", "..."]`, or that it is a password."""
+    """Each element of a list with the name that may make it a key: the command-line option before it
+    (`["--api-key", "..."]`), the first of a pair (`["API_KEY", "..."]`), or "password" for a login."""
     before = ""
     words: set[str] = set()
     is_pair = is_login_pair(name, values)

@@ -1,49 +1,49 @@
-"""How tokens are drawn: the one record of it, with its defaults and limits. The run's file, Python and the requests of
-servers all give these."""
+"""Defines the sampling parameters with their defaults and limits, shared by the run's file, Python and the requests of
+servers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 INT32_END = 2**31
-"""Ids, counts and versions are below this."""
+"""Exclusive upper bound of ids, counts and versions."""
 COLDEST, HOTTEST = 1e-6, 1e6
-"""The lowest and the highest temperature above 0: beyond, logits divided by it leave float32."""
+"""Lowest and highest temperature above 0; beyond these, divided logits leave the range of float32."""
 LEAST_NUCLEUS = 1e-30
-"""The smallest `top_p`: below, float32 may round it to 0, which leaves no token."""
+"""Minimum `top_p`; float32 may round smaller values to 0, which would keep no token."""
 TEMPERATURES = f"0, or a number from {COLDEST} to {HOTTEST:.0f}"
-"""What `is_temperature` is true of, for people."""
+"""The temperatures that `is_temperature` accepts, for messages."""
 MOST_STOP_IDS = 4096
-"""Most stop ids of one request."""
+"""Maximum number of stop ids per request."""
 MOST_STOPS = 16
-"""Stop strings of one completion."""
+"""Maximum number of stop strings per completion."""
 LONGEST_STOP = 256
-"""Characters of one."""
+"""Maximum length of a stop string in characters."""
 _NOT_TEXT = "\ufffd"
 
 
 def stop_problem(stop: object) -> str | None:
-    """Why this can be no stop string, as the end of a sentence; None if it can.
+    """Why a value cannot be a stop string, as the end of a sentence, or None if it can.
 
     >>> stop_problem("</answer>"), stop_problem("")
     (None, 'is empty, which every text holds')
     """
     if not isinstance(stop, str):
-        return "is no text"
+        return "is not a text"
     if not stop:
         return "is empty, which every text holds"
     if len(stop) > LONGEST_STOP:
         return f"has {len(stop)} characters; at most {LONGEST_STOP} are taken"
     if _NOT_TEXT in stop or any("\ud800" <= character <= "\udfff" for character in stop):
-        return "holds a character that stands for bytes that are no text"
+        return "contains a character that stands for invalid bytes"
     return None
 
 
 def stop_strings(stops: object) -> tuple[str, ...]:
-    """One text or several as stop strings, each once.
+    """One text or several as stop strings, without duplicates.
 
     Raises:
-        ValueError: one that can be none, or too many.
+        ValueError: a text that cannot be a stop string, or too many texts.
     """
     given = (stops,) if isinstance(stops, str) else stops
     if not isinstance(given, (list, tuple)):
@@ -57,32 +57,32 @@ def stop_strings(stops: object) -> tuple[str, ...]:
 
 
 def is_temperature(value: float) -> bool:
-    """Whether tokens can be drawn at this temperature: at 0 it is the most likely one."""
+    """True if tokens can be sampled at this temperature; 0 means greedy."""
     return value == 0 or COLDEST <= value <= HOTTEST
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters. Logprobs are always those of the distribution that they define."""
+    """Sampling parameters. Logprobs are always those of the distribution that these parameters define."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token (evaluation only: training refuses it), else from 1e-6 to
-    1e6."""
+    """Divisor of the logits, from 1e-6 to 1e6; 0 takes the most likely token (for evaluation only: training refuses
+    it)."""
     max_tokens: int = 512
-    """Most tokens of one completion, the stop token included."""
+    """Maximum tokens of one completion, including the stop token."""
     top_p: float = 1.0
-    """Nucleus: the smallest set of tokens with this much probability, at least 1e-30. 1: off."""
+    """Nucleus sampling: keep the smallest set of tokens with this total probability, at least 1e-30. 1: off."""
     top_k: int = 0
-    """The k most likely tokens. 0: off."""
+    """Keep the k most likely tokens. 0: off."""
     min_p: float = 0.0
-    """Tokens with at least this share of the most likely one's probability. 0: off."""
+    """Keep tokens with at least this share of the most likely token's probability. 0: off."""
     stop_token_ids: tuple[int, ...] = ()
-    """A completion ends with the first of these; it is part of the completion. At most 4096."""
+    """A completion ends with the first of these ids, which is part of the completion. At most 4096."""
     stop: tuple[str, ...] = ()
-    """Stop strings: a turn ends with the token that completes one of them. Samplers know ids alone and refuse them; who
-    has the tokenizer ends turns with them (`AgentLoop`), or a chat server does. At most 16."""
+    """Stop strings: a turn ends with the token that completes one. Samplers see only ids and refuse stop strings; turns
+    are ended by the code that has the tokenizer (`AgentLoop`), or by a chat server. At most 16."""
     return_kept_sets: bool = False
-    """Return the ids among which each token was drawn, where `top_p`, `top_k` or `min_p` cut the others off."""
+    """Return the kept set of each token, if `top_p`, `top_k` or `min_p` cut the distribution."""
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
@@ -108,10 +108,10 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-p, top-k or min-p cut the distribution (a trainer needs the kept sets to reproduce that)."""
+        """True if top-p, top-k or min-p cut the distribution; a trainer then needs the kept sets to reproduce it."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def needs_kept_sets(self) -> bool:
-        """Whether a completion has to come with its kept sets; greedy tokens are drawn from none."""
+        """True if a completion must include its kept sets; greedy tokens are not sampled from a set."""
         return self.return_kept_sets and self.truncates and self.temperature > 0

@@ -1,14 +1,14 @@
-"""Keeps a copy of this process, forked when its modules are imported and nothing has begun, until a child is needed.
+"""Keeps a forked copy of this process, made after its imports and before any work, until a child is needed.
 
-PyTorch and transformers take seconds of the processor to import, which a child that is started as a new program pays
-again. A copy may only be made while no library has begun to compute: threads of OpenMP and CUDA do not survive a fork.
-So only a command that has a process to itself makes one (`allow`), as its first step.
+Importing PyTorch and transformers takes seconds of CPU time, which a child started as a new program pays again. A fork
+is safe only while no library has begun to compute: threads of OpenMP and CUDA do not survive it. So only a command that
+has a process to itself forks a copy (`allow`), as its first step.
 
 ```
 command                                   its copy
-keep()   forks                   ->       imports what only it needs, waits
-spare.start(arguments, ...)      ->       raises Become through the frames that it has copied
-                                          `verbatim.cli.main` catches it, and runs the command of these arguments
+keep()   forks                   ->       imports what only the copy needs, and waits
+spare.start(arguments, ...)      ->       raises Become through the copied frames;
+                                          `verbatim.cli.main` catches it and runs the command with these arguments
 ```
 """
 
@@ -31,11 +31,11 @@ from verbatim.core.children import end_with_parent
 
 _POLL = 0.01
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
-"""Where one of these exists, a library that is only imported may have opened it, which a copy cannot use."""
+"""If one of these exists, a library may have opened it on import, and a forked copy could not use it."""
 
 
 class Become(BaseException):
-    """Raised in a copy: the command that it is to be."""
+    """Raised in a copy: the command that it is to run."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__(arguments)
@@ -43,25 +43,26 @@ class Become(BaseException):
 
 
 class Spare:
-    """A copy that waits; from `start` on a child as `subprocess.Popen` has it."""
+    """A waiting copy; after `start` it behaves like a `subprocess.Popen`."""
 
     allowed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._reads, self._writes = os.pipe()
         self._parent = os.getpid()
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python began
+        # Flush before the fork: otherwise both processes would print what is buffered.
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the stream was closed before Python started
             stream.flush()
         self.pid = os.fork()
         self.returncode: int | None = None
         os.close(self._reads if self.pid else self._writes)
 
     def start(self, arguments: Sequence[str], *, quiet: bool, errors: IO[bytes]) -> None:
-        """Run a command of ours in the copy.
+        """Run one of our commands in the copy.
 
         Args:
-            arguments: Those behind `verbatim`.
-            quiet: Whether what it prints goes nowhere.
+            arguments: The arguments after `verbatim`.
+            quiet: Whether to discard its standard output.
             errors: The file for its standard error.
         """
         order = {"arguments": list(arguments), "quiet": quiet, "errors": errors.name, "folder": os.getcwd()}
@@ -69,17 +70,17 @@ class Spare:
             pipe.write(json.dumps(order).encode())
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal, or None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status.
+        """Wait for the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after so many seconds.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
         began = time.monotonic()
         while (status := self.poll()) is None:
@@ -89,15 +90,15 @@ class Spare:
         return status
 
     def become(self, imports: Sequence[str]) -> NoReturn:
-        """In the copy: import, and wait for what it is to be; end where that never comes.
+        """In the copy: import the modules, wait for the command, and exit if none arrives.
 
         Raises:
-            Become: it has come.
+            Become: with the command's arguments.
         """
-        os.setsid()
+        os.setsid()  # a session of its own, as for every child
         end_with_parent(self._parent)
         for module in imports:
-            with contextlib.suppress(ImportError):  # said by who needs it
+            with contextlib.suppress(ImportError):  # reported later by the code that needs the module
                 importlib.import_module(module)
         with open(self._reads, "rb") as pipe:
             said = pipe.read()
@@ -113,7 +114,7 @@ class Spare:
             os.dup2(errors.fileno(), 2)
         Path("/proc/self/comm").write_text(f"verbatim-{order['arguments'][0]}"[:15], encoding="ascii")  # for `ps`
         logging.getLogger().handlers.clear()
-        random.seed()
+        random.seed()  # the copied state is the same in every copy
         raise Become(order["arguments"])
 
 
@@ -121,7 +122,7 @@ _kept: list[Spare] = []
 
 
 def allow() -> None:
-    """Said by a command that has this process to itself: `keep` may fork it."""
+    """Called by a command that has this process to itself: permit `keep` to fork it."""
     Spare.allowed = sys.platform == "linux" and not any(map(os.path.exists, _ACCELERATORS))
 
 
@@ -131,7 +132,7 @@ def is_allowed() -> bool:
 
 
 def keep(imports: Sequence[str] = ()) -> None:
-    """Fork this process; the copy is for the next `take`. Where the system allows no further process there is none.
+    """Fork this process; the copy is for the next `take`. Does nothing if the system allows no further process.
 
     Args:
         imports: Modules that the copy imports before it is needed.
@@ -146,6 +147,6 @@ def keep(imports: Sequence[str] = ()) -> None:
 
 
 def take() -> Spare | None:
-    """The copy, once; None where there is none, or it has ended."""
+    """The waiting copy, which is handed out once, or None if there is none or it has ended."""
     spare = _kept.pop() if _kept else None
     return spare if spare is not None and spare.poll() is None else None

@@ -1,4 +1,4 @@
-"""Runs coroutines side by side, and ends tasks."""
+"""Runs coroutines concurrently, and cancels tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them return, in order. The first that raises cancels the others; what it raised is raised."""
+    """The results of all coroutines, in order. The first one to raise cancels the others, and its error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in work]
@@ -20,7 +20,7 @@ async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_all(unfinished: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel what is not done, and wait for it: nothing runs on, and no exception of theirs stays unread."""
+    """Cancel the unfinished futures and wait for them: nothing keeps running, and their exceptions are retrieved."""
     futures = list(unfinished)
     for future in futures:
         future.cancel()

@@ -1,4 +1,4 @@
-"""Makes external text (of environments, models, paths) safe to store and print: bounded, and inert in a terminal."""
+"""Makes external text (from environments, models, paths) safe to store and print: bounded, and inert in a terminal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from verbatim.core.redaction import without_secrets
 
 _MOST_SHOWN = 10_000
 MOST_READ = 65_536
-"""Most characters of a text in which keys are looked for: a megabyte would take a second."""
+"""Maximum characters of a text that are searched for keys; a megabyte would take a second."""
 LONGEST_ERROR = 2000
-"""Most characters kept of an exception's text."""
+"""Maximum characters kept of an exception's text."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
-# C0 without tab and newline, DEL and C1 (terminal sequences begin with them), line separators, marks that reverse the
-# direction of what follows, and lone surrogates, which no encoding can write.
+# C0 without tab and newline, DEL and C1 (terminal sequences begin with them), line separators, marks that change the
+# text direction, and lone surrogates, which cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def cut(text: str, limit: int = LONGEST_ERROR) -> str:
-    """The beginning of a text, with a note of how much is cut off.
+    """The beginning of a text, with a note of how much was cut.
 
     >>> cut("abcdef", 4)
     'abcd [cut: 2 of 6 characters]'
@@ -37,7 +37,7 @@ def cut(text: str, limit: int = LONGEST_ERROR) -> str:
 
 
 def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
-    """An exception as `KeyError: 'x'`, cut and without keys; also one whose own `__str__` fails.
+    """An exception as `KeyError: 'x'`, cut and without keys; works even if its `__str__` raises.
 
     >>> error_text(KeyError("x")), error_text(SystemExit())
     ("KeyError: 'x'", 'SystemExit')
@@ -51,7 +51,7 @@ def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
 
 
 def cut_without_secrets(text: str, limit: int = LONGEST_ERROR) -> str:
-    """The beginning of a text, as `cut` gives it, without keys. Of a long text only the beginning is looked at.
+    """The beginning of a text as from `cut`, without keys. Only the beginning of a long text is searched.
 
     >>> cut_without_secrets("Bearer abc failed", 17)
     'Bearer [redacted] [cut: 7 of 24 characters]'
@@ -63,8 +63,8 @@ def cut_without_secrets(text: str, limit: int = LONGEST_ERROR) -> str:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """The `repr` of a user's object, cut; also of one whose `__repr__` fails, and of lists inside of each other that
-    are too deep, or hold each other so often that their `repr` would not come to its end."""
+    """The `repr` of a user's object, cut. Works even if its `__repr__` raises, if lists are nested too deeply, or if
+    they contain each other so often that their `repr` would never end."""
     try:
         try:
             return cut(reprlib.repr(value) if _is_vast(value) else repr(value), limit)
@@ -75,7 +75,7 @@ def shown(value: object, limit: int = 200) -> str:
 
 
 def brief(value: object) -> str:
-    """A short quote of an untrusted value, for a message; its cost does not grow with the value.
+    """A short quote of an untrusted value for a message; takes constant time in the size of the value.
 
     >>> brief("hot"), len(brief([[0] * 10**6] * 10))
     ("'hot'", 80)
@@ -84,7 +84,7 @@ def brief(value: object) -> str:
 
 
 def _is_vast(value: object) -> bool:
-    """Whether lists and dicts inside of each other hold more than `_MOST_SHOWN` values, as they would be written."""
+    """True if nested lists and dicts hold more than `_MOST_SHOWN` values; a value counts every time it occurs."""
     waiting, count = [value], 0
     while waiting and count <= _MOST_SHOWN:
         inner = waiting.pop()
@@ -97,7 +97,7 @@ def _is_vast(value: object) -> bool:
 
 
 def number(value: float, *, signed: bool = False) -> str:
-    """A measured value for people: three decimals below 10, two below 100, none above; `-` for NaN.
+    """A measured value as text: three decimals below 10, two below 100, none above; `-` for NaN.
 
     >>> [number(x) for x in (float("nan"), 0.5, 12.346, 786.23, 1234.5, -0.0002)], number(0.25, signed=True)
     (['-', '0.500', '12.35', '786', '1,234', '-0.000'], '+0.250')
@@ -117,7 +117,7 @@ def counted(count: int, one: str, many: str = "") -> str:
 
 
 def numbered(name: str, taken: Container[str]) -> str:
-    """The name; where it is taken, with the first free number from 2 on.
+    """The name itself, or, if it is taken, the name with the first free number from 2 on.
 
     >>> numbered("rule", ()), numbered("rule", ("rule", "rule_2"))
     ('rule', 'rule_3')
@@ -127,7 +127,7 @@ def numbered(name: str, taken: Container[str]) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """The first ones, and how many more there are.
+    """The first names, and how many more there are.
 
     >>> first_of(["a", "b", "c"], 3), first_of(["a", "b", "c"], 1)
     ('a, b, c', 'a and 2 more')
@@ -137,7 +137,7 @@ def first_of(names: Sequence[str], most: int) -> str:
 
 
 def nearest(found: str, expected: Iterable[str]) -> str:
-    """`; did you mean "x"?`, or an empty string where nothing is near."""
+    """`; did you mean "x"?`, or an empty string if no name is close."""
     near = difflib.get_close_matches(found, list(expected), n=1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
@@ -147,15 +147,16 @@ def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
 
     Args:
         path: The file.
-        since: Bytes at its beginning that are not wanted.
-        most: Bytes that are read; a line of which only the end is among them is left out.
+        since: Number of bytes to skip at the beginning.
+        most: Maximum number of bytes to read; a line that begins before them is left out.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         begin = max(since, size - most)
+        # Read the byte before as well: it tells whether the first line is complete.
         file.seek(max(0, begin - 1))
         before, data = (file.read(1) if begin else b""), file.read(most)
     if begin > since and before != b"\n":
@@ -164,8 +165,8 @@ def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character but tab and newline written out, so that a terminal shows it and
-    executes nothing.
+    r"""The text with every control character except tab and newline escaped, so that a terminal shows them instead of
+    acting on them.
 
     >>> printable("\x1b[31mred")
     '\\x1b[31mred'
@@ -174,7 +175,7 @@ def printable(text: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers for people.
+    """Ascending numbers as text, with ranges.
 
     >>> ranges([2, 4, 5, 6])
     '2, 4-6'

@@ -1,4 +1,4 @@
-"""Stores the token sequences of one trajectory; each distinct (prefix, token) is stored and compared once."""
+"""Stores the token sequences of one trajectory; each distinct (prefix, token) is stored and compared only once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Ids: TypeAlias = Int32 | Sequence[int]
 LARGEST_ID = int(np.iinfo(np.int32).max)
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _FEW = 4096
-"""Ids up to which two arrays are compared as bytes: sooner than as numbers, which takes less memory."""
+"""Arrays of up to this many ids are compared as bytes, which is faster; longer ones as numbers, to save memory."""
 
 
 class Segment:
-    """A run of ids: what one sequence added to the one it follows."""
+    """A run of ids: the part that one sequence added after its parent segment."""
 
     __slots__ = ("end", "ids", "parent", "start")
 
@@ -29,15 +29,15 @@ class Segment:
         self.ids = ids
         """int32 [end - start], read-only."""
         self.parent = parent
-        """Holds the token before the first of these; None at the root."""
+        """The segment with the preceding token, or None at the root."""
         self.start = start
-        """Tokens before the first of these."""
+        """Number of tokens before this segment."""
         self.end = start + len(ids)
-        """Tokens up to and with the last of these."""
+        """Number of tokens up to the end of this segment."""
 
 
 class TokenPath:
-    """A token sequence, as the place in a `TokenTree` where it ends.
+    """A token sequence, given by the position in a `TokenTree` at which it ends.
 
     In one tree, equal sequences end in the same segment at the same length, so prefixes are found by identity.
     """
@@ -46,13 +46,13 @@ class TokenPath:
 
     def __init__(self, tree: object, segment: Segment | None, length: int, added: Int32 | None = None) -> None:
         self.tree = tree
-        """Tells trees apart; not the tree itself, which need not outlive its recording."""
+        """Identifies the tree; not the tree itself, so that a path does not keep it alive."""
         self.segment = segment
-        """Holds the last token; None for the empty sequence."""
+        """The segment with the last token, or None for the empty sequence."""
         self.length = length
-        """Tokens."""
+        """Number of tokens."""
         self.added = added
-        """The completion that it was made with: its last ids."""
+        """The completion with which the path was created, which is the end of the sequence."""
 
     def __len__(self) -> int:
         return self.length
@@ -61,11 +61,11 @@ class TokenPath:
         return f"TokenPath({self.ids()!r})"
 
     def __deepcopy__(self, memo: object) -> TokenPath:
-        """Itself: nothing of it can change. A copy of its segments, one inside the other, would recurse too deep."""
+        """Returns self, because a path is immutable. Copying its linked segments would exceed the recursion limit."""
         return self
 
     def ids(self, length: int | None = None, *, start: int = 0) -> Int32:
-        """The tokens from `start` to `length` (all by default) as one array: int32, read-only."""
+        """The tokens from `start` to `length` (by default all) as one read-only int32 array."""
         end = self.length if length is None else length
         segment = self.segment if end == self.length else self.segment_at(end)
         parts: list[Int32] = []
@@ -76,18 +76,18 @@ class TokenPath:
         return _joined(parts)
 
     def segment_at(self, length: int) -> Segment | None:
-        """The segment that holds token `length - 1` of this sequence; None for 0."""
+        """The segment with token `length - 1` of this sequence, or None for length 0."""
         segment = self.segment
         while segment is not None and segment.start >= length:
             segment = segment.parent
         return segment
 
     def starts_with(self, other: TokenPath) -> bool:
-        """Whether the other sequence, of the same tree, is a prefix of this one (or equal)."""
+        """True if the other sequence, of the same tree, is a prefix of this one or equal to it."""
         return other.length <= self.length and self.segment_at(other.length) is other.segment
 
     def ends_with(self, ids: Int32) -> bool:
-        """Whether these are the last ids of the sequence."""
+        """True if the sequence ends with these ids."""
         if ids is self.added:
             return True
         count = len(ids)
@@ -98,12 +98,12 @@ class TokenPath:
         return stored.tobytes() == ids.tobytes()
 
     def shared_with(self, other: TokenPath) -> int:
-        """Tokens that two sequences of the same tree have in common from the start."""
+        """The number of leading tokens that two sequences of the same tree share."""
         depths = dict(self._walk())
         return next((min(depth, depths[segment]) for segment, depth in other._walk() if segment in depths), 0)
 
     def _walk(self) -> Iterator[tuple[Segment, int]]:
-        """The segments towards the root, each with the length of this sequence up to where it leaves it."""
+        """The segments from the end to the root, each with the number of this sequence's tokens up to its end there."""
         segment, length = self.segment, self.length
         while segment is not None:
             yield segment, length
@@ -111,18 +111,18 @@ class TokenPath:
 
 
 class PathReader:
-    """Reads sequences of one tree as arrays: what a sequence shares with those read before is copied from them at once.
+    """Reads sequences of one tree as arrays. A prefix that was read before is copied from the earlier array at once.
 
-    Reading each by itself joins all its segments, of which a conversation with a break at every turn has as many as
-    turns.
+    Reading each sequence on its own would join all its segments every time, and a conversation with a break at every
+    turn has as many segments as turns.
     """
 
     def __init__(self) -> None:
         self._read: dict[Segment, tuple[int, Int32]] = {}
-        """By segment: an array that begins as its sequence does, and how many of its tokens do."""
+        """By segment: the length of a prefix that ends in it, and an array that begins with that prefix."""
 
     def ids(self, path: TokenPath) -> Int32:
-        """The tokens of a sequence: int32, read-only."""
+        """The tokens of a sequence as a read-only int32 array."""
         place, end = path.segment, path.length
         parts: list[Int32] = []
         new: list[tuple[Segment, int]] = []
@@ -141,11 +141,11 @@ class PathReader:
 
 
 class TokenTree:
-    """Takes in prompts with their completions; stores what is new of each, and compares what is known with it.
+    """Adds prompts with their completions; stores the new part of each, and compares the known part with the tree.
 
-    A prompt that extends the sequence taken in last, the common case, costs one comparison at the speed of memory.
-    Any other is compared with that sequence up to the first difference, and from there with the branch that goes on as
-    it does: one comparison for each of its tokens, whatever the number of branches.
+    A prompt that extends the last added sequence, the common case, costs one memory comparison. Any other prompt is
+    compared with that sequence up to the first difference, and from there with the branch that continues in the same
+    way: one comparison per token, for any number of branches.
 
     Example: after `add([1, 2], [3])` and `add([1, 2, 3, 4], [5])` the tree holds the segments `[1, 2, 3]` and `[4, 5]`;
     after `add([1, 2, 9], [6])` also `[9, 6]`, which follows the first two tokens of the first.
@@ -158,13 +158,13 @@ class TokenTree:
         self._vocab_size = vocab_size
         self._key = object()
         self._branches: dict[tuple[Segment | None, int, int], Segment] = {}
-        """By the segment and the length that a segment follows, and its first id."""
+        """Segments by the segment they follow, the length at which they follow it, and their first id."""
         self._last: Int32 | bytes = b""
-        """Begins as the sequence taken in last: a prompt, as the array itself where it is kept, else its bytes."""
+        """The beginning of the last added sequence: the prompt array itself if it can be kept, otherwise its bytes."""
         self._tail = _NONE
-        """The last ids of that sequence; `_last` has all before them."""
+        """The end of that sequence; `_last` has everything before it."""
         self._last_is_new = False
-        """Whether some of it was stored: then it ends where its segment does, and nothing follows."""
+        """True if part of that sequence was newly stored; its segment then ends there and has no branches yet."""
         self._last_path = self.root
 
     @property
@@ -173,24 +173,24 @@ class TokenTree:
         return TokenPath(self._key, None, 0)
 
     def add(self, prompt: Int32, completion: Int32) -> tuple[TokenPath, Int32]:
-        """Take in a prompt and its completion.
+        """Add a prompt and its completion.
 
         Args:
-            prompt: int32 [P]; kept only where it owns its memory and is read-only.
-            completion: int32 [C]; not kept.
+            prompt: int32 [P]; kept without a copy only if it owns its memory and is read-only.
+            completion: int32 [C]; copied.
 
         Returns:
-            The path of both together, and the completion as it is stored.
+            The path of the whole sequence, and the stored completion.
 
         Raises:
-            RecordError: an id outside the vocabulary; names its position. Nothing is taken in.
+            RecordError: an id outside the vocabulary; names its position. Nothing is added.
         """
         num_prompt = len(prompt)
         total = num_prompt + len(completion)
         raw = None if _is_kept(prompt) else prompt.tobytes()
         segment, known = self._find(prompt, raw)
         if known == num_prompt:
-            # Sampled again from a known context: the completion may be known as well.
+            # The same context was sampled from before, so the completion may be known as well.
             segment, known = self._descend(segment, known, completion, num_prompt)
         stored: Int32 | None = None
         if known < total:
@@ -201,7 +201,8 @@ class TokenTree:
                 stored = ids[num_prompt - known :]
             else:
                 ids = np.frombuffer(completion[known - num_prompt :].tobytes(), _INT32)
-            # As unsigned numbers, negative ids are the largest; `argmax` takes a third of the time of `max`.
+            # As unsigned numbers negative ids are the largest, so one test covers both bounds; `argmax` takes a third
+            # of the time of `max`.
             if not 0 <= ids.item(ids.view(_UINT32).argmax()) < self._vocab_size:
                 self._refuse(ids, known, num_prompt)
             parent, segment = segment, Segment(ids, segment, known)
@@ -214,8 +215,8 @@ class TokenTree:
         return self._last_path, stored
 
     def foresee(self, prompt: Int32) -> None:
-        """A prompt that will be taken in later, and may extend the sequence taken in last: it is compared now, and not
-        again, and what that sequence was compared by is freed."""
+        """Compare a prompt that will be added later now, in case it extends the last added sequence: `add` need not
+        compare it again, and the memory held for the comparison is freed."""
         if _is_kept(prompt) and self._extends_last(prompt):
             self._last, self._tail = prompt, _NONE
 
@@ -227,11 +228,11 @@ class TokenTree:
         return (ids is last or _same(ids[:head], np.frombuffer(last, _INT32)[:head])) and _same(ids[head:length], tail)
 
     def _find(self, ids: Int32, raw: bytes | None) -> tuple[Segment | None, int]:
-        """Where the known part of a sequence ends: the segment, and the length.
+        """Where the known part of a sequence ends: segment and length.
 
         Args:
             ids: The sequence.
-            raw: The same as bytes, which are compared sooner; None where they were not made.
+            raw: The sequence as bytes, which compare faster, or None if the array is kept.
         """
         last, tail, length = self._last, self._tail, self._last_path.length
         if raw is not None and isinstance(last, bytes):
@@ -246,13 +247,13 @@ class TokenTree:
         else:
             head = length - len(tail)
             known = head if starts else common_prefix_length(np.frombuffer(last, _INT32)[:head], ids)
-            if known == head:  # as where a completion is shown without its thinking
+            if known == head:  # the prompt may repeat part of the completion, e.g. one shown without its thinking
                 known += common_prefix_length(tail, ids[head:])
             segment = self._last_path.segment_at(known)
         return self._descend(segment, known, ids, 0)
 
     def _descend(self, segment: Segment | None, known: int, ids: Int32, start: int) -> tuple[Segment | None, int]:
-        """Go on from a place in the tree as long as it holds `ids`, the first of which stands at `start`."""
+        """Continue from a position in the tree as long as it matches `ids`, whose first id is at position `start`."""
         total = start + len(ids)
         while known < total:
             first = ids.item(known - start)
@@ -278,12 +279,12 @@ _NONE: Int32 = np.frombuffer(b"", _INT32)
 
 
 def _same(a: Int32, b: Int32) -> bool:
-    """Whether two arrays of one length hold the same ids."""
+    """True if two arrays of the same length hold the same ids."""
     return a.tobytes() == b.tobytes() if len(a) <= _FEW else bool(np.logical_and.reduce(a == b))
 
 
 def _joined(parts: list[Int32]) -> Int32:
-    """Parts of a sequence, the last one first, as one array: read-only."""
+    """Join the parts of a sequence, given from the last to the first, as one read-only array."""
     if not parts:
         return _NONE
     if len(parts) == 1:
@@ -298,13 +299,13 @@ def _read_only(ids: Int32) -> Int32:
 
 
 def _is_kept(ids: Int32) -> bool:
-    """Whether the array need not be copied: its memory is its own, and cannot be written."""
+    """True if the array need not be copied, because it owns its memory and is read-only."""
     flags = ids.flags
     return not flags.writeable and flags.owndata and flags.c_contiguous
 
 
 def common_prefix_length(a: Int32, b: Int32) -> int:
-    """How many leading ids two sequences share.
+    """The number of leading ids that two sequences share.
 
     >>> common_prefix_length(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
     2
@@ -318,10 +319,10 @@ def common_prefix_length(a: Int32, b: Int32) -> int:
 
 
 def as_ids(values: Any, what: str) -> Int32:
-    """Token ids as an int32 array: the one that was given, where it is one already.
+    """Token ids as an int32 array; an int32 array is returned as it is.
 
     Raises:
-        RecordError: not one list of integers that fit 32 bits; names the position.
+        RecordError: not a flat list of integers that fit 32 bits; names the position.
     """
     if isinstance(values, np.ndarray) and values.dtype == _INT32 and values.ndim == 1:
         return values
@@ -344,8 +345,8 @@ def as_ids(values: Any, what: str) -> Int32:
 
 
 def of_list(values: list[Any]) -> Int32 | None:
-    """The integers of a list as an int32 array; None where they are not all integers of 32 bits."""
-    for kind in "Ii":  # "I" takes half the time
+    """A list of integers as an int32 array, or None if not all are 32-bit integers."""
+    for kind in "Ii":  # "I" (unsigned) takes half the time, but refuses negative numbers
         try:
             found: Int32 = np.frombuffer(array(kind, values), _INT32)
         except (TypeError, OverflowError):

@@ -1,7 +1,7 @@
 """Writes trajectories as JSON values and reads them back, exact to the last bit of every logprob.
 
-A prompt is written as it is stored: how many ids it shares with the context (prompt and completion) of an earlier
-turn, and the new ones. A trajectory of L tokens and T turns so takes O(L), not O(T L).
+A prompt is written as it is stored: the number of ids it shares with the context (prompt and completion) of an earlier
+turn, and the new ids. So a trajectory of L tokens and T turns takes O(L), not O(T L).
 
 Example, two turns of prompts `[1, 2]` and `[1, 2, 3, 4]` with completions `[3]` and `[5]`:
 
@@ -27,13 +27,13 @@ from verbatim.core.types import ToolCall, Trajectory, Turn, TurnTiming
 from verbatim.core.user_values import as_atom, why_refused
 
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
-"""Types whose values JSON has."""
+"""Types that JSON represents directly."""
 NOT_WRITTEN = "not_written"
-"""The only key of the `info` of a trajectory that was stored without its messages: says why."""
+"""The only key in the `info` of a trajectory that was stored without its messages; its value is the reason."""
 
 
 def trajectory_to_json(trajectory: TrajectoryRecord) -> dict[str, Any]:
-    """Every field of the record; `plain` makes lists of its arrays."""
+    """Every field of the record; pass the result to `plain` to convert its arrays to lists."""
     record = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
     turns = trajectory.turns
     record["turns"] = [_turn_to_json(turn, turns[:index]) for index, turn in enumerate(turns)]
@@ -41,7 +41,7 @@ def trajectory_to_json(trajectory: TrajectoryRecord) -> dict[str, Any]:
 
 
 def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `trajectory_to_json`, after a trip through JSON."""
+    """The inverse of `trajectory_to_json`, from parsed JSON."""
     turns: list[Turn] = []
     for turn in record["turns"]:
         turns.append(_turn_from_json(turn, turns))
@@ -57,14 +57,14 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 
 
 def was_cut(trajectory: TrajectoryRecord) -> bool:
-    """Whether a stored trajectory is one without its messages, tools and info, because they were not JSON. An
-    environment's own `info` may have any key; messages it has too, and where it has none, nothing is missing."""
+    """True if a trajectory was stored without messages, tools and info, because these were not JSON. An environment's
+    own `info` may have the same key, but then the trajectory also has messages, or nothing is missing."""
     return not (trajectory.messages or trajectory.tools) and list(trajectory.info) == [NOT_WRITTEN]
 
 
 def plain(value: Any) -> Any:
-    """A value with arrays as lists, and the numbers that JSON does not have as the texts "NaN", "Infinity" and
-    "-Infinity", which `float()` reads back."""
+    """A value with arrays as lists, and non-finite numbers as the texts "NaN", "Infinity" and "-Infinity", which
+    `float()` reads back."""
     kind = type(value)
     if kind in _AS_THEY_ARE or (kind is float and math.isfinite(value)):
         return value
@@ -85,10 +85,10 @@ def plain(value: Any) -> Any:
 
 
 def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
-    """A turn's prompt as what it shares with the context of an earlier turn, `of_turn` and `shared`, and `new_ids`."""
+    """A turn's prompt as `of_turn` and `shared` (what it shares with an earlier turn's context), and `new_ids`."""
     prompt = turn.num_prompt_tokens
     best, shared = None, 0
-    if earlier and turn.extends(earlier[-1]):  # as almost always: nothing shares more
+    if earlier and turn.extends(earlier[-1]):  # the common case: no other turn shares more
         best, shared, earlier = len(earlier) - 1, len(earlier[-1].path), ()
     for index in range(len(earlier) - 1, -1, -1):
         context = earlier[index].path
@@ -98,12 +98,12 @@ def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
         if length > shared:
             best, shared = index, length
         if length == len(context):
-            break  # an exact extension: nothing shares more with less
+            break  # an exact extension: no earlier turn shares more
     return {"of_turn": best, "shared": shared, "new_ids": turn.path.ids(prompt, start=shared)}
 
 
 def why_not_json(value: Any) -> str | None:
-    """What keeps a value from being written as JSON; None where nothing does.
+    """Why a value cannot be written as JSON, or None if it can.
 
     >>> why_not_json({"a": [1.0, None]}), why_not_json({"when": {1, 2}})
     (None, "['when'] is a set; expected texts, numbers, booleans, None, lists and mappings")
@@ -150,4 +150,4 @@ def _turn_from_json(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
 
 
 def _number(value: float | str | None) -> float | None:
-    return None if value is None else float(value)  # NaN and infinities are texts in JSON
+    return None if value is None else float(value)  # NaN and infinities are stored as texts

@@ -1,4 +1,4 @@
-"""What a user's code raised: in which task, and what its traceback keeps alive."""
+"""Handles exceptions of a user's code: the task they were raised in, and the memory that tracebacks keep alive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_running(task: asyncio.Task[Any] | None) -> bool:
-    """Whether this is the task that runs now; False while its coroutine is garbage collected."""
+    """True if this task is running now; False while its coroutine is garbage-collected."""
     try:
         return asyncio.current_task() is task
     except RuntimeError:  # no event loop runs any more
@@ -15,14 +15,15 @@ def is_running(task: asyncio.Task[Any] | None) -> bool:
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Forget where an exception, and those behind or in it, were raised. A traceback holds its frames and their
-    callers', and a caller that still knows the exception is in a cycle with it: everything that they worked with would
-    be kept until garbage is collected."""
+    """Remove the tracebacks of an exception and of its causes, contexts and members. A traceback references the frames
+    of all callers, and a caller that references the exception forms a cycle with it: all their objects would be kept
+    until the next garbage collection."""
     left, seen = [error], set[int]()
     while left:
         found = left.pop()
         if found is not None and id(found) not in seen:
             seen.add(id(found))
-            BaseException.with_traceback(found, None)  # an exception that is a frozen dataclass takes no assignment
+            # Not an assignment: an exception that is a frozen dataclass refuses it.
+            BaseException.with_traceback(found, None)
             left += [found.__cause__, found.__context__]
             left += found.exceptions if isinstance(found, BaseExceptionGroup) else ()

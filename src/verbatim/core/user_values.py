@@ -1,5 +1,5 @@
-"""Checks values that users give (messages, tool schemas, info, rows) where they enter: what holds itself, or is too
-deep or too large, would end a run wherever it is walked through."""
+"""Checks values from users (messages, tool schemas, info, rows) where they enter. A value that contains itself, or that
+is too deep or too large, would otherwise end the run wherever the value is traversed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ import numpy as np
 from verbatim.core.texts import error_text
 
 DEEPEST = 100
-"""Levels of lists and mappings inside of each other; Python itself walks through about 1,000."""
+"""Maximum nesting depth of lists and mappings; Python itself traverses about 1,000 levels."""
 MOST_VALUES = 1_000_000
-"""Values in all: what stands at two places counts twice, as it would when it is written."""
+"""Maximum number of values; a value that occurs twice counts twice, as it would when written."""
 MOST_CHARACTERS = 64 * 2**20
-"""Characters of all texts."""
+"""Maximum number of characters of all texts together."""
 EXPECTED = "texts, numbers, booleans, None, lists and mappings"
 ATOMS = frozenset({str, int, float, bool, NoneType})
-"""Python's own types of JSON's values that hold no others."""
+"""Python's own types for the JSON values that contain no others."""
 _MOST_BITS = 14_000
-"""A number of so many bits can be written in any Python, which writes 4,300 digits; what has more is tried."""
+"""Integers of up to this many bits have at most 4,300 digits, Python's limit; larger ones are tested by conversion."""
 
 
 def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> str | None:
-    """What is wrong with a user's value; None where nothing is.
+    """Why a user's value is refused, or None if it is not.
 
     Args:
-        value: Anything. What it is made of is looked at once, however often it occurs.
-        of_json: Whether it may hold nothing but JSON's types and numpy's numbers; else values of other types are
-            passed over.
-        of_info: Whether numpy's arrays are allowed as well, and keys of any type: `info` is only written down.
+        value: Any value. Each part is checked once, however often it occurs.
+        of_json: Whether it may contain only JSON types and numpy numbers; otherwise values of other types are skipped.
+        of_info: Whether numpy arrays and keys of any type are allowed too, because `info` is only written, not read.
 
     >>> loop = {"role": "user"}
     >>> loop["self"] = loop
@@ -52,7 +51,7 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
 
 
 def _is_texts(value: Any) -> bool:
-    """Whether it is a mapping of a few texts, as most messages are: there is nothing to walk through."""
+    """True for a mapping of a few texts, like most messages: a fast path without a traversal."""
     return (
         type(value) is dict
         and len(value) < MOST_VALUES
@@ -62,7 +61,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def is_short(number: int) -> bool:
-    """Whether Python writes a number in decimal: it refuses more than 4,300 digits."""
+    """True if Python can convert the number to decimal; it refuses more than 4,300 digits."""
     if int.bit_length(number) <= _MOST_BITS:
         return True
     try:
@@ -73,9 +72,9 @@ def is_short(number: int) -> bool:
 
 
 def as_atom(value: Any) -> Any:
-    """A value of JSON that holds no others, as Python's own type of it: a subclass may say of itself what it likes.
+    """A JSON value without inner values, as exactly Python's own type: a subclass may override any method.
 
-    What is none is returned as it is.
+    Other values are returned unchanged.
 
     >>> as_atom(np.int64(5)), as_atom(np.str_("x")), as_atom([1])
     (5, 'x', [1])
@@ -95,26 +94,26 @@ _EXACT: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, lambda number: int.__add__(number, 0)),
     (float, float.__pos__),
 )
-"""For each type, what makes one of exactly this type out of one of a subclass, without asking it."""
+"""For each type, a function that converts an instance of a subclass without calling the subclass's own methods."""
 
 
 class _ValueRefused(Exception):
-    """The value cannot be kept; says why."""
+    """The value cannot be kept; the message has the reason."""
 
 
 class _Look:
-    """One walk through a value. A path is the keys and places that lead to a value."""
+    """One traversal of a value. A path is the keys and indices that lead to a value."""
 
     def __init__(self, of_json: bool, of_info: bool) -> None:
         self._of_json, self._of_info = of_json, of_info
         self._open: set[int] = set()
-        """The containers that hold the one that is looked at."""
+        """Ids of the containers that hold the current value, to detect cycles."""
         self._known: dict[int, tuple[Any, int, int, int]] = {}
-        """Containers that were looked at, by their identity, each held, so that no other one takes it: number of
-        values, of characters, of levels."""
+        """Containers already checked, by id: number of values, characters and levels. The container itself is kept so
+        that no other object gets its id."""
 
     def size(self, value: Any, path: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Number of values, of characters, of levels."""
+        """Number of values, characters and levels."""
         if type(value) is str:
             return 1, len(value), 0
         if isinstance(value, Mapping):
@@ -175,7 +174,7 @@ class _Look:
         return values, characters, levels + 1
 
     def _written(self, key: Any) -> str | None:
-        """A key as the text that stands for it in JSON; None for one that is passed over."""
+        """The text that a key becomes in JSON, or None for a key that is skipped."""
         own = as_atom(key)
         return str(own) if type(own) in ATOMS or self._of_info else None
 
@@ -189,7 +188,7 @@ class _Look:
 
 
 def _place(path: tuple[Any, ...]) -> str:
-    """Where a value stands.
+    """The position of a value, for messages.
 
     >>> _place(("tools", 3))
     "at ['tools'][3]"

@@ -192,7 +192,7 @@ def test_a_session_comes_from_the_body_or_the_header():
         ({"functions": [{"name": "add"}]}, "functions", "functions"),
         ({"stop": ["a" * 257]}, "stop", "at most 256 characters"),
         ({"stop": ["a"] * 17}, "stop", "17 entries; at most 16"),
-        ({"stop": ["\ufffd"]}, "stop", "bytes that are no text"),
+        ({"stop": ["\ufffd"]}, "stop", "stands for invalid bytes"),
         ({"stop": 3}, "stop", "expected a list"),
         ({"n": 0}, "n", "n = 0; expected an integer from 1 to 64"),
         ({"n": 65}, "n", "from 1 to 64"),

@@ -188,5 +188,5 @@ def test_a_marker_that_is_a_link_or_no_file_proves_nothing(tmp_path: Path):
         require_ours(tmp_path / "mine")
     (tmp_path / "mine" / MARKER).unlink()
     os.mkfifo(tmp_path / "mine" / MARKER)
-    with pytest.raises(UsageError, match="it is no regular file"):
+    with pytest.raises(UsageError, match="it is not a regular file"):
         claim(tmp_path / "mine")

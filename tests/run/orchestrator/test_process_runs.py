@@ -250,7 +250,7 @@ REFUSED = {
     ),
     "Ray and isolated": (
         ["--orchestrator.rollout.backend", "ray", *ISOLATED],
-        "train.env.0.isolated = true asks for processes of this machine, found rollout.backend",
+        "train.env.0.isolated = true needs child processes on this machine, found rollout.backend",
     ),
     "Ray and a limit of memory": (
         ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.ray.worker-memory-mb", "100"],

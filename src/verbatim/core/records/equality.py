@@ -1,4 +1,4 @@
-"""Decides which rewards, returns and advantages are equal: those that differ by rounding alone."""
+"""Compares rewards, returns and advantages, ignoring differences that are only rounding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 TOLERANCE = 1e-6
-"""Numbers are equal if they are this close, times the largest magnitude among them where that is above 1."""
+"""Tolerance; multiplied by the largest magnitude of the compared numbers if that is above 1."""
 
 
 def are_equal(values: Iterable[float]) -> bool:
-    """Whether no two of the numbers differ by more than rounding: `max - min <= 1e-6 * max(1, largest magnitude)`.
+    """True if the numbers differ only by rounding: `max - min <= 1e-6 * max(1, largest magnitude)`.
 
-    A sum depends on the order of its terms, so rewards that are meant to be the same may differ in the last bit. No
-    advantage, no filter, no pool and no verdict may depend on that bit. NaN and infinity are equal to nothing.
+    A sum depends on the order of its terms, so rewards that are meant to be equal may differ in the last bits. No
+    advantage, filter or pool may depend on those bits. NaN and infinity are equal to nothing.
 
     Example:
         >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.30001]), are_equal([2e7, 2e7 + 4])
@@ -30,7 +30,7 @@ def are_equal(values: Iterable[float]) -> bool:
 
 
 def difference(value: float, other: float) -> float:
-    """`value - other`; exactly 0 where they are equal.
+    """`value - other`, or exactly 0 if they are equal.
 
     Example:
         >>> difference(0.1 + 0.2, 0.3), difference(1.0, 0.25)
@@ -40,7 +40,7 @@ def difference(value: float, other: float) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The population's standard deviation; exactly 0 where all values are equal.
+    """The population standard deviation, or exactly 0 if all values are equal.
 
     Example:
         >>> deviation([3.0, 1.0]), deviation([0.1 + 0.2, 0.3])
@@ -50,7 +50,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def is_at_least(value: float, bound: float) -> bool:
-    """Whether a number is above a bound, or equal to it.
+    """True if a number is above a bound or equal to it.
 
     Example:
         >>> is_at_least(0.7 + 0.2 + 0.1, 1.0), is_at_least(0.99, 1.0)
@@ -60,5 +60,5 @@ def is_at_least(value: float, bound: float) -> bool:
 
 
 def is_at_most(value: float, bound: float) -> bool:
-    """Whether a number is below a bound, or equal to it."""
+    """True if a number is below a bound or equal to it."""
     return value <= bound or are_equal((value, bound))

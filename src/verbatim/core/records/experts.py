@@ -1,4 +1,4 @@
-"""Defines the record of which experts of a mixture computed each token."""
+"""Defines the record of which experts of a mixture processed each token."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from verbatim.core.errors import RecordError
 from verbatim.core.records.fields import Bool, read_only
 
 Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
-"""Numbers of experts, [N, D, K]: of N tokens, in each of D decoder layers (0 in those without experts), K each."""
+"""Expert numbers, [N, D, K]: for N tokens, in each of D decoder layers (0 in layers without experts), K experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedExperts:
-    """Which experts computed each of N tokens, where that was recorded.
+    """Which experts processed each of N tokens, as far as that was recorded.
 
-    Example: of three tokens in a model of one layer, where each goes to two experts, the last is not known:
+    Example: three tokens in a model with one layer and two experts per token; the experts of the last are unknown:
     `experts = [[[4, 1]], [[0, 3]], [[0, 0]]]`, `known = [T, T, F]`.
     """
 
     experts: Experts
-    """uint8 or uint16 [N, D, K]; 0 where it is not known."""
+    """uint8 or uint16 [N, D, K]; 0 where unknown."""
     known: Bool
-    """bool [N]."""
+    """bool [N]; whether the token's experts were recorded."""
 
     def __len__(self) -> int:
         return len(self.known)
 
     @staticmethod
     def of_none(count: int, like: Experts) -> RoutedExperts:
-        """Room for tokens of which nothing is known yet."""
+        """A record of `count` tokens, all still unknown."""
         return RoutedExperts(
             experts=np.zeros((count, *like.shape[1:]), dtype=like.dtype), known=np.zeros(count, dtype=np.bool_)
         )
 
     def add(self, at: NDArray[np.int64], experts: Experts) -> None:
-        """Fill in tokens that are not known yet; those that are stay.
+        """Fill in tokens that are still unknown; known tokens keep their experts.
 
         Args:
-            at: The tokens: int64 [n].
-            experts: Theirs: [n, D, K].
+            at: Indices of the tokens: int64 [n].
+            experts: Their experts: [n, D, K].
         """
         new = ~self.known[at]
         self.experts[at[new]] = experts[new]
@@ -54,17 +54,17 @@ class RoutedExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The sizes of a mixture of experts that a record of it has to have."""
+    """The sizes of a model's mixture of experts, which a record must match."""
 
     num_layers: int
-    """D: all decoder layers."""
+    """D: the number of decoder layers, including those without experts."""
     num_experts: int
-    """E, in each layer with experts."""
+    """E: the number of experts in each layer that has experts."""
     experts_per_token: int | None
-    """K; None where the model's configuration does not say."""
+    """K, or None if the model's configuration does not give it."""
 
     def problem(self, experts: Experts) -> str | None:
-        """Why recorded experts are not those of this model; None where they can be.
+        """Why recorded experts cannot come from this model, or None if they can.
 
         >>> model = Routing(num_layers=2, num_experts=4, experts_per_token=1)
         >>> model.problem(np.array([[[3], [0]]], dtype=np.uint8)) is None
@@ -84,14 +84,14 @@ class Routing:
 
 
 def as_experts(values: Any, most: int) -> Experts:
-    """Numbers of experts as a read-only array: the one that was given, where it is one already.
+    """Expert numbers as a read-only array; a fitting array is not copied.
 
     Args:
         values: [N, D, K].
-        most: Tokens that can have been computed: N is at most that.
+        most: Upper bound of N: the number of tokens that can have been processed.
 
     Raises:
-        RecordError: another shape, or numbers that are none of experts.
+        RecordError: another shape, or numbers that are not expert numbers.
     """
     found = np.asarray(values)
     if found.ndim != 3 or len(found) > most:
@@ -108,7 +108,7 @@ def as_experts(values: Any, most: int) -> Experts:
 
 
 def experts_to_text(experts: Experts) -> str:
-    """As vLLM writes them: the file format of numpy, in base64."""
+    """Encode experts as vLLM does: numpy's file format, in base64."""
     file = io.BytesIO()
     np.save(file, experts, allow_pickle=False)
     return base64.b64encode(file.getbuffer()).decode("ascii")
@@ -118,12 +118,12 @@ def experts_from_text(text: str) -> Experts:
     """The inverse of `experts_to_text`.
 
     Raises:
-        ValueError: the text is no such file.
+        ValueError: the text is not such a file.
     """
     try:
         found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"routed_experts: no array as base64 ({error})") from None
+        raise ValueError(f"routed_experts: not an array in base64 ({error})") from None
     if found.ndim != 3 or found.dtype not in (np.uint8, np.uint16):
         raise ValueError(
             f"routed_experts: expected [tokens, layers, experts of a token] of uint8 or uint16, found "
@@ -134,8 +134,8 @@ def experts_from_text(text: str) -> Experts:
 
 
 def same_routing(one: RoutedExperts | None, other: RoutedExperts | None, count: int) -> int:
-    """How many of the first `count` tokens of two sequences were computed by the same experts, from the start; what is
-    known of one and not of the other is not the same.
+    """The number of leading tokens, up to `count`, that were processed by the same experts in two sequences. A token
+    that is known in only one of them counts as different.
 
     >>> a = RoutedExperts(experts=np.array([[[4, 1]], [[0, 3]]], dtype=np.uint8), known=np.array([True, True]))
     >>> b = RoutedExperts(experts=np.array([[[4, 1]], [[0, 2]]], dtype=np.uint8), known=np.array([True, True]))

@@ -1,19 +1,20 @@
-"""Decides whether so many episodes of an evaluation failed that it compares with nothing."""
+"""Decides whether so many episodes of an evaluation failed that it cannot be compared with others."""
 
 from __future__ import annotations
 
 MAX_FAILED = 0.1
-"""`orchestrator.eval.max_failed` by default: a share of the episodes."""
+"""Default of `orchestrator.eval.max_failed`: a share of the episodes."""
 
 
 def too_many_failed(num_failed: int, num_episodes: int, most: float = MAX_FAILED) -> str | None:
-    """How many failed, as a clause, where that is more than this share, or all; None where it is not.
+    """How many episodes failed, as a clause, if that is more than the share `most`, or all of them; otherwise None.
 
-    What is left of such an evaluation are its survivors: long episodes, or hard ones, may be missing.
+    Such an evaluation measures only the survivors: long or hard episodes may be missing.
 
     >>> too_many_failed(7, 8), too_many_failed(1, 10), too_many_failed(0, 0)
     ('7 of 8 episodes failed', None, None)
     """
+    # 1e-9: rounding of `most * num_episodes` must not turn exactly the allowed number into too many.
     if num_failed > most * num_episodes + 1e-9 or num_failed == num_episodes > 0:
         return f"{num_failed:,} of {num_episodes:,} episodes failed"
     return None

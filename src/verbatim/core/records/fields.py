@@ -1,4 +1,4 @@
-"""Helpers of the records: array types, checks of numbers, and a way to fill a frozen record."""
+"""Helpers for records: array types, checks of numbers, and a way to set the fields of a frozen record."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Float32: TypeAlias = NDArray[np.float32]
 Bool: TypeAlias = NDArray[np.bool_]
 
 TEACHER = "teacher"
-"""The logprob stream of the teacher."""
+"""Name of the logprob stream of the teacher."""
 REFERENCE = "reference"
-"""The logprob stream of the frozen model that the policy is kept near."""
+"""Name of the logprob stream of the frozen reference model."""
 NO_STREAMS: MappingProxyType[str, Any] = MappingProxyType({})
-"""No logprobs of other models."""
+"""No logprob streams."""
 
 
 def fill(record: object, **values: Any) -> None:
-    """Set the fields of a frozen record; for its own `__init__` and `__post_init__` alone."""
+    """Set the fields of a frozen record; only for its own `__init__` and `__post_init__`."""
     record.__dict__.update(values)
 
 
 def as_number(value: Any, name: str, hint: str = "") -> float | None:
-    """One number, NaN and infinity included: what cannot be learned from is found, and counted, where credit is given.
+    """One number as a float. NaN and infinity are accepted: they are found and counted where credit is assigned.
 
     Raises:
-        RecordError: a list, a text, an array of several, an integer that no float can hold.
+        RecordError: a list, a text, an array with several elements, or an integer too large for a float.
     """
     if value is None or type(value) is float:
         return value
@@ -45,7 +45,7 @@ def as_number(value: Any, name: str, hint: str = "") -> float | None:
 
 
 def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """The array itself where it is read-only, else a read-only view of it."""
+    """The array itself if it is read-only, otherwise a read-only view of it."""
     if not array.flags.writeable:
         return array
     view = array.view()

@@ -10,16 +10,16 @@ class RolloutIdentity:
     """Names one rollout: its run, environment, example, group, place in the group, and seed."""
 
     example_id: str
-    """The example it is about."""
+    """Id of its example."""
     trajectory_id: str = ""
-    """Unique in its run."""
+    """Unique within the run."""
     run_id: str = ""
-    """The run it belongs to, by the name of its folder; empty outside of one."""
+    """The run, by the name of its folder; empty outside of a run."""
     env: str = ""
     """The name of its environment."""
     group_id: str = ""
-    """The group it belongs to."""
+    """Id of its group."""
     sample_index: int = 0
-    """Its place in the group."""
+    """Its index in the group."""
     seed: int | None = None
-    """The seed of its sampling; None if it has none."""
+    """The seed of its sampling, or None if it has none."""

@@ -1,4 +1,4 @@
-"""Defines the record of the ids among which each token was drawn, where top-p, top-k or min-p cut the others off."""
+"""Defines the record of kept sets: the ids that each token was sampled from, where top-p, top-k or min-p cut some."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from verbatim.core.token_tree import LARGEST_ID, Int32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptSets:
-    """The kept set of each of N tokens, one after the other; an empty one says that nothing was cut.
+    """The kept sets of N tokens, concatenated; an empty set means that nothing was cut.
 
-    Example: of three tokens, the first was drawn among the ids 3 and 7, the second among all, the third could only be
-    7: `ids = [3, 7, 7]`, `offsets = [0, 2, 2, 3]`.
+    Example: of three tokens, the first was sampled from the ids 3 and 7, the second from all ids, and the third could
+    only be 7: `ids = [3, 7, 7]`, `offsets = [0, 2, 2, 3]`.
     """
 
     ids: Int32
-    """The ids of all sets, ascending in each: int32 [K]."""
+    """The ids of all sets, ascending within each set: int32 [K]."""
     offsets: NDArray[np.int64]
     """Set i is `ids[offsets[i]:offsets[i + 1]]`: int64 [N + 1]."""
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int] | Int32]) -> KeptSets:
-        """The record of these sets, in which ids may stand in any order.
+        """The record of these sets, whose ids may be in any order.
 
         Raises:
-            RecordError: something in them is no id.
+            RecordError: an element is not a token id.
         """
         try:
             arrays = [np.asarray(each) for each in sets]
@@ -47,7 +47,7 @@ class KeptSets:
 
     @classmethod
     def of_counts(cls, ids: Int32, counts: Sequence[int] | NDArray[np.integer]) -> KeptSets:
-        """The record of sets of so many ids each."""
+        """The record of sets with these numbers of ids."""
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         assert offsets[-1] == len(ids), f"{len(ids)} ids for sets of {offsets[-1]}"
@@ -55,7 +55,7 @@ class KeptSets:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """The size of each set, 0 where nothing was cut: int64 [N]."""
+        """The size of each set, 0 if nothing was cut: int64 [N]."""
         counts: NDArray[np.int64] = np.diff(self.offsets)
         return counts
 
@@ -63,34 +63,34 @@ class KeptSets:
         return len(self.offsets) - 1
 
     def __getitem__(self, place: int) -> Int32:
-        """The set of one token, from 0."""
+        """The set of the token at this index."""
         return self.ids[self.offsets[place] : self.offsets[place + 1]]
 
     def first(self, count: int) -> KeptSets:
-        """The sets of the first tokens."""
+        """The sets of the first `count` tokens."""
         offsets = self.offsets[: count + 1]
         return KeptSets(ids=self.ids[: offsets[-1]], offsets=offsets)
 
     def picked(self, places: NDArray[np.integer]) -> KeptSets:
-        """The sets of some tokens, in this order."""
+        """The sets of the tokens at these indices, in this order."""
         counts = self.counts[places]
         ends = np.cumsum(counts)
         at = np.arange(counts.sum()) + np.repeat(self.offsets[:-1][places] - (ends - counts), counts)
         return KeptSets.of_counts(self.ids[at], counts)
 
     def spread(self, places: NDArray[np.integer], length: int) -> KeptSets:
-        """The same sets at these places, ascending, of so many; elsewhere nothing was cut."""
+        """The sets moved to these ascending indices of `length` tokens; at all others nothing was cut."""
         counts = np.zeros(length, dtype=np.int64)
         counts[places] = self.counts
         return KeptSets.of_counts(self.ids, counts)
 
     @staticmethod
     def joined(parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
-        """The sets of several runs of tokens, one after the other; None where no run has any.
+        """The sets of several runs of tokens, concatenated, or None if no run has any.
 
         Args:
-            parts: None: nothing was cut in this run.
-            lengths: Tokens of each.
+            parts: The sets of each run, or None if nothing was cut in it.
+            lengths: Number of tokens of each run.
         """
         known = [part for part in parts if part is not None]
         if not known:
@@ -103,10 +103,10 @@ class KeptSets:
 
 
 def as_kept_sets(given: KeptSets | Sequence[Sequence[int]], completion_ids: Int32) -> KeptSets:
-    """The kept sets of a completion, checked: a set that is not empty holds the id that was drawn.
+    """The kept sets of a completion, checked: every set that is not empty contains the sampled id.
 
     Raises:
-        RecordError: another number of sets, one that is no ascending run of ids, or one without the id that was drawn.
+        RecordError: another number of sets, a set that is not ascending ids, or one without the sampled id.
     """
     kept = given if isinstance(given, KeptSets) else KeptSets.of(given)
     if len(kept) != len(completion_ids):
@@ -120,7 +120,7 @@ def as_kept_sets(given: KeptSets | Sequence[Sequence[int]], completion_ids: Int3
     if missing.size:
         place = int(missing[0])
         raise RecordError(
-            f"kept_sets: the {counts[place]} ids kept at position {place} are without the id {completion_ids[place]} "
-            "that was drawn there"
+            f"kept_sets: the {counts[place]} ids kept at position {place} do not include the id "
+            f"{completion_ids[place]} that was sampled there"
         )
     return kept

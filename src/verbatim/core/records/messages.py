@@ -9,14 +9,14 @@ from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict, ge
 
 
 class FunctionCall(TypedDict):
-    """The function part of a tool call, as OpenAI's chat format has it."""
+    """The function part of a tool call, in OpenAI's chat format."""
 
     name: str
     arguments: str | dict[str, Any]
 
 
 class MessageToolCall(TypedDict, total=False):
-    """A tool call inside an assistant message, as OpenAI's chat format has it."""
+    """A tool call inside an assistant message, in OpenAI's chat format."""
 
     id: str
     type: Literal["function"]
@@ -24,7 +24,7 @@ class MessageToolCall(TypedDict, total=False):
 
 
 class Message(TypedDict):
-    """One chat message, as OpenAI's chat format has it."""
+    """One chat message, in OpenAI's chat format."""
 
     role: str
     content: str
@@ -46,7 +46,7 @@ class StopReason(StrEnum):
 
     @property
     def truncated(self) -> bool:
-        """Whether something was cut off: everything but a natural stop."""
+        """True if something was cut off: for every reason except a natural stop."""
         return self is not StopReason.STOP
 
 
@@ -58,31 +58,31 @@ PARSE_STATUSES: tuple[str, ...] = get_args(ParseStatus)
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One attempt of the model to call a tool, well-formed or not."""
+    """One attempt of the model to call a tool, whether well-formed or not."""
 
     name: str | None
-    """The function's name; None where it could not be read."""
+    """The function's name, or None if it could not be parsed."""
     arguments: Mapping[str, Any] | None
-    """The parsed arguments; None where they could not be read."""
+    """The parsed arguments, or None if they could not be parsed."""
     status: ParseStatus = "ok"
-    """"ok", or what is wrong with it."""
+    """"ok", or the kind of error."""
     raw: str = ""
     """The text between the call's delimiters, as sampled."""
     id: str = ""
-    """Identifies the call inside its trajectory; the tool message answers to it."""
+    """Identifies the call within its trajectory; the tool message refers to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One row of a data set: what a rollout is about, and what its environment needs to start it."""
+    """One row of a dataset: the task of a rollout, and what its environment needs to start it."""
 
     id: str
-    """Unique inside its environment."""
+    """Unique within its environment."""
     env: str = ""
     """The name of its environment."""
     messages: tuple[Message, ...] = ()
-    """Opening messages, where the data set has them."""
+    """Opening messages, if the dataset has them."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tool schemas, where the data set has them."""
+    """Tool schemas, if the dataset has them."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever the environment needs (the secret, the answer, ...). JSON values."""
+    """JSON values for the environment (the secret, the answer, ...)."""

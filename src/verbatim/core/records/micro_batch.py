@@ -1,4 +1,4 @@
-"""Defines the micro-batch: the tokens of one forward pass and the targets that it predicts."""
+"""Defines the micro-batch: the tokens of one forward pass and its prediction targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.core.token_tree import Int32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Targets:
-    """What a micro-batch predicts, all arrays parallel over its M trained tokens.
+    """The prediction targets of a micro-batch; all arrays are parallel over its M trained tokens.
 
     Several targets may share one source position (the children of a tree node).
     """
@@ -23,23 +23,23 @@ class Targets:
     source_positions: Int32
     """Index into `input_ids` of the token whose hidden state predicts the target: int32 [M]."""
     target_ids: Int32
-    """int32 [M]."""
+    """The token ids to predict: int32 [M]."""
     temperatures: Float32
-    """float32 [M]."""
+    """Temperature at which each target was sampled: float32 [M]."""
     inference_logprobs: Float32
-    """float32 [M]; NaN = missing (sft only)."""
+    """Logprobs of the engine that sampled: float32 [M]; NaN: missing (sft only)."""
     advantages: Float32
-    """float32 [M]."""
+    """Advantage of each target: float32 [M]."""
     chunk_ids: Int32
-    """int32 [M]."""
+    """Turn index of each target: int32 [M]."""
     trajectories: Int32
     """Index into `MicroBatch.trajectory_ids`: int32 [M]."""
     offsets: Int32
-    """Place of the target in its trajectory's samples laid one after the other: int32 [M]."""
+    """Index of the target in its trajectory's samples, concatenated: int32 [M]."""
     logprob_streams: Mapping[str, Float32] = field(default_factory=dict)
-    """Logprobs of other models, by the model's role: float32 [M]."""
+    """Logprobs of other models, by the model's role ("teacher"): float32 [M]."""
     kept_sets: KeptSets | None = None
-    """The ids among which each target was drawn, of M targets; None: nothing was cut."""
+    """The kept sets of the M targets, or None if nothing was cut."""
 
     def __len__(self) -> int:
         return len(self.target_ids)
@@ -47,7 +47,7 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One forward pass, in gather form, so that rows and trees are one type.
+    """One forward pass in gather form, so that rows and trees have the same type.
 
     Token u attends to the tokens k with `starts[k] <= starts[u] < ends[k]` and k <= u (Euler-tour intervals of
     a forest in depth-first order). Rows are the special case of a forest of paths: then `starts` counts up and
@@ -58,7 +58,7 @@ class MicroBatch:
     """
 
     input_ids: Int32
-    """int32 [U]."""
+    """The tokens of the pass: int32 [U]."""
     position_ids: Int32
     """Depth of each token in its row or tree: int32 [U]."""
     starts: Int32
@@ -66,26 +66,26 @@ class MicroBatch:
     ends: Int32
     """Euler-tour exit of each token: int32 [U]."""
     targets: Targets
-    """What is predicted."""
+    """The prediction targets."""
     trajectory_ids: tuple[str, ...]
-    """The trajectories that have targets here."""
+    """Ids of the trajectories with targets in this micro-batch."""
     trajectory_lengths: Int32
-    """Tokens of each of them, all its samples laid one after the other: int32 [len(trajectory_ids)]."""
+    """Length of each of these trajectories, with all its samples concatenated: int32 [len(trajectory_ids)]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that compute the U tokens, where they were recorded; None: of none they were."""
+    """The experts of a mixture that must process the U tokens, or None if none were recorded."""
     is_rows: bool = True
-    """Whether every tree is a path, which attention kernels for rows may rely on."""
+    """Whether every tree is a path; attention kernels for rows rely on it."""
     num_repeated_tokens: int = 0
-    """Tokens that an earlier micro-batch of the same optimizer step computes too, because the forest was cut."""
+    """Tokens that an earlier micro-batch of the same optimizer step also computes, because the forest was cut."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens in the forward pass."""
         return len(self.input_ids)
 
     @property
     def row_lengths(self) -> Int32:
-        """Length of each row, where `is_rows`: int32 [R]."""
+        """Length of each row, if `is_rows`: int32 [R]."""
         assert self.is_rows
         (first,) = np.nonzero(self.position_ids == 0)
         return np.diff(np.append(first, len(self.position_ids))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Defines the training sample: token ids, and a mask of the tokens that are trained."""
+"""Defines the training sample: token ids, and a mask of the trained tokens."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _PER_TOKEN = ("token_ids", *OUTSIDE)
 
 @dataclass(frozen=True, kw_only=True, eq=False, init=False)
 class TrainingSample:
-    """A run of tokens with what is trained marked; all arrays are parallel over its length L.
+    """A token sequence with a mask of its trained tokens; all arrays are parallel over its length L.
 
-    `teacher_logprobs` is an argument too: the stream "teacher".
+    The constructor also takes `teacher_logprobs`, which becomes the stream "teacher".
 
     Example: prompt `[1, 2]`, completion `[3]`, a tool's reply `[4]`, completion `[5]` gives
     `token_ids = [1, 2, 3, 4, 5]`, `loss_mask = [F, F, T, F, T]`, `chunk_ids = [-1, -1, 0, -1, 1]`.
     """
 
     token_ids: Int32
-    """int32 [L]."""
+    """The tokens: int32 [L]."""
     loss_mask: Bool
     """bool [L]; True where a sampled token is trained."""
     logprobs: Float32
-    """Inference logprobs, float32 [L]; NaN where nothing was sampled, or the logprob is missing."""
+    """Inference logprobs, float32 [L]; NaN where no token was sampled or the logprob is missing."""
     advantages: Float32
-    """float32 [L]; 0 outside the mask."""
+    """Advantages, float32 [L]; 0 outside the mask."""
     chunk_ids: Int32
     """The turn's index, int32 [L]; -1 outside the mask."""
     policy_versions: Int32
-    """int32 [L]; -1 outside the mask, or unknown."""
+    """Policy version that sampled the token, int32 [L]; -1 outside the mask or if unknown."""
     temperatures: Float32
-    """float32 [L]; 1 outside the mask."""
+    """Sampling temperature, float32 [L]; 1 outside the mask."""
     logprob_streams: Mapping[str, Float32]
-    """Logprobs that other models give to the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
+    """Logprobs of other models for the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that computed its tokens when it was sampled, of L tokens; None: not recorded."""
+    """The experts of a mixture that processed the L tokens during sampling, or None if not recorded."""
     kept_sets: KeptSets | None = None
-    """The ids among which each token was drawn, of L tokens; empty outside the mask. None: nothing was cut."""
+    """The kept sets of the L tokens, empty outside the mask, or None if nothing was cut."""
     trajectory_id: str = ""
-    """The trajectory it comes from."""
+    """Id of its trajectory."""
     group_id: str = ""
-    """That trajectory's group."""
+    """Id of that trajectory's group."""
     env: str = ""
-    """Its environment."""
+    """Name of its environment."""
     part: int = -1
-    """Which of its trajectory's samples it is, from 0; -1: unknown. Two samples of one `trajectory_id` and part are of
-    two trajectories."""
+    """Index of this sample among those of its trajectory; -1: unknown. Two samples with equal `trajectory_id` and part
+    belong to different trajectories."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TrainingSample:
             assert array.shape == token_ids.shape, f"{name}: {array.shape} != {token_ids.shape}"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
-        assert not (len(loss_mask) and loss_mask[0]), "the first token has no context to be trained in"
+        assert not (len(loss_mask) and loss_mask[0]), "the first token has no context that could predict it"
         fill(
             self,
             **{name: read_only(array) for name, array in arrays.items()},
@@ -120,11 +120,11 @@ class TrainingSample:
         env: str = "",
         part: int = -1,
     ) -> Self:
-        """The sample of these spans of trained tokens, in ascending order. Its arrays are made when they are read: of
-        what `__init__` checks, that they are parallel follows from how they are made, and the rest is checked here."""
+        """The sample with these spans of trained tokens, in ascending order. Its arrays are built when they are first
+        read and are parallel by construction; everything else that `__init__` checks is checked here."""
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids)), "spans outside of the sample"
-        if len(spans) > 1:  # most samples of a broken trajectory have one
+        if len(spans) > 1:  # skip the loop in the common case: most samples of a trajectory with breaks have one span
             assert all(one.end <= other.start for one, other in pairwise(spans)), "spans that overlap"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
@@ -144,7 +144,7 @@ class TrainingSample:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """An array that follows from the spans, when it is read first."""
+            """An array that is built from the spans when it is first read."""
             if name not in OUTSIDE or self.spans is None:
                 raise AttributeError(f"{type(self).__name__} has no {name!r}")
             array = vars(self)[name] = expanded(self.spans, name, len(self))
@@ -152,12 +152,12 @@ class TrainingSample:
 
     @property
     def spans(self) -> tuple[Span, ...] | None:
-        """The spans that it was made of; None of a sample that was made of arrays."""
+        """The spans that the sample was made from, or None if it was made from arrays."""
         spans: tuple[Span, ...] | None = vars(self).get("_spans")
         return spans
 
     def with_streams(self, streams: Mapping[str, Float32]) -> Self:
-        """The same sample with further logprob streams."""
+        """A copy of the sample with additional logprob streams."""
         for name, stream in streams.items():
             assert stream.shape == self.token_ids.shape, f"{name}: {stream.shape} != {self.token_ids.shape}"
         sample = copy.copy(self)
@@ -166,17 +166,17 @@ class TrainingSample:
         return sample
 
     def trained_places(self) -> NDArray[np.int64]:
-        """The places of the trained tokens, ascending: int64 [T]."""
+        """Indices of the trained tokens, ascending: int64 [T]."""
         return np.flatnonzero(self.loss_mask) if self.spans is None else trained_places(self.spans)
 
     def trained(self, name: str) -> NDArray[Any]:
-        """One of its arrays, by name, at the trained tokens alone: [T]."""
+        """One array of the sample, by name, at the trained tokens only: [T]."""
         if self.spans is None or name not in OUTSIDE:
             return getattr(self, name)[self.trained_places()]  # type: ignore[no-any-return]
         return of_trained(self.spans, name)
 
     def trained_chunks(self) -> Iterator[tuple[int, int]]:
-        """The turns that have trained tokens, in the order of these: index and number of tokens.
+        """Turn index and number of tokens of each turn with trained tokens, in the order of the tokens.
 
         Example: chunk ids `[-1, 0, 0, -1, 1]` give (0, 2) and (1, 1).
         """
@@ -193,18 +193,18 @@ class TrainingSample:
 
     @property
     def teacher_logprobs(self) -> Float32 | None:
-        """The stream "teacher": float32 [L]; None without a teacher."""
+        """The stream "teacher", float32 [L], or None without a teacher."""
         return self.logprob_streams.get(TEACHER)
 
     @property
     def num_trained_tokens(self) -> int:
-        """Tokens under the mask."""
+        """Number of tokens under the mask."""
         if (spans := self.spans) is not None:
             return sum([span[1] - span[0] for span in spans])
         return int(np.count_nonzero(self.loss_mask))
 
 
 def assert_same_streams(samples: Sequence[TrainingSample]) -> None:
-    """Stop where a stream is there for some samples of a batch and missing for others."""
+    """Assert that all samples of a batch have the same logprob streams."""
     found = {frozenset(sample.logprob_streams) for sample in samples}
     assert len(found) <= 1, f"the samples of a batch have different logprob streams: {[sorted(f) for f in found]}"

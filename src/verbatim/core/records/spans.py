@@ -1,4 +1,4 @@
-"""Defines how a training sample says what it knows of its trained tokens without an array for each: by spans."""
+"""Defines spans, which describe the trained tokens of a sample without an array entry for each token."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ OUTSIDE: dict[str, tuple[type, float]] = {
     "policy_versions": (np.int32, -1),
     "temperatures": (np.float32, 1.0),
 }
-"""The arrays of a sample that follow from its spans: their types, and what they hold outside of all spans."""
+"""The arrays of a sample that are built from its spans: dtype, and value outside all spans."""
 
 
 class Span(NamedTuple):
-    """Trained tokens, one after the other, that are of one turn and of one policy version.
+    """Consecutive trained tokens of one turn and one policy version.
 
-    Example: a turn of which the first token was sampled by version 3 and two more by version 4 is two spans.
+    Example: a turn whose first token was sampled by version 3 and whose next two by version 4 has two spans.
     """
 
     start: int
-    """The first of them."""
+    """Index of the first token."""
     end: int
-    """The first token after them."""
+    """Index after the last token."""
     chunk: int
     """The turn's index."""
     version: int
-    """-1: unknown."""
+    """The policy version; -1: unknown."""
     advantage: float
     temperature: float
     logprobs: Float32 | None
-    """float32 [end - start]; None: missing."""
+    """Inference logprobs, float32 [end - start], or None if missing."""
 
 
 _INSIDE: dict[str, Callable[[Span], Any]] = {
@@ -50,11 +50,11 @@ _INSIDE: dict[str, Callable[[Span], Any]] = {
     "policy_versions": attrgetter("version"),
     "temperatures": attrgetter("temperature"),
 }
-"""What the arrays of `OUTSIDE` hold in a span; None: what they hold outside."""
+"""The value of each array of `OUTSIDE` within a span; None: as outside."""
 
 
 def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:
-    """One of the arrays of `OUTSIDE`, for a sample of so many tokens; read-only.
+    """One array of `OUTSIDE` for a sample of `length` tokens; read-only.
 
     >>> span = Span(start=1, end=3, chunk=0, version=7, advantage=0.5, temperature=1.0, logprobs=None)
     >>> expanded([span], "policy_versions", 4).tolist()
@@ -72,7 +72,7 @@ def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:
 
 
 def trained_places(spans: Sequence[Span]) -> NDArray[np.int64]:
-    """The places of all their tokens, ascending: int64 [T].
+    """Indices of all tokens of the spans, ascending: int64 [T].
 
     >>> spans = [Span(start, end, 0, 7, 0.5, 1.0, None) for start, end in ((1, 3), (6, 8))]
     >>> trained_places(spans).tolist()
@@ -88,7 +88,7 @@ def trained_places(spans: Sequence[Span]) -> NDArray[np.int64]:
 
 
 def of_trained(spans: Sequence[Span], name: str) -> NDArray[Any]:
-    """One of the arrays of `OUTSIDE` at the trained tokens alone: [T].
+    """One array of `OUTSIDE` at the trained tokens only: [T].
 
     >>> spans = [Span(1, 3, 0, 7, 0.5, 1.0, None), Span(6, 7, 1, 8, 0.5, 1.0, None)]
     >>> of_trained(spans, "policy_versions").tolist()

@@ -1,4 +1,4 @@
-"""Defines what the trainer says of each token that it trained."""
+"""Defines what the trainer reports about each token that it trained."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from verbatim.core.records.samples import TrainingSample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """What the trainer computed for the T trained tokens of a batch, sample by sample in its order.
+    """What the trainer computed for the T trained tokens of a batch, sample by sample in batch order.
 
-    Example: of two samples with masks `[F, T, T]` and `[F, F, T]`, T is 3, and the last one is the second sample's.
+    Example: for two samples with masks `[F, T, T]` and `[F, F, T]`, T is 3, and the last token is the second sample's.
     """
 
     logprobs: Float32
-    """The trainer's logprob of the token, at the temperature of its sampling, before the optimizer step that it was
-    trained in: float32 [T]."""
+    """The trainer's logprob of the token at its sampling temperature, before the optimizer step on it: float32
+    [T]."""
     gradients: Float32
-    """The derivative of the loss, summed and not yet divided, by that logprob: below 0 where the optimizer step makes
-    the token more likely, about 0 where the loss masks it: float32 [T]."""
+    """Derivative of the summed loss (not yet normalised) by that logprob: negative if the optimizer step makes the
+    token more likely, about 0 if the loss masks it: float32 [T]."""
 
     def __post_init__(self) -> None:
         assert self.logprobs.shape == self.gradients.shape, f"{self.logprobs.shape} != {self.gradients.shape}"
@@ -39,7 +39,7 @@ class TrainedTokens:
         )
 
     def by_turn(self, samples: Sequence[TrainingSample]) -> Iterator[tuple[TrainingSample, int, Float32, Float32]]:
-        """Sample, turn, logprobs and gradients of each turn that was trained. A turn's tokens are in one sample.
+        """Sample, turn index, logprobs and gradients of each trained turn. A turn's tokens are in one sample.
 
         Args:
             samples: The batch.

@@ -21,11 +21,11 @@ from verbatim.core.records.messages import ParseStatus, StopReason, ToolCall
 from verbatim.core.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids, of_list
 
 MAX_POSITIVE_LOGPROB = 1e-4
-"""Rounding may leave a logprob this far above 0; it is stored as 0. Anything above is refused."""
+"""Rounding may leave a logprob up to this far above 0; it is then stored as 0. Larger values are refused."""
 _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 _SMALLEST = int(np.float32(np.finfo(np.float32).min).view(np.int32))
-"""The smallest float32 as an integer of the same bits. Other negative numbers are smaller integers, all else is
-larger: -inf, NaN, 0, positive numbers."""
+"""The bits of the smallest finite float32 as an integer. As integers, all other negative floats are smaller, and
+everything that needs a closer check is larger: -inf, NaN, 0 and positive numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,61 +33,61 @@ class TurnTiming:
     """Wall-clock seconds of one turn."""
 
     queued: float = 0.0
-    """From the request to the first prompt token processed."""
+    """From the request to the processing of the first prompt token."""
     generated: float = 0.0
-    """From there to the last sampled token."""
+    """From then to the last sampled token."""
     tools: float = 0.0
-    """In tools and environment after the completion."""
+    """In tools and the environment after the completion."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, init=False, slots=True)
 class Turn:
     """One model request and its response, as exact ids.
 
-    It is made from `prompt_ids` and `completion_ids`, or from `completion_ids` and the `path` of a `TokenTree` that
+    It is created from `prompt_ids` and `completion_ids`, or from `completion_ids` and a `path` of a `TokenTree` that
     ends with them.
 
     Raises:
-        RecordError: lengths that do not match, ids that are no ids, a logprob that is NaN, infinite or above 0, a
-            kept set without the id that was drawn, a reward or an advantage that is not one number.
+        RecordError: lengths that do not match, numbers that are not ids, a logprob that is NaN, infinite or above 0, a
+            kept set without the sampled id, or a reward or advantage that is not a single number.
     """
 
     path: TokenPath
-    """Where prompt and completion are stored, one after the other; turns of one trajectory share what they have in
-    common."""
+    """Where the prompt and completion are stored, one after the other; turns of a trajectory share their common
+    prefixes."""
     completion_ids: Int32
-    """The exact ids that came back, the stop token included: int32 [C]."""
+    """The exact sampled ids, including the stop token: int32 [C]."""
     logprobs: Float32 | None = None
-    """Logprob of each completion id under the distribution that was sampled from: float32 [C]; None: missing."""
+    """Logprob of each completion id under the sampling distribution, float32 [C], or None if missing."""
     policy_versions: Int32 | None = None
-    """The policy version that sampled each completion id: int32 [C]; None: unknown."""
+    """The policy version that sampled each completion id, int32 [C], or None if unknown."""
     routed_experts: Experts | None = None
-    """The experts that computed the N tokens before the last one, which is sampled and not computed: [N, D, K]. Of the
-    tokens before those, earlier turns know them. None: not recorded."""
+    """The experts that processed the N tokens before the last one (which was sampled, but not processed): [N, D, K].
+    Earlier turns have those of the tokens before. None: not recorded."""
     kept_sets: KeptSets | None = None
-    """The ids among which each completion id was drawn, of C ids; None: nothing was cut, or it is not known."""
+    """The kept sets of the C completion ids, or None if nothing was cut or it is unknown."""
     stop_reason: StopReason = StopReason.STOP
     """Why the completion ended."""
     temperature: float = 1.0
-    """The temperature it was sampled at."""
+    """The sampling temperature."""
     reward: float | None = None
-    """The turn's own reward; None if it has none."""
+    """The turn's own reward, or None if it has none."""
     advantage: float | None = None
-    """The advantage of this turn's tokens; None inherits the trajectory's."""
+    """The advantage of this turn's tokens, or None for that of the trajectory."""
     state_key: str | None = None
-    """Names the environment state it acted in (for `gigpo`)."""
+    """Name of the environment state in which the turn acted (for `gigpo`)."""
     agent: str = "main"
-    """Which agent spoke."""
+    """Name of the agent that made the request."""
     parse_status: ParseStatus = "ok"
-    """"ok", or the first thing that was wrong with the completion's tool calls."""
+    """"ok", or the first error in the completion's tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Every attempted call, in order."""
+    """All attempted tool calls, in order."""
     timing: TurnTiming | None = None
-    """Seconds spent."""
+    """Time spent on the turn."""
     trained: bool = True
-    """Whether its tokens may be trained. An untrained turn is context only, and counted as `untrained`."""
+    """Whether its tokens may be trained. An untrained turn is only context, and is counted as `untrained`."""
     attachments: None = None
-    """Reserved: turns are text only today."""
+    """Reserved: turns are text only for now."""
 
     def __init__(
         self,
@@ -145,28 +145,28 @@ class Turn:
 
     @property
     def prompt_ids(self) -> Int32:
-        """The exact ids that were sent: int32 [P]. Each reading may make an array of them."""
+        """The exact ids of the prompt: int32 [P]. Each access may build a new array."""
         return self.path.ids(self.num_prompt_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """P."""
+        """P, the number of prompt tokens."""
         return self.path.length - len(self.completion_ids)
 
     def extends(self, earlier: Turn) -> bool:
-        """Whether the prompt starts with an earlier turn's prompt and completion, id for id.
+        """True if the prompt starts with an earlier turn's prompt and completion, id for id.
 
-        Both belong to one trajectory.
+        Both turns must belong to the same trajectory.
         """
         path, before = self.path, earlier.path
         assert path.tree is before.tree
         return before.length <= path.length - len(self.completion_ids) and path.starts_with(before)
 
     def replace(self, **changes: Any) -> Turn:
-        """A copy with some fields changed; ids that do not change are stored once.
+        """A copy with some fields changed; unchanged ids are shared, not copied.
 
-        Where only fields of `_BESIDE` change, ids and logprobs are not looked at again: they were when this turn was
-        made.
+        If only fields of `_BESIDE` change, ids and logprobs are not checked again: they were checked when this turn was
+        created.
         """
         if changes.keys() <= _BESIDE:
             turn = object.__new__(type(self))
@@ -183,13 +183,13 @@ class Turn:
 _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
-"""Set a field of a turn that is being made: several times as fast as by the field's name."""
+"""Setters of the fields for the construction of a turn; several times as fast as `object.__setattr__` by name."""
 (_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_kept_sets,
  _set_stop_reason, _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status,
  _set_tool_calls, _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
 _values_of = operator.attrgetter(*_SETTERS)
 _BESIDE = frozenset({"reward", "advantage", "timing", "parse_status", "state_key", "agent", "trained"})
-"""Fields that ids and logprobs do not depend on."""
+"""Fields that do not affect ids and logprobs."""
 
 
 def _as_logprobs(values: object, expected: int) -> Float32:
@@ -210,8 +210,8 @@ def _as_logprobs(values: object, expected: int) -> Float32:
 
 
 def _checked_logprobs(logprobs: Float32) -> Float32:
-    """Refuse what is no logprob; what is above 0 by a rounding error becomes 0."""
-    # NaN is its own smallest and largest: two looks, where all is well.
+    """Refuse values that are not logprobs; a positive rounding error becomes 0."""
+    # NaN propagates through minimum and maximum, so two reductions suffice if all values are good.
     if math.isfinite(np.minimum.reduce(logprobs)) and np.maximum.reduce(logprobs) <= 0:
         return logprobs
     bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_POSITIVE_LOGPROB))
@@ -254,5 +254,5 @@ def _fits_int32(numbers: NDArray[Any]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _repeated(number: bytes, count: int) -> Int32:
-    """One int32, shown `count` times: almost every completion is of one version."""
+    """One int32 repeated `count` times with stride 0, to save memory: almost every completion has one version."""
     return np.ndarray(count, dtype=np.int32, buffer=number, strides=(0,))

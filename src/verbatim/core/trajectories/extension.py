@@ -1,4 +1,4 @@
-"""Finds the open sample that a prompt extends exactly, or where the prompt first differs."""
+"""Finds the open sample that a prompt extends exactly, or the position at which the prompt first differs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ class Extension:
     """How a prompt relates to the open samples."""
 
     sample: int | None
-    """The number of the open sample whose tokens are the longest exact prefix of the prompt; None: a break."""
+    """Number of the open sample that is the longest exact prefix of the prompt, or None at a break."""
     shared: int
-    """Ids the prompt shares with that sample (its whole length), or, at a break, with the closest one."""
+    """Number of ids that the prompt shares with that sample (its whole length), or at a break with the closest one."""
     closest: int | None
-    """That sample; at a break the one that shares most, None if no sample is open."""
+    """That sample; at a break the one that shares most, or None if no sample is open."""
 
 
 class SampleEnds:
-    """Where the samples end that a turn may join; each is the prompt and completion of its last turn.
+    """The ends of the samples that a turn may extend; a sample ends with the completion of its last turn.
 
-    The ids of a trajectory were compared when they were taken into its `TokenTree`, each prompt token once. So equal
-    prefixes are the same segments, and what is asked here is answered by walking from a prompt's end towards the root:
-    with any number of open samples, at most one look for each of its segments.
+    All ids of a trajectory were compared once, when they were added to its `TokenTree`, so equal prefixes are the same
+    segments. A lookup walks from the end of a prompt to the root and visits each segment at most once, for any number
+    of open samples.
     """
 
     def __init__(self) -> None:
         self._ends: dict[Segment, list[tuple[int, int]]] = {}
-        """By the segment in which samples end: (length, number) of each."""
+        """By segment: (length, number) of each sample that ends in it."""
         self._count = 0
 
     def longest(self, turn: Turn) -> tuple[int, int] | None:
-        """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None: a break.
+        """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None at a break.
 
-        A shorter sample must not win over a longer one: the longer one's sampled tokens would then be taken for tokens
-        of the environment. Of equally long ones the earliest wins.
+        A shorter sample must not win over a longer one, because the sampled tokens of the longer one would then count
+        as tokens of the environment. Of equally long samples the earliest wins.
         """
         ends, length = self._ends, turn.path.length - len(turn.completion_ids)
         segment = turn.path.segment_at(length)
@@ -53,14 +53,14 @@ class SampleEnds:
         return None
 
     def open(self, path: TokenPath) -> int:
-        """A sample of its own; its number."""
+        """Open a new sample, and return its number."""
         number = self._count
         self._count += 1
         self._mark(path, number)
         return number
 
     def extend(self, number: int, before: TokenPath, path: TokenPath) -> None:
-        """The sample that ended with `before` goes on to `path`."""
+        """Extend the sample that ended with `before` to `path`."""
         assert before.segment is not None
         self._ends[before.segment].remove((before.length, number))
         self._mark(path, number)
@@ -71,7 +71,7 @@ class SampleEnds:
 
 
 class OpenSamples(SampleEnds):
-    """The same, and which sample is the closest one at a break.
+    """Like `SampleEnds`, and also finds the closest sample at a break.
 
     Example: with the samples `[1, 2]` and `[1, 2, 3]`, the prompt `[1, 2, 3, 9]` extends the second; `[1, 5]` extends
     none and shares 1 id with the first.
@@ -80,10 +80,10 @@ class OpenSamples(SampleEnds):
     def __init__(self) -> None:
         super().__init__()
         self._reach: dict[Segment, tuple[int, int]] = {}
-        """How far into a segment samples go: the largest length, and the number of the first that has it."""
+        """By segment: the largest length that a sample reaches in it, and the number of the first that reaches it."""
 
     def find(self, turn: Turn) -> Extension:
-        """The sample that the turn joins, or the closest one."""
+        """The sample that the turn extends, or the closest one."""
         found = self.longest(turn)
         if found is not None:
             return Extension(sample=found[0], shared=found[1], closest=found[0])
@@ -99,7 +99,7 @@ class OpenSamples(SampleEnds):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples, with shared prefixes counted once."""
+        """Number of tokens of all samples; shared prefixes count once."""
         return sum(length - segment.start for segment, (length, _) in self._reach.items())
 
     def _mark(self, path: TokenPath, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Defines a group: the trajectories of one example, over which advantages are computed."""
+"""Defines a group: the trajectories of one example, within which advantages are computed."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from verbatim.core.trajectories.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The trajectories of one example: what advantages are computed over."""
+    """The trajectories of one example, within which advantages are computed."""
 
     group_id: str
-    """Unique in its run."""
+    """Unique within the run."""
     example_id: str
-    """The example they are about."""
+    """Id of the example."""
     env: str
     """The name of their environment."""
     trajectories: tuple[Trajectory, ...]
-    """In the order of their `sample_index`; failed ones included."""
+    """The trajectories, ordered by `sample_index`, including failed ones."""
     index: int = -1
-    """Its number in the run, in the order in which groups are drawn; -1: unknown."""
+    """Number of the group in the run, in the order in which groups are drawn; -1: unknown."""
 
     def __post_init__(self) -> None:
         fill(self, trajectories=tuple(self.trajectories))
 
     @property
     def completed(self) -> tuple[Trajectory, ...]:
-        """Those without an error."""
+        """The trajectories without an error."""
         return tuple(t for t in self.trajectories if t.error is None)
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:
-        """Those of `completed` whose rewards are there and finite: a baseline is taken, and an example is judged, over
-        them. A missing reward is not 0."""
+        """The completed trajectories whose rewards are present and finite. Baselines and the difficulty of the example
+        are computed over them: a missing reward is not 0."""
         return tuple(t for t in self.completed if t.bad_reward is None)

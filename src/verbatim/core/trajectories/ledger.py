@@ -1,4 +1,4 @@
-"""Token accounting: every sampled token is trained, pending or dropped for one counted reason."""
+"""Token accounting: every sampled token is trained, pending, or dropped for one counted reason."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ REASONS = (
     "lost_replica",
     "unused_at_end",
 )
-"""Why a token is not trained; filters add `filter:{name}`."""
+"""Reasons why a token is not trained; filters add `filter:{name}`."""
 
 
 class Ledger:
-    """Cumulative over a run: `sampled = trained + dropped + pending`, checked at every step.
+    """Cumulative token counts of a run: `sampled = trained + dropped + pending`, checked at every step.
 
-    Tokens are booked where they appear (a sampler returned them) and where they end (an optimizer step, or a
-    reason). `pending` is not derived from the other three: each holder of tokens counts its own, and
-    `check` compares.
+    Tokens are counted where they appear (a sampler returned them) and where they end (an optimizer step, or a reason).
+    `pending` is not derived from the other counts, because the sum would then always hold: every holder of tokens
+    counts its own, and `check` compares.
 
     Example:
         >>> ledger = Ledger()
@@ -41,15 +41,16 @@ class Ledger:
         self.masked_by_loss = 0
         self.dropped: Counter[str] = Counter()
         self._settled_below = 0
+        # Indices of settled groups: all below this bound, plus the set, so that memory stays bounded in a long run.
         self._settled_above: set[int] = set()
 
     def sampled_tokens(self, count: int) -> None:
-        """A sampler returned this many tokens."""
+        """Count tokens that a sampler returned."""
         assert count >= 0
         self.sampled += count
 
     def settle_group(self, index: int, *, trained: int, dropped: Mapping[str, int]) -> None:
-        """A group has ended; its tokens can end only once.
+        """Count the tokens of a group that has ended; a group can end only once.
 
         Raises:
             AssertionError: the group was settled before, so its tokens would be trained twice.
@@ -64,13 +65,13 @@ class Ledger:
         self.drop(dropped)
 
     def is_settled(self, index: int) -> bool:
-        """Whether this group has ended."""
+        """True if this group has ended."""
         return index < self._settled_below or index in self._settled_above
 
     def drop(self, dropped: Mapping[str, int]) -> None:
-        """Tokens that will never be trained, by reason."""
+        """Count tokens that will never be trained, by reason."""
         for reason, count in dropped.items():
-            assert reason in REASONS or reason.startswith("filter:"), f"no reason {reason!r} is known"
+            assert reason in REASONS or reason.startswith("filter:"), f"unknown reason {reason!r}"
             assert count >= 0
             if count:
                 self.dropped[reason] += count
@@ -91,7 +92,7 @@ class Ledger:
         )
 
     def metrics(self, pending: int) -> dict[str, float]:
-        """The buckets, for the metrics."""
+        """The counts as metrics."""
         return {
             "ledger/sampled": self.sampled,
             "ledger/trained": self.trained,
@@ -101,7 +102,7 @@ class Ledger:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The state as plain JSON values."""
         return {
             "sampled": self.sampled,
             "trained": self.trained,

@@ -1,6 +1,6 @@
-"""Decides which turns break: those that open a training sample although their agent had spoken before.
+"""Finds breaks: turns that open a training sample although their agent had sampled before.
 
-Metrics, files, the viewer, alarms, the doctor and `on_break = "error"` ask here.
+Metrics, files, the viewer, alarms, the doctor and `on_break = "error"` all use this definition.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from verbatim.core.trajectories.strategies import interleaved
 
 
 def breaks(turns: Sequence[Turn]) -> list[int]:
-    """The places of the turns that break, in order.
+    """The indices of the turns with a break, in order.
 
-    A turn that sampled nothing is in no sample. An agent's first turn is no break: it has no history that could have
-    changed.
+    A turn without sampled tokens is in no sample. An agent's first turn is not a break, because it has no history that
+    could have changed.
 
     Example: `main, sub/1, main`, where the last turn extends the first: `[]`. If it extends neither: `[2]`.
     """
@@ -26,7 +26,7 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
 
 
 def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
-    """Of the places at which samples open, those whose agent has sampled in a turn before; in order."""
+    """Of the indices at which samples open, those whose agent sampled in an earlier turn, in order."""
     found, agents, opens = [], set[str](), set(openings)
     for place, turn in enumerate(turns):
         if place in opens and turn.agent in agents:
@@ -37,5 +37,5 @@ def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
 
 
 def is_one_list(turns: Sequence[Turn]) -> bool:
-    """Whether the last turn's context holds all of them: each extends the one before."""
+    """True if each turn extends the one before, so that the last turn's context contains all turns."""
     return all(turn.extends(before) for before, turn in pairwise(turns))

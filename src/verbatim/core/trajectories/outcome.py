@@ -1,4 +1,4 @@
-"""Says what becomes of a trajectory's sampled tokens: those of each turn are trained, or dropped for one reason."""
+"""Defines what becomes of a trajectory's sampled tokens: each turn is trained, or dropped for one reason."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from verbatim.core.records.fields import Float32
 from verbatim.core.trajectories.record import TrajectoryRecord
 
 TRAINED = "trained"
-"""The outcome of tokens that an optimizer step is taken on."""
+"""The outcome of tokens on which an optimizer step is taken."""
 EVALUATION = "evaluation"
-"""The outcome of tokens that were sampled to measure the policy: never trained, and in no ledger. Any other outcome is
-a reason of the `Ledger`."""
+"""The outcome of tokens that were sampled for an evaluation: they are never trained and in no ledger. Every other
+outcome is a reason of the `Ledger`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryOutcome:
     """The outcome of every sampled token of one trajectory.
 
-    Example: of two turns of 3 and 2 tokens, the second one longer than a sample may be.
+    Example: two turns of 3 and 2 tokens, of which the second exceeds the maximum length of a sample.
 
         >>> from verbatim import Turn
         >>> turns = [Turn(prompt_ids=[1], completion_ids=[2] * count) for count in (3, 2)]
@@ -31,33 +31,33 @@ class TrajectoryOutcome:
     """
 
     trajectory: TrajectoryRecord
-    """With its advantages."""
+    """The trajectory with its advantages."""
     turns: tuple[str, ...]
     """The outcome of each turn's completion, in order."""
     unrecorded: str | None = None
-    """The outcome of the tokens that are in no turn; None: there are none."""
+    """The outcome of the sampled tokens that are in no turn, or None if there are none."""
     reason: str | None = None
-    """Why nothing of it is trained; None where single turns decide."""
+    """Why nothing of the trajectory is trained, or None if each turn has an outcome of its own."""
     flags: tuple[str, ...] = ()
-    """The filters that flagged it, those that only count included."""
+    """The filters that flagged it, including those that only count."""
     trainer_logprobs: tuple[Float32 | None, ...] = ()
-    """The trainer's logprobs of each turn's completion, float32 [C]; None for a turn that was not trained. Empty where
-    they were not kept."""
+    """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if they were
+    not kept."""
     gradients: tuple[Float32 | None, ...] = ()
-    """The derivative of the loss, not yet divided, by each of these: float32 [C]."""
+    """Derivative of the loss (not yet normalised) by each of these logprobs: float32 [C]."""
     teacher_logprobs: tuple[Float32 | None, ...] = ()
-    """The teacher's logprobs of each turn's completion, float32 [C]; None for a turn that it was not asked about. Empty
+    """The teacher's logprobs of each turn's completion, float32 [C], or None for a turn that it did not score. Empty
     without a teacher."""
 
     def __post_init__(self) -> None:
-        assert len(self.turns) == len(self.trajectory.turns), "each turn has a outcome"
+        assert len(self.turns) == len(self.trajectory.turns), "each turn needs an outcome"
         assert len(self.teacher_logprobs) in (0, len(self.turns))
         assert len(self.trainer_logprobs) in (0, len(self.turns)) and len(self.gradients) == len(self.trainer_logprobs)
-        assert bool(self.trajectory.num_unrecorded_tokens) <= (self.unrecorded is not None), "so has what is in none"
+        assert bool(self.trajectory.num_unrecorded_tokens) <= (self.unrecorded is not None), "unrecorded needs one too"
 
     @classmethod
     def of_dropped(cls, trajectory: TrajectoryRecord, reason: str, flags: Sequence[str] = ()) -> Self:
-        """Every token is dropped for this reason."""
+        """The outcome of a trajectory whose tokens are all dropped for this reason."""
         unrecorded = reason if trajectory.num_unrecorded_tokens else None
         return cls(
             trajectory=trajectory,
@@ -69,12 +69,12 @@ class TrajectoryOutcome:
 
     @classmethod
     def of_evaluated(cls, trajectory: TrajectoryRecord) -> Self:
-        """It was played to measure the policy."""
+        """The outcome of a trajectory of an evaluation."""
         return cls.of_dropped(trajectory, EVALUATION)
 
     @property
     def num_tokens(self) -> dict[str, int]:
-        """Sampled tokens by outcome; outcomes without a token are left out."""
+        """Number of sampled tokens by outcome; outcomes without tokens are left out."""
         found: dict[str, int] = {}
         for outcome, turn in zip(self.turns, self.trajectory.turns, strict=True):
             found[outcome] = found.get(outcome, 0) + len(turn.completion_ids)
@@ -84,10 +84,10 @@ class TrajectoryOutcome:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return self.num_tokens.get(TRAINED, 0)
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Tokens that are not, by reason."""
+        """Number of dropped tokens by reason."""
         return {outcome: count for outcome, count in self.num_tokens.items() if outcome != TRAINED}

@@ -1,4 +1,4 @@
-"""Defines the record of one episode: every turn as exact ids, the conversation, and what it earned."""
+"""Defines the record of one episode: every turn as exact ids, the conversation, and the reward."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ from verbatim.core.trajectories.openings import breaks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryRecord:
-    """The fields of a `Trajectory`, and what follows from them; the mapping view is added there.
+    """The fields of a `Trajectory` and their properties; `Trajectory` adds the mapping view.
 
     Raises:
-        RecordError: a reward, a part of it or an advantage that is not one number.
+        RecordError: a reward, a part of it or an advantage that is not a single number.
     """
 
     example_id: str
-    """The example it is about."""
+    """Id of the example."""
     turns: tuple[Turn, ...] = ()
-    """Every request and response, in the order of sampling, sub-agents' included."""
+    """All requests with their responses, in the order of sampling, including those of sub-agents."""
     messages: tuple[Message, ...] = ()
-    """The conversation of the main agent, or else of the agent that spoke first, for people and tools; never the source
-    of ids."""
+    """The conversation of the main agent (or of the first agent, if there is no main agent), for people and tools;
+    never the source of ids."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tool schemas that the caller of a rollout put beside `messages`; empty: the tool manager's."""
+    """The tool schemas that the caller passed next to `messages`; empty if they came from the tool manager."""
     reward: float | None = None
-    """What it earned; None if it was never scored."""
+    """The reward, or None if the episode was never scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The reward's named parts, where the environment gives them."""
+    """Named parts of the reward, if the environment gives them."""
     agent_rewards: Mapping[str, float] = field(default_factory=dict)
-    """What agents earned by themselves, where the environment says so: their turns are credited by it, the turns of all
-    others by `reward`."""
+    """Rewards of single agents, if the environment gives them. The turns of these agents get credit from them, all
+    other turns from `reward`."""
     env: str = ""
     """The name of its environment."""
     trajectory_id: str = ""
-    """Unique in its run."""
+    """Unique within the run."""
     run_id: str = ""
-    """The run it belongs to, by the name of its folder; empty outside of one."""
+    """The run, by the name of its folder; empty outside of a run."""
     group_id: str = ""
-    """The group it belongs to."""
+    """Id of its group."""
     sample_index: int = 0
-    """Its place in the group."""
+    """Its index in the group."""
     seed: int | None = None
-    """The seed of its sampling."""
+    """The seed of its sampling, or None if it has none."""
     advantage: float | None = None
-    """The advantage of all its sampled tokens, unless a turn has its own."""
+    """The advantage of its sampled tokens, except in turns with an advantage of their own."""
     stop_reason: StopReason | None = None
-    """Why it ended."""
+    """Why the episode ended."""
     truncated: bool = False
     """Whether something was cut off."""
     error: str | None = None
-    """What went wrong; a trajectory with an error is never trained on."""
+    """The error message of a failed episode; a trajectory with an error is never trained on."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the environment wants kept. JSON values. `info["task"]` is what the caller of a rollout put beside
+    """Further JSON values from the environment. `info["task"]` is what the caller of a rollout passed next to
     `messages`."""
     num_unrecorded_tokens: int = 0
-    """Tokens that were sampled and are in no turn: of a completion that could not be recorded (then `error` says why),
-    or that was cut off."""
+    """Number of sampled tokens that are in no turn: of a completion that could not be recorded (`error` then has the
+    reason), or that was cut off."""
     num_unrecorded_turns: int = 0
-    """Turns that a server answered without token ids: they are in `messages`, and never trained."""
+    """Number of turns that a server answered without token ids: they are in `messages`, and never trained."""
 
     def __post_init__(self) -> None:
         fill(
@@ -87,19 +87,19 @@ class TrajectoryRecord:
         for field_name in ("reward_parts", "agent_rewards"):
             named = getattr(self, field_name)
             if len(set(map(str, named))) < len(named):
-                raise RecordError(f"{field_name}: {named!r:.80}; two names are one text, expected names that differ")
+                raise RecordError(f"{field_name}: {named!r:.80}; two names have the same text, expected distinct names")
             for name, part in named.items():
                 if as_number(part, f"{field_name}[{name!r}]") is None:
                     raise RecordError(f"{field_name}[{name!r}]: None; leave out what was not scored")
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the sampler produced."""
+        """Number of tokens that the sampler produced."""
         return sum(len(turn.completion_ids) for turn in self.turns) + self.num_unrecorded_tokens
 
     @property
     def num_stored_tokens(self) -> int:
-        """Ids held in memory: O(L), each distinct (prefix, token) once."""
+        """Number of ids held in memory: O(L), each distinct (prefix, token) once."""
         segments: set[Segment] = set()
         for turn in self.turns:
             segment = turn.path.segment
@@ -110,7 +110,7 @@ class TrajectoryRecord:
 
     @property
     def bad_reward(self) -> str | None:
-        """Why nothing can be learned from its rewards: missing, NaN or infinite; None if something can."""
+        """Why nothing can be learned from its rewards (missing, NaN or infinite), or None if something can."""
         if self.reward is None:
             return "reward: missing"
         turns = (turn.reward for turn in self.turns if turn.reward is not None)
@@ -120,17 +120,17 @@ class TrajectoryRecord:
 
     @property
     def num_breaks(self) -> int:
-        """Turns of agents that had spoken before whose prompt extends no open sample exactly."""
+        """Number of turns whose prompt extends no open sample exactly although their agent had sampled before."""
         return len(breaks(self.turns))
 
     @classmethod
     def of(cls, identity: RolloutIdentity, **fields: Any) -> Self:
-        """The trajectory of this rollout, with its other fields."""
+        """The trajectory of this rollout, with the given other fields."""
         return cls(**vars(identity), **fields)
 
     @property
     def identity(self) -> RolloutIdentity:
-        """Which rollout it is."""
+        """The identity of its rollout."""
         return RolloutIdentity(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RolloutIdentity)})
 
     def replace(self, **changes: Any) -> Self:
@@ -139,7 +139,7 @@ class TrajectoryRecord:
 
 
 def _in_one_tree(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """Turns whose paths can be compared: those of an episode are, others are taken into a tree of their own."""
+    """Put turns into one tree, so that their paths can be compared. Turns of an episode already share a tree."""
     turns = tuple(turns)
     if len({turn.path.tree for turn in turns}) <= 1:
         return turns

@@ -1,4 +1,4 @@
-"""Builds training samples; counts the tokens left out, by reason."""
+"""Builds training samples, and counts the tokens that are left out, by reason."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from verbatim.core.trajectories.strategies import branching, interleaved
 Strategy = Callable[[Sequence[Turn]], list[list[int]]]
 
 STRATEGIES: dict[str, Strategy] = {"interleaved": interleaved, "branching": branching}
-"""`strategy(turns) -> samples`: the places of the turns that share a sample, in order. The prompt of each turn but the
-first has to extend the turn before it exactly; what a strategy may decide is which turns to put together."""
+"""`strategy(turns) -> samples`: for each sample, the indices of its turns in order. Each prompt after the first must
+extend the turn before it exactly; a strategy only chooses which turns to put together."""
 
 OnBreak = Literal["split", "error"]
 
 _SHOWN = 8
-"""Ids that are shown on either side of the first difference."""
+"""Number of ids shown from the first difference on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltSamples:
-    """The samples of one trajectory, and the outcome of every token that was sampled of it."""
+    """The samples of one trajectory, and the outcome of each of its sampled tokens."""
 
     samples: list[TrainingSample]
-    """Each with at least one trained token."""
+    """The samples, each with at least one trained token."""
     outcome: TrajectoryOutcome
-    """What is trained, and what is dropped as `error`, `cancelled`, `untrained`, `over_length` or
+    """Which tokens are trained, and which are dropped as `error`, `cancelled`, `untrained`, `over_length` or
     `missing_logprobs`."""
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Sampled tokens that are not trained, by reason."""
+        """Number of sampled tokens that are not trained, by reason."""
         return self.outcome.dropped
 
 
 def build_samples(
     trajectory: TrajectoryRecord, strategy: str = "interleaved", *, include_failed: bool = False
 ) -> list[TrainingSample]:
-    """The training samples of a trajectory: none of one that failed.
+    """The training samples of a trajectory; a failed trajectory has none.
 
-    A turn that is not to be trained, or whose logprobs are missing, is context only. The advantage of a token is its
-    turn's, or else its trajectory's, or else 0.
+    A turn that is marked untrained, or that has no logprobs, is only context. A token's advantage is that of its turn,
+    or else that of its trajectory, or else 0.
 
     Args:
-        trajectory: Its advantages are already assigned.
+        trajectory: The trajectory, with its advantages.
         strategy: A name from `STRATEGIES`, or an import path.
-        include_failed: Build also from a trajectory with an `error`, of the turns up to there.
+        include_failed: Also build samples from a trajectory with an `error`, from the turns before it.
 
     Raises:
         ValueError: an unknown strategy.
@@ -91,25 +91,25 @@ def build(
     needs_logprobs: bool = True,
     include_failed: bool = False,
 ) -> BuiltSamples:
-    """The training samples of a trajectory, and a count of what is left out.
+    """The training samples of a trajectory, and the outcome of all its tokens.
 
-    A trajectory with an `error` gives no samples. Tokens that were sampled and are in no turn are left out as
-    `cancelled`: their completion was cut off.
+    A trajectory with an `error` gives no samples. Sampled tokens that are in no turn are dropped as `cancelled`: their
+    completion was cut off.
 
     Args:
-        trajectory: Its advantages are already assigned.
+        trajectory: The trajectory, with its advantages.
         strategy: A name from `STRATEGIES`, or an import path.
-        on_break: What a prompt that extends no sample does: "split" opens a new one, "error" stops.
-        max_length: Most tokens of a sample. A turn that ends beyond it is dropped whole, as `over_length`, so that cuts
-            fall on turn boundaries.
-        needs_logprobs: False for supervised training, where recorded text has none.
-        include_failed: Take a trajectory with an `error` as far as it came, as one without; what was sampled of it and
-            is in no turn is left out as `error`.
+        on_break: What happens at a prompt that extends no sample: "split" opens a new sample, "error" stops the run.
+        max_length: Maximum tokens of a sample. A turn that ends beyond it is dropped whole, as `over_length`, so that
+            samples are cut at turn boundaries only.
+        needs_logprobs: False for supervised training, where recorded text has no logprobs.
+        include_failed: Treat a trajectory with an `error` like one without, as far as it got; its sampled tokens that
+            are in no turn are dropped as `error`.
 
     Raises:
         ValueError: an unknown strategy.
-        ComponentError: a strategy of the user's own cannot be imported, or joins turns that do not extend each other.
-        RunStopped: a break, with `on_break = "error"`; says where.
+        ComponentError: a user's own strategy cannot be imported, or joins turns that do not extend each other.
+        RunStopped: a break, with `on_break = "error"`; the message names its position.
     """
     group = find_strategy(strategy)
     failed = trajectory.error is not None
@@ -127,6 +127,7 @@ def build(
     if on_break == "error" and strategy != "branching":
         _refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
+    # One sample needs no reader; with several, the reader copies shared prefixes instead of joining them every time.
     ids_of = TokenPath.ids if len(runs) == 1 else PathReader().ids
     has_experts = any([turn.routed_experts is not None for turn in trajectory.turns])
     for run in runs:
@@ -148,11 +149,11 @@ def build(
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of this name, or at this import path.
+    """The strategy with this name, or at this import path.
 
     Raises:
         ValueError: an unknown name.
-        ComponentError: it cannot be imported.
+        ComponentError: the strategy cannot be imported.
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -163,7 +164,8 @@ def find_strategy(name: str) -> Strategy:
 
 
 def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, Turn]]) -> None:
-    """Each turn once, and together only turns that extend each other: for a strategy of the user's own, their error."""
+    """Check that every turn occurs once, and that joined turns extend each other. A failure is the error of a user's
+    own strategy, and an assertion for a built-in one."""
     fault = None
     if strategy not in STRATEGIES and not _is_lists(runs):
         fault = f"gave {shown(runs, 80)}"
@@ -186,7 +188,7 @@ def _is_lists(runs: object) -> bool:
 
 
 def turn_outcome(turn: Turn, longest: int, needs_logprobs: bool) -> str:
-    """`TRAINED`, or why no token of a turn is: `untrained`, `over_length` or `missing_logprobs`."""
+    """`TRAINED`, or why a turn is not trained: `untrained`, `over_length` or `missing_logprobs`."""
     if not turn.trained:
         return "untrained"
     if turn.path.length > longest:
@@ -202,9 +204,9 @@ def _sample(
     *,
     part: int,
 ) -> TrainingSample:
-    """One sample: the tokens up to the end of the last turn that is trained, and in them all that are.
+    """One sample: the tokens up to the end of its last trained turn, with all trained turns marked.
 
-    What follows it, a turn that is not trained, would be context of nothing.
+    Untrained turns after that are left out, because they would be context of nothing.
     """
     spans: list[Span] = []
     for index, turn in trained:
@@ -222,14 +224,15 @@ def _sample(
 
 
 _span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
-"""A span of all its fields in their order: in half of the time of `Span(...)`."""
+"""Creates a span from a tuple of its fields, in half the time of `Span(...)`."""
 
 
 def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | None) -> None:
-    """Add the trained tokens of a turn: a span for each policy version that sampled some of them."""
+    """Add the trained tokens of a turn, as one span for each policy version that sampled some of them."""
     end, versions, logprobs = turn.path.length, turn.policy_versions, turn.logprobs
     start, advantage = end - len(turn.completion_ids), advantage or 0.0
     if versions is None or versions.strides == (0,):
+        # Stride 0: `Turn` stores a single repeated version, so no comparison is needed.
         version = -1 if versions is None else versions.item(0)
         spans.append(_span((start, end, index, version, advantage, turn.temperature, logprobs)))
         return
@@ -241,7 +244,7 @@ def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | Non
 
 
 def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | None:
-    """The kept sets of a sample's trained tokens; None where nothing was cut."""
+    """The kept sets of a sample's trained tokens, or None if nothing was cut."""
     if all(turn.kept_sets is None for _, turn in trained):
         return None
     turns = [turn for _, turn in trained]
@@ -252,12 +255,12 @@ def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | N
 
 
 def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:
-    """The experts that computed the tokens of a sample: as its own turns recorded them, and others as far as they have
-    the same context. Where several did, the first one counts: it sampled what comes next.
+    """The experts that processed the tokens of a sample: as recorded by its own turns, then by other turns as far as
+    they share its context. If several turns recorded a token, the sample's own turns have priority, in order.
 
     Args:
         trained: The trained turns of the sample, each with its index.
-        turns: All turns of the trajectory; some have recorded experts.
+        turns: All turns of the trajectory, of which at least one has recorded experts.
     """
     first = next(turn.routed_experts for turn in turns if turn.routed_experts is not None)
     recorded = [(turn, turn.routed_experts) for turn in dict.fromkeys([*(turn for _, turn in trained), *turns])]
@@ -278,11 +281,11 @@ def _refuse_breaks(
 
     Args:
         trajectory: The trajectory of the turns.
-        kept: Index and turn of those that are in the samples.
-        runs: Places in `kept`, sample by sample.
+        kept: Index and turn of each turn that is in a sample.
+        runs: For each sample, the indices of its turns in `kept`.
 
     Raises:
-        RunStopped: names trajectory, turn and position, and shows the ids there.
+        RunStopped: names trajectory, turn and position, and shows the ids on both sides.
     """
     for first in spoken_before((run[0] for run in runs), [turn for _, turn in kept]):
         raise RunStopped(
@@ -292,7 +295,7 @@ def _refuse_breaks(
 
 
 def _explain_break(index: int, turn: Turn, earlier: Sequence[tuple[int, Turn]]) -> str:
-    """Where a turn's prompt leaves the closest of the earlier ones, and the ids on both sides.
+    """Where a turn's prompt leaves the closest earlier turn, and the ids on both sides.
 
     Example: `turn 1 (main) does not extend turn 0: of its 3 prompt ids the first 1 are the same; at position 1 it has
     [9, 7], turn 0 has [2]`.

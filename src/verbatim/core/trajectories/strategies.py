@@ -1,4 +1,4 @@
-"""The two strategies by which turns become samples."""
+"""Defines the two strategies for putting turns into samples."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from verbatim.core.trajectories.extension import SampleEnds
 
 
 def branching(turns: Sequence[Turn]) -> list[list[int]]:
-    """One sample per turn: its prompt untrained, its completion trained.
+    """One sample per turn: the prompt is untrained, the completion is trained.
 
-    Nothing is asked of the prompts, so it fits any chat template. A trajectory of T turns costs the sum of its prompts,
-    unless what they share is computed once (packing "tree").
+    It makes no assumption about prompts, so it fits any chat template. A trajectory of T turns costs the sum of its
+    prompts, unless shared prefixes are computed once (packing "tree").
 
     Returns:
-        The places of the turns of each sample.
+        For each sample, the indices of its turns.
 
     Example: turns `([1], [2])` and `([1, 2, 3], [4])` give `[[0], [1]]`: the samples `[1, 2]`, where 2 is trained, and
     `[1, 2, 3, 4]`, where 4 is trained.
@@ -26,10 +26,10 @@ def branching(turns: Sequence[Turn]) -> list[list[int]]:
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:
     """A turn joins the sample that its prompt extends exactly, or opens a new one.
 
-    All open samples stay candidates, so interleaved agents and returning parents merge again.
+    All samples stay open, so agents that take turns, and parents that continue after a sub-agent, join their samples.
 
     Returns:
-        The places of the turns of each sample, in order.
+        For each sample, the indices of its turns in order.
 
     Example: turns `([1], [2])`, `([1, 2, 3], [4])` and `([1, 9], [5])`, written (prompt, completion), give
     `[[0, 1], [2]]`: the samples `[1, 2, 3, 4]`, where 2 and 4 are trained, and `[1, 9, 5]`, where 5 is trained.

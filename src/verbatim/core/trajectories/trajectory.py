@@ -21,16 +21,16 @@ from verbatim.core.user_values import as_atom
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory(TrajectoryRecord, Mapping[str, Any]):
-    """The record of one episode: every turn as exact ids, the conversation, and what it earned.
+    """The record of one episode: every turn as exact ids, the conversation, and the reward.
 
-    It is also a read-only mapping of plain values, so that `json.dumps(dict(trajectory))` and `yaml.safe_dump` work:
-    every field by its name, the keys that rollouts document (`messages`, `input_ids`, `labels`, `logprobs`, `turns` as
-    a count, `samples`), `id` for the example's, and what the caller of a rollout put beside `messages`. Where there is
-    a break, or no turn with token ids (a server that gives none), the flat lists `input_ids`, `labels` and `logprobs`
-    are not among the keys, and reading one raises `NoFlatList`.
+    It is also a read-only mapping of plain values, so that `json.dumps(dict(trajectory))` and `yaml.safe_dump` work.
+    Its keys are all fields by name, the keys documented for rollouts (`messages`, `input_ids`, `labels`, `logprobs`,
+    `turns` as a count, `samples`), `id` for the example's id, and what the caller of a rollout passed next to
+    `messages`. With a break, or without token ids (some servers return none), the flat lists `input_ids`, `labels` and
+    `logprobs` are not among the keys, and reading one raises `NoFlatList`.
 
     Raises:
-        RecordError: a reward, a part of it or an advantage that is not one number.
+        RecordError: a reward, a part of it or an advantage that is not a single number.
 
     Example:
         >>> from verbatim import Turn
@@ -74,7 +74,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def _beside_messages(self) -> Mapping[str, Any]:
-        """What the caller of a rollout gave with the messages. A field of the trajectory hides one of its name."""
+        """What the caller of a rollout passed next to the messages. Fields of the trajectory hide equal names."""
         task = self.info.get("task", {})
         return task if isinstance(task, Mapping) else {}
 
@@ -94,7 +94,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
                 f"{why}: one list cannot hold two contexts. Read trajectory['samples'] instead, or "
                 "build_samples(trajectory)"
             )
-        asked = '; a server that knows it (vLLM) gives the ids with extra_body={"return_token_ids": True}'
+        asked = '; a server that supports it (vLLM) returns the ids with extra_body={"return_token_ids": True}'
         return f"no turn with token ids{asked if self.num_unrecorded_turns else ''}"
 
     def _flat(self) -> _Flat:
@@ -122,11 +122,11 @@ class _Flat:
 _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory))
 _FLAT = tuple(f.name for f in dataclasses.fields(_Flat))
 TRAJECTORY_KEYS = frozenset({*_FIELDS, *_FLAT, "samples", "id"})
-"""What the mapping view of a trajectory calls its own."""
+"""The mapping view's own keys."""
 
 
 def _plain(value: Any) -> Any:
-    """Records and arrays as dicts and lists, texts and numbers as Python's own types; other values as they are."""
+    """Records and arrays as dicts and lists, texts and numbers as Python's own types; other values unchanged."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -137,9 +137,9 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_sample(sample: TrainingSample) -> dict[str, Any]:
-    """Lists, one entry per token; a logprob that is not there is None, as in the flat list.
+    """A sample as lists with one entry per token; a missing logprob is None, as in the flat list.
 
-    Each logprob stream stands under its name with "_logprobs" behind it; `teacher_logprobs` is there without one too.
+    Each logprob stream is under its name with "_logprobs" appended; `teacher_logprobs` is always present.
     """
     streams = {TEACHER: None, **sample.logprob_streams}
     names = {f.name for f in dataclasses.fields(sample)} - {"logprob_streams", "routed_experts", "kept_sets"}
