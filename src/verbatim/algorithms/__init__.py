@@ -1,8 +1,8 @@
-"""Decides what is learned: advantages, filters and losses are pure functions, the curriculum has a state.
+"""Decides what is learned. Advantages, filters and losses are pure functions; the curriculum has state.
 
 In: the trajectories of a group, or the logprobs of a micro-batch. Out: advantages, verdicts, the next example, a loss
-with its metrics. What a loss, an advantage or a filter of your own takes and returns is imported from here. Read first:
-`credit/advantage.py`, `filters/filter.py`, `losses/loss.py`. Imports `core`, `config`; no torch before a loss is
+with its metrics. Import from here the types that your own loss, advantage or filter takes and returns. Read first:
+`credit/advantage.py`, `filters/filter.py`, `losses/loss.py`. Imports `core` and `config`; torch only when a loss is
 computed.
 """
 

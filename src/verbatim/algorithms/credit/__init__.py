@@ -1,4 +1,4 @@
-"""Computes advantages: pure functions of one group's rollouts."""
+"""Computes advantages with pure functions of one group's rollouts."""
 
 from verbatim.algorithms.credit.advantage import (
     Advantage,

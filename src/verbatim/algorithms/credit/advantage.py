@@ -1,4 +1,4 @@
-"""Defines an advantage function's inputs and outputs, and writes its advantages to the trajectories."""
+"""Defines an advantage function's inputs and outputs, and assigns its advantages to the trajectories."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One group: its rollouts without an error, filtered ones included; where agents have rewards of their own, one
-    agent's part of them."""
+    """One group: its rollouts without an error, including those that filters will drop. If agents have rewards of their
+    own, only one agent's share of them."""
 
     rollouts: Sequence[Trajectory]
-    """Each is also a mapping: `rollout["reward"]`."""
+    """The rollouts. Each is also a mapping: `rollout["reward"]`."""
 
     @property
     def rewards(self) -> list[float]:
-        """What each of them earned, after length penalties."""
+        """The reward of each rollout, after length penalties."""
         return [float(rollout["reward"]) for rollout in self.rollouts]
 
 
 @dataclass(frozen=True)
 class AdvantageOutputs:
-    """One advantage for each rollout: a number, or a list with one number for each of its turns."""
+    """One advantage per rollout: a number, or a list with one number per turn."""
 
     advantages: Sequence[float | Sequence[float]]
-    """As long as `rollouts`."""
+    """The advantages, in the order of `rollouts`."""
 
 
 _LARGEST = 3.4028234663852886e38
-"""The largest float32: samples hold advantages in it."""
+"""The largest float32, the dtype in which samples store advantages."""
 
 AdvantageFunction = Callable[..., AdvantageOutputs]
 """`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`."""
@@ -51,19 +51,19 @@ AdvantageFunction = Callable[..., AdvantageOutputs]
 
 @dataclass(frozen=True)
 class Advantage:
-    """An entry of `ADVANTAGES`: the function, and what a run must know of it. A plain function is as good, with none of
-    these."""
+    """An entry of `ADVANTAGES`: the function, and what a run must know about it. A plain function also works, with the
+    default properties."""
 
     function: AdvantageFunction
     """`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`; `parameters` are set in the file."""
     compares_rewards: bool = False
-    """Whether it reads the rollouts' rewards alone and compares each with the others of its group: a group of one has
-    the advantage 0, and rewards of turns are not read."""
+    """Whether it only compares the rewards of a group's rollouts with each other. Then a group of one has the advantage
+    0, and rewards of turns are not used."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Bound keyword arguments."""
+    """Keyword arguments from the file, already bound."""
 
     def __call__(self, inputs: AdvantageInputs, **parameters: Any) -> AdvantageOutputs:
-        """Apply the function with its parameters."""
+        """Call the function with its parameters."""
         return self.function(inputs, **{**self.parameters, **parameters})
 
 
@@ -77,23 +77,25 @@ def assign_advantages(
 ) -> Group:
     """The group with advantages on its completed trajectories.
 
-    Where agents have rewards of their own, the function is called for each of these agents, with rollouts that hold its
-    turns and its reward, and once for all other agents, with `reward`; a length penalty sees the same. What it
-    returns for a rollout then goes to those turns.
+    If agents have rewards of their own, the function is called once for each of these agents, with rollouts that
+    contain only its turns and its reward, and once for all other agents, with `reward`. A length penalty applies to the
+    same rollouts. The advantage returned for a rollout then goes to those turns.
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
-    never reaches the trainer. A bad reward enters no baseline. A length penalty shapes the rewards that the
-    function sees; the trajectories keep their own. It charges what is trained, for which it has to know
-    `max_length` and `needs_logprobs` as `trajectories.build` takes them.
+    never reaches the trainer. A bad reward is in no baseline. A length penalty changes only the rewards that the
+    function sees, not those of the trajectories. It counts trained tokens only, and needs `max_length` and
+    `needs_logprobs`, as in `trajectories.build`, to find them.
 
     Raises:
-        ComponentError: the function raised, or returned something else than one number, or one list of numbers with
-            one for each turn, for each rollout.
+        ComponentError: the function raised, or did not return one number, or one list with a number per turn, for each
+            rollout.
     """
+    # Before any call: a NaN reward would make the whole group's baseline NaN.
     group = _without_bad_rewards(group)
     if not group.completed:
         return group
     where = f"advantage {function_name(function)}, group {group.group_id}"
+    # By identity: trajectory ids may be empty outside of a run.
     credited = {id(t): t for t in group.completed}
     for agent in agents_with_rewards(group.completed):
         shares = [s for s in (share_of(t, agent) for t in group.completed) if s is not None]
@@ -111,12 +113,12 @@ def assign_advantages(
 
 
 def try_advantage(function: AdvantageFunction) -> None:
-    """Call an advantage as a run would, with two made-up rollouts of two turns that earned 1 and 0.
+    """Call an advantage function before a run, with two made-up rollouts of two turns each and rewards of 1 and 0.
 
-    One that raises is logged and not refused: it may read what only an environment's own rollouts have.
+    An exception is only logged, because the function may need something that only real rollouts contain.
 
     Raises:
-        ComponentError: it returned something else than advantages of these rollouts.
+        ComponentError: the function returned something other than advantages for these rollouts.
     """
     rollouts = [
         Trajectory(
@@ -133,9 +135,9 @@ def try_advantage(function: AdvantageFunction) -> None:
     try:
         _call(function, rollouts, f"advantage {function_name(function)}, tried on two made-up rollouts")
     except ComponentError as error:
-        if error.__cause__ is None:
+        if error.__cause__ is None:  # the result was wrong; with a cause, the function itself raised
             raise
-        logger.warning("%s; a run ends there if its own rollouts lack that too", error)
+        logger.warning("%s; the run will stop there if its own rollouts lack that too", error)
         return
     assign_advantages(Group(group_id="made-up", example_id="made-up", env="", trajectories=tuple(rollouts)), function)
 
@@ -154,7 +156,7 @@ def _without_bad_rewards(group: Group) -> Group:
 
 
 def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: str) -> Sequence[object]:
-    """What the function says of each rollout."""
+    """The function's advantage for each rollout."""
     try:
         outputs = function(AdvantageInputs(rollouts=rollouts))
     except ComponentError as error:
@@ -174,7 +176,8 @@ def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: st
 
 
 def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) -> Trajectory:
-    """The trajectory with the advantage of a share of its turns."""
+    """The trajectory with the advantage of one share of its turns."""
+    # A tensor or array without dimensions is iterable by type, but is a single number.
     of_turns = isinstance(advantage, Iterable) and getattr(advantage, "ndim", 1) > 0
     try:
         values = [_number(value) for value in (advantage if of_turns else [advantage])]
@@ -187,7 +190,7 @@ def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) ->
         raise ComponentError(
             f"{where}: {len(values)} advantages for the {len(share.places)} turns of rollout {trajectory.sample_index}"
         )
-    if not all(abs(value) <= _LARGEST for value in values):  # NaN is not
+    if not all(abs(value) <= _LARGEST for value in values):  # also catches NaN, for which every comparison is False
         fault = "larger than float32 holds" if all(map(math.isfinite, values)) else "not finite"
         return trajectory.replace(error=f"advantage: {values if of_turns else values[0]} is {fault}")
     if not of_turns and share.is_whole:
@@ -203,12 +206,12 @@ def _number(value: Any) -> float:
         raise TypeError("a text")
     try:
         return float(value)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         return math.inf if value > 0 else -math.inf
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a component in messages."""
+    """The name of a component, for messages."""
     while isinstance(function, functools.partial | Advantage):
         function = function.function if isinstance(function, Advantage) else function.func
     return getattr(function, "__qualname__", type(function).__qualname__)

@@ -21,7 +21,7 @@ def default_advantage(inputs: AdvantageInputs) -> AdvantageOutputs:
 def rloo_advantage(inputs: AdvantageInputs) -> AdvantageOutputs:
     """`A_i = s_i - mean of the other s = G/(G-1) (s_i - mean(s))` for a group of G (arXiv 2402.14740).
 
-    No rollout is in its own baseline, so the gradient's mean is that of the expected reward. A group of one gives 0.
+    A rollout is not in its own baseline, so the gradient is an unbiased estimate. A group of one gives 0.
 
     Example: rewards `[1, 0, 0]` give `[1, -0.5, -0.5]`.
     """
@@ -30,15 +30,15 @@ def rloo_advantage(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 
 def normalized_advantage(inputs: AdvantageInputs, *, eps: NonNegativeFloat = 1e-8) -> AdvantageOutputs:
-    """`A_i = (s_i - mean(s)) / (std(s) + eps)`, std of the population (GRPO, arXiv 2402.03300).
+    """`A_i = (s_i - mean(s)) / (std(s) + eps)` with the population std (GRPO, arXiv 2402.03300).
 
-    Every group weighs the same, also one where all rewards are nearly equal. A group of one gives 0.
+    Every group gets the same weight, even one whose rewards are nearly equal. A group of one gives 0.
 
     Example: rewards `[3, 1]` have mean 2 and std 1 and give `[1, -1]`.
 
     Args:
         inputs: One group.
-        eps: Keeps the divisor away from 0.
+        eps: Added to the divisor to keep it away from 0.
 
     Raises:
         ComponentError: a negative `eps`.

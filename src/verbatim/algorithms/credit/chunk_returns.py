@@ -1,4 +1,4 @@
-"""The `chunk_returns` advantage: what each turn earned from there on, discounted by turns."""
+"""The `chunk_returns` advantage: the discounted return from each turn on, with one discount per turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.core.records.equality import difference
 from verbatim.core.types import Trajectory
 
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
-"""The key of `Trajectory.info` by which an environment says that the reward is the sum of the turns' own."""
+"""Key of `Trajectory.info` with which an environment declares that the reward is the sum of the turns' rewards."""
 
 
 def chunk_returns_advantage(
@@ -21,14 +21,15 @@ def chunk_returns_advantage(
 ) -> AdvantageOutputs:
     """`A_k = G_k` for each turn k, or `G_k` minus the group's mean (chunk returns of IPA, arXiv 2512.24873).
 
-    The group's mean is over trajectories, of each one's mean G. A turn that sampled nothing, or is not trained, gets 0.
+    The group's mean is the mean over trajectories of each trajectory's mean G, so long ones do not weigh more. An
+    untrained turn, or one without sampled tokens, gets 0.
 
     Example: two rollouts of two turns each with the rewards 1 and 0 and `gamma = 0.5` give `[0.5, 1]` and `[0, 0]`.
     Their means are 0.75 and 0, so with `baseline = "group"` it is `[0.125, 0.625]` and `[-0.375, -0.375]`.
 
     Args:
         inputs: One group.
-        gamma: Discount for each turn.
+        gamma: Discount per turn.
         baseline: "none" or "group". With rewards of 0 and 1 and no baseline, a failure has G = 0 and teaches nothing.
 
     Raises:
@@ -54,13 +55,13 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     """The return of each trained turn that sampled at least one token, by its index.
 
     ```
-    G_k = r_k + gamma G_{k+1}          in the order of sampling, sub-agents' turns included; 0 after the last
+    G_k = r_k + gamma G_{k+1}          in the order of sampling, including sub-agents' turns; 0 after the last turn
     ```
 
-    r_k is the turn's own reward, 0 if it has none. A turn that is not trained, or sampled nothing, has no return; its
-    own reward r comes after the trained turn before it, `G_k = r_k + gamma (r + G_{k+1})`. The last turn also gets the
-    trajectory's reward; where the environment says that the turns' rewards sum to it already, what of it they leave
-    over (a length penalty).
+    r_k is the turn's own reward, or 0 if it has none. An untrained turn, or one without sampled tokens, has no return
+    and no discount; its own reward r counts after the trained turn before it, `G_k = r_k + gamma (r + G_{k+1})`. The
+    last trained turn also gets the trajectory's reward; if the environment declares that the turns' rewards sum to it,
+    only the remainder (such as a length penalty).
 
     Example: three turns, the second of which sampled nothing, a reward of 1 and `gamma = 0.5`: `{0: 0.5, 2: 1.0}`;
     if the second has a reward of 2 of its own, `{0: 1.5, 2: 1.0}`.

@@ -1,4 +1,4 @@
-"""The `gigpo` advantage: the episode against its group, and each turn against turns in the same state."""
+"""The `gigpo` advantage: compares the episode with its group, and each turn with turns in the same state."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def gigpo_advantage(
 ) -> AdvantageOutputs:
     """`A_t = (R - mean_group(R)) / F_group + w_step (G_t - mean_state(G)) / F_state` (GiGPO, arXiv 2505.10978).
 
-    G_t is the turn's return (`turn_returns`); a state's mean is over all turns of the group that acted in the state of
-    that name, of whichever rollout. F is the standard deviation of the same set, or 1. A set whose values are all
-    equal, a state seen once, and a turn without a state key add 0. A turn that sampled nothing gets 0.
+    G_t is the turn's return (`turn_returns`). A state's mean is over all turns of the group, in any rollout, that acted
+    in the state with this key. F is the standard deviation of the same set, or 1 with `scale = "none"`. A set of equal
+    values, a state seen once and a turn without a state key contribute 0. A turn without sampled tokens gets 0.
 
-    Example: two rollouts with the rewards 1 and 0; the first acts in states a and b, the second in a alone. With
-    `gamma = 0.5` the returns are `[0.5, 1]` and `[0]`. With `scale = "none"`: the episodes are 0.5 and -0.5 off their
-    mean, in state a the turns 0.25 and -0.25, so the advantages are `[0.75, 0.5]` and `[-0.75]`. With "std": `[2, 1]`
-    and `[-2]`.
+    Example: two rollouts with the rewards 1 and 0; the first acts in states a and b, the second only in a. With
+    `gamma = 0.5` the returns are `[0.5, 1]` and `[0]`. With `scale = "none"` the episodes differ from their mean by 0.5
+    and -0.5, and the turns in state a by 0.25 and -0.25, so the advantages are `[0.75, 0.5]` and `[-0.75]`. With "std":
+    `[2, 1]` and `[-2]`.
 
     Args:
-        inputs: One group, whose environment gives `state_key`.
-        gamma: Discount for each turn.
-        w_step: Weight of the comparison of turns.
+        inputs: One group, whose environment sets `state_key`.
+        gamma: Discount per turn.
+        w_step: Weight of the comparison within states.
         scale: "std" or "none".
 
     Raises:

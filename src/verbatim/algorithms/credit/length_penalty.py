@@ -1,4 +1,4 @@
-"""Applies length penalties: advantages see less reward for long rollouts, or more for short correct ones."""
+"""Applies length penalties: advantages see a lower reward for long rollouts, or a higher one for short correct ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.core.trajectories.samples import turn_outcome
 from verbatim.core.types import Trajectory
 
 SLOPES = {"tokens": 0.001, "turns": 0.05}
-"""What one too many costs, where the configuration does not say."""
+"""Default penalty per token or turn above the target."""
 
 
 def penalised(
@@ -23,16 +23,15 @@ def penalised(
     max_length: int | None = None,
     needs_logprobs: bool = False,
 ) -> list[Trajectory]:
-    """The completed rollouts of one group with the rewards that their advantages are to see.
+    """The completed rollouts of one group, with the rewards that advantage functions see.
 
-    What was sampled and is not trained costs nothing: turns that are context only, that end beyond a sample's length or
-    have no logprobs, and what was cut off and is in no turn. A relative bonus goes to rollouts of which something is
-    trained, and compares them alone.
+    Only trained tokens and turns count: not turns that are context only, exceed a sample's length or have no logprobs,
+    and not tokens that are in no turn. A relative bonus compares, and goes to, only rollouts with trained tokens.
 
     Args:
-        rollouts: With their rewards.
-        penalty: What a token or a turn costs.
-        max_length: Most tokens of a sample; None: any number.
+        rollouts: The rollouts with their original rewards.
+        penalty: The configured penalty.
+        max_length: Maximum tokens of a sample, or None for no maximum.
         needs_logprobs: Whether a turn without logprobs is context only.
 
     Example: rewards 1 and 1 for 100 and 700 sampled tokens, with a target of 200 tokens and the slope 0.001: 1 and 0.5.
@@ -46,6 +45,7 @@ def penalised(
     if penalty.kind == "relative":
         shaped = list(rewards)
         places = [place for place, cost in enumerate(costs) if cost]
+        # No bonus if the best reward is only reached by rollouts without trained tokens.
         if places and are_equal((max(rewards), max(rewards[place] for place in places))):
             bonus = with_relative_bonus([rewards[place] for place in places], [costs[place] for place in places])
             for place, reward in zip(places, bonus, strict=True):
@@ -66,17 +66,17 @@ def above_target(rewards: Sequence[float], costs: Sequence[int], *, target: int,
 
 
 def with_relative_bonus(rewards: Sequence[float], costs: Sequence[int]) -> list[float]:
-    """`s (1 + bonus)` for the group's best rollouts that cost less than the best ones do on average.
+    """`s (1 + bonus)` for the group's best rollouts that are shorter than the average of the best ones.
 
     ```
     correct = (s = max s)
     bonus   = clamp(1 - c / mean_correct(c), 0, 1)          0 where not correct
     ```
 
-    Nothing changes where no reward is above 0, or where the best ones cost nothing.
+    Nothing changes if no reward is above 0, or if the best rollouts have length 0.
 
-    Example: rewards `[1, 1, 0]` at costs `[2, 6, 1]`: the best ones cost 4 on average, so the first gets 1.5, and the
-    others keep 1 and 0.
+    Example: rewards `[1, 1, 0]` with lengths `[2, 6, 1]`: the best ones have length 4 on average, so the first gets
+    1.5, and the others keep 1 and 0.
     """
     best = max(rewards)
     correct = [are_equal((reward, best)) for reward in rewards]

@@ -1,4 +1,4 @@
-"""Computes means and deviations of a few rewards, so that rounding alone never decides what is trained."""
+"""Computes means and deviations of a few rewards such that rounding alone never decides what is trained."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from verbatim.core.records.equality import are_equal, deviation
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; that of equal numbers is one of them.
+    """The mean; for equal values exactly one of them.
 
-    Added up and divided they may miss it by a rounding error, and an advantage of 1e-17 would pass for a signal.
+    `fmean` of equal values may differ from them by rounding, and an advantage of 1e-17 would count as a signal.
     """
     return values[0] if are_equal(values) else statistics.fmean(values)
 
 
 def centered(values: Sequence[float]) -> list[float]:
-    """Each value minus their mean; 0 where all values are equal.
+    """Each value minus the mean, or exactly 0 if all values are equal.
 
     Example: `[1, 0, 0, 0]` gives `[0.75, -0.25, -0.25, -0.25]`; `[0.1 + 0.2, 0.3]` gives `[0, 0]`.
     """
@@ -28,7 +28,7 @@ def centered(values: Sequence[float]) -> list[float]:
 
 
 def standardized(values: Sequence[float], eps: float = 0.0) -> list[float]:
-    """`centered` over the population's standard deviation plus `eps`; 0 where all values are equal.
+    """`centered` divided by the population standard deviation plus `eps`, or exactly 0 if all values are equal.
 
     Example: `[3, 1]` gives `[1, -1]`.
     """

@@ -1,4 +1,4 @@
-"""Splits trajectories by agents that have rewards of their own, so that each agent gets its own credit."""
+"""Splits trajectories by agents with rewards of their own, so that each of these agents gets its own credit."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from verbatim.core.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
-    """One agent's part of a trajectory, or the part of all agents without a reward of their own."""
+    """One agent's share of a trajectory, or the share of all agents without a reward of their own."""
 
     whole: Trajectory
     """The trajectory itself."""
     view: Trajectory
-    """The same with the part's turns and reward alone."""
+    """The trajectory with only the turns and the reward of this share."""
     places: tuple[int, ...]
-    """Where these turns stand in `whole.turns`."""
+    """Indices of these turns in `whole.turns`."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the trajectory."""
+        """True if the share is the whole trajectory."""
         return self.view is self.whole
 
 
 def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
-    """The agents with rewards of their own, in the order of their names; and None for all others together, if these
-    sampled anything that may be trained.
+    """The agents with rewards of their own, ordered by name, followed by None for all other agents together, if any of
+    their turns may be trained.
 
-    Example: rollouts whose agents "a" and "b" speak, and in which "b" has a reward of its own: `["b", None]`. Without
-    any such reward: `[None]`.
+    Example: rollouts with turns of the agents "a" and "b", where "b" has a reward of its own: `["b", None]`. Without
+    rewards of agents: `[None]`.
     """
     named = sorted({agent for rollout in rollouts for agent in rollout.agent_rewards})
     others = any(
@@ -40,11 +40,11 @@ def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
 
 
 def share_of(rollout: Trajectory, agent: str | None) -> Share | None:
-    """An agent's part of a rollout; with None that of all agents without a reward of their own. None if the agent has
-    no reward in it.
+    """An agent's share of a rollout, or for None that of all agents without a reward of their own. Returns None if the
+    agent has no reward in this rollout.
 
-    Example: turns of a, b, a and the rewards `{"a": 1.0}`: the part of "a" has the places (0, 2) and the reward 1, that
-    of None the place (1,) and the trajectory's reward.
+    Example: turns of a, b, a with the rewards `{"a": 1.0}`: the share of "a" has the places (0, 2) and the reward 1,
+    that of None the place (1,) and the trajectory's reward.
     """
     own = rollout.agent_rewards
     if not own and agent is None:

@@ -1,5 +1,5 @@
-"""Leaves out what is too easy or too hard: groups with equal rewards, which have no gradient, and examples that are
-always or never solved, which are pooled and no longer sampled."""
+"""Removes what is too easy or too hard: groups with equal rewards, which have no gradient, and examples that are always
+or never solved, which go to a pool and are no longer sampled."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRules:
-    """When an example is pooled, and how many return."""
+    """When an example goes to a pool, and how many examples return."""
 
     easy_threshold: float | None = None
-    """At or above this mean reward an example is easy; None: never."""
+    """An example with this mean reward or more is easy; None: never."""
     hard_threshold: float | None = None
-    """At or below this mean reward an example is hard; None: never."""
+    """An example with this mean reward or less is hard; None: never."""
     easy_fraction: float = 0.0
-    """Share of the easy examples that return on a resume or when all examples are pooled."""
+    """Share of the easy examples that return to sampling on resume, or when all examples are pooled."""
     hard_fraction: float = 0.0
-    """Share of the hard examples that return likewise."""
+    """Share of the hard examples that return in the same cases."""
     window: int = 1
-    """Number of an example's latest groups over which the mean is taken."""
+    """Number of an example's latest groups over which the mean reward is taken."""
 
     def pool_of(self, mean_reward: float) -> Pool | None:
-        """The pool for this mean reward; None: it stays in rotation."""
+        """The pool for this mean reward, or None if the example continues to be sampled."""
         if self.easy_threshold is not None and is_at_least(mean_reward, self.easy_threshold):
             return "easy"
         if self.hard_threshold is not None and is_at_most(mean_reward, self.hard_threshold):
@@ -44,14 +44,14 @@ class PoolRules:
 
 
 class DifficultyPools:
-    """Which examples of each environment are easy, hard or (all others) normal: always a partition.
+    """Assigns each example of an environment to exactly one pool: easy, hard or normal.
 
     Example: with `easy_threshold = 0.95`, an example whose group earned a mean reward of 1.0 becomes easy; one of 0.9
     stays normal.
 
     Args:
         example_ids: Ids of the examples of each environment.
-        rules: When an example is pooled.
+        rules: When an example goes to a pool.
     """
 
     def __init__(self, example_ids: Mapping[str, Sequence[str]], rules: PoolRules) -> None:
@@ -63,11 +63,11 @@ class DifficultyPools:
         self._observed: Counter[str] = Counter()
 
     def is_normal(self, env: str, example_id: str) -> bool:
-        """Whether the example is sampled."""
+        """True if the example is in the normal pool, and so is sampled."""
         return example_id not in self._pooled[env]
 
     def members(self, env: str, pool: Pool | Literal["normal"]) -> list[str]:
-        """The examples of a pool, in the order of the data set."""
+        """The examples of a pool, in the order of the dataset."""
         pooled = self._pooled[env]
         return [i for i in self._ids[env] if (pooled[i][0] if i in pooled else "normal") == pool]
 
@@ -86,7 +86,7 @@ class DifficultyPools:
             self._evicted[env, pool] += 1
 
     def lift(self, env: str, rng: np.random.Generator) -> list[str]:
-        """Return a random share of the pooled examples to sampling, at least one of each pool with a share above 0."""
+        """Return a random share of the pooled examples to sampling, at least one per pool if its share is above 0."""
         lifted: list[str] = []
         for pool, fraction in zip(POOLS, (self._rules.easy_fraction, self._rules.hard_fraction), strict=True):
             members = self.members(env, pool)
@@ -98,8 +98,8 @@ class DifficultyPools:
         return lifted
 
     def metrics(self) -> dict[str, float]:
-        """`pool/{env}/{easy,normal,hard}`: present shares of the data set. `evicted_examples/{env}/{easy,hard}`:
-        share of the groups since the last call whose example was pooled."""
+        """`pool/{env}/{easy,normal,hard}`: current shares of the dataset. `evicted_examples/{env}/{easy,hard}`: share
+        of the groups since the last call whose example went to that pool."""
         found: dict[str, float] = {}
         for env, ids in self._ids.items():
             pooled = Counter(pool for pool, _ in self._pooled[env].values())
@@ -112,7 +112,7 @@ class DifficultyPools:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: a row for each pooled example, and the recent rewards of the others."""
+        """Plain JSON values: a row per pooled example, and the recent rewards of the other examples."""
         rows: dict[str, list[dict[str, Any]]] = {pool: [] for pool in POOLS}
         for env, pooled in self._pooled.items():
             for example_id, (pool, mean) in pooled.items():
@@ -121,7 +121,7 @@ class DifficultyPools:
         return {**rows, "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; examples that the data set no longer has are forgotten."""
+        """Continue from `state_dict`. Examples that are no longer in the dataset are dropped."""
         known = {env: set(ids) for env, ids in self._ids.items()}
         self._pooled = {env: {} for env in self._ids}
         for pool in POOLS:
@@ -139,11 +139,11 @@ class DifficultyPools:
 
 
 def flatness(group: Group) -> Flatness | None:
-    """Why a group has no gradient under a group baseline; None if it has one.
+    """Why a group has no gradient under a group baseline, or None if it has one.
 
-    It compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
-    rollouts have none. Where agents have rewards of their own, those of each agent have to be equal too. Equal rewards
-    are "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat"; a group without any reward gives None.
+    Compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
+    rollouts do not count. If agents have rewards of their own, those of each agent must be equal as well. Equal rewards
+    are "hard" at 0 or less, "easy" at 1 or more, and otherwise "flat". A group without any reward gives None.
 
     Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
     """

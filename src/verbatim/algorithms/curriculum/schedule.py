@@ -1,4 +1,4 @@
-"""Draws the next example: environments by ratio, and each environment's normal pool in shuffled passes."""
+"""Draws the next example: environments by ratio, examples in shuffled passes over each environment's normal pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledExample:
-    """One draw: the example of a group."""
+    """One draw: the example for a group."""
 
     index: int
     """Number of the draw, from 0; also the group's number."""
@@ -31,14 +31,14 @@ class ScheduledExample:
 class ExampleSchedule:
     """An endless, reproducible order of examples.
 
-    Every example of an environment that is not pooled is drawn once before any is drawn again. An environment whose
-    examples are all pooled, and of which none returns, is no longer drawn; the others keep their ratios.
+    Every example of an environment that is not pooled is drawn once before any is drawn again. An environment with all
+    examples pooled and none returning is no longer drawn; the others keep their ratios.
 
     Args:
         examples: Examples of each environment.
-        ratios: Relative numbers of groups of each environment.
+        ratios: Relative number of groups of each environment.
         seed: Seed of all draws.
-        pool_rules: When examples are pooled; by default never.
+        pool_rules: When examples go to a pool; by default never.
 
     Raises:
         RunStopped: an environment has no examples.
@@ -91,13 +91,13 @@ class ExampleSchedule:
                 f"every example is in a difficulty pool ({sizes}): nothing is left to sample. To go on with some of "
                 "them, resume with orchestrator.buffer.easy_fraction or hard_fraction above 0"
             )
-        if len(envs) == 1:
+        if len(envs) == 1:  # uses no random number
             return envs[0]
         weights = np.array([self._ratios[env] for env in envs], dtype=np.float64)
         return envs[int(self._rng.choice(len(envs), p=weights / weights.sum()))]
 
     def _draw_example(self, env: str) -> str | None:
-        """The next example of the pass that is not pooled; None if all are, also after lifting."""
+        """The next example of the pass that is not pooled, or None if all are pooled, even after lifting."""
         if (example_id := self._pop(env)) is not None:
             return example_id
         ids = self.pools.members(env, "normal") or self._lift(env)
@@ -105,6 +105,7 @@ class ExampleSchedule:
         return self._pop(env)
 
     def _pop(self, env: str) -> str | None:
+        # A pass may contain examples that were pooled after it was shuffled.
         while self._pass[env]:
             example_id = self._pass[env].pop()
             if self.pools.is_normal(env, example_id):
@@ -120,7 +121,7 @@ class ExampleSchedule:
         return lifted
 
     def lookup(self, env: str, example_id: str, index: int) -> ScheduledExample:
-        """An earlier draw, to run again after a resume.
+        """An earlier draw, to be run again after a resume.
 
         Raises:
             RunStopped: the environment no longer has this example.
@@ -144,7 +145,7 @@ class ExampleSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`: the same draws follow, unless a share of the pooled examples returns now."""
+        """Continue from `state_dict`. The same draws follow, unless a share of the pooled examples returns now."""
         self._rng.bit_generator.state = dict(state["rng"])
         self._pass = {env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()}
         self._drawn = state["drawn"]

@@ -1,4 +1,4 @@
-"""Filters: flag trajectories between scoring and training."""
+"""Filters that flag trajectories between scoring and training."""
 
 from verbatim.algorithms.filters.filter import Filter, FilterVerdict, apply_filters
 from verbatim.algorithms.filters.gibberish import Gibberish

@@ -12,34 +12,34 @@ Action = Literal["drop", "monitor"]
 
 
 Reads = Literal["logprobs", "advantages"]
-"""What a class of filters may name as `reads`: it is left out of runs whose rollouts do not have these."""
+"""Values of a filter's class attribute `reads`: a run whose rollouts lack these data leaves the filter out."""
 
 
 class Filter(Protocol):
-    """A frozen dataclass whose fields are its parameters; calling it says whether it flags a trajectory."""
+    """A frozen dataclass whose fields are its parameters; an instance is called with a trajectory."""
 
     @property
     def action(self) -> Action:
-        """Whether flagged trajectories are dropped, or only counted."""
+        """Whether flagged trajectories are dropped ("drop") or only counted ("monitor")."""
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        """Whether this trajectory is flagged."""
+        """True if this trajectory is flagged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterVerdict:
-    """What all filters said of one trajectory."""
+    """The verdict of all filters on one trajectory."""
 
     flagged: tuple[str, ...]
-    """Names of every filter that flagged it, monitoring ones included."""
+    """Names of all filters that flagged it, including monitoring ones."""
     dropped_by: str | None
-    """The first dropping filter that flagged it; None: it is trained."""
+    """The first dropping filter that flagged it, or None if it is kept."""
 
 
 def apply_filters(trajectory: Trajectory, filters: Mapping[str, Filter]) -> FilterVerdict:
-    """All filters look at every trajectory; it is dropped if any dropping filter flags it.
+    """Apply all filters to a trajectory; it is dropped if any dropping filter flags it.
 
-    A monitoring hit never shields a trajectory from a dropping one.
+    A hit of a monitoring filter never protects a trajectory from a dropping filter.
     """
     flagged = tuple(name for name, rule in filters.items() if rule(trajectory))
     dropping = [name for name in flagged if filters[name].action == "drop"]

@@ -1,4 +1,4 @@
-"""The `gibberish` filter: flags trajectories whose tokens the policy itself found very unlikely."""
+"""The `gibberish` filter: flags trajectories whose tokens were very unlikely under the policy that sampled them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verbatim.core.types import Trajectory
 class Gibberish:
     """Flags a trajectory when the mean logprob of its sampled tokens is below `threshold`.
 
-    Turns without logprobs, and those that are not trained, are left out; where none has any, nothing is flagged.
+    Untrained turns and turns without logprobs do not count; if no turn is left, nothing is flagged.
 
     Example: turns with the logprobs `[-6, -1]` and `[-8]` have the mean -5, which is below -4.
     """
@@ -25,16 +25,16 @@ class Gibberish:
     reads: ClassVar[Reads] = "logprobs"
 
     threshold: Annotated[float, Field(le=0)] = -4.0
-    """In nats; e^-4 is a probability of 0.018."""
+    """Threshold of the mean logprob in nats; e^-4 is a probability of 0.018."""
     action: Action = "drop"
-    """"drop" or "monitor"."""
+    """What happens to flagged trajectories: "drop" or "monitor"."""
 
     def __post_init__(self) -> None:
         if not self.threshold <= 0:
             raise ComponentError(f"gibberish: threshold = {self.threshold}; expected a logprob <= 0, for example -4.0")
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        """Whether the tokens are too unlikely."""
+        """True if the mean logprob is below the threshold."""
         logprobs = [turn.logprobs for turn in trajectory.turns if turn.trained and turn.logprobs is not None]
         count = sum(map(len, logprobs))
         total = math.fsum(float(own.sum(dtype="float64")) for own in logprobs)

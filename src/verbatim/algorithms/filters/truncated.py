@@ -14,19 +14,18 @@ Reason = Literal["length", "max_turns", "malformed", "cancelled", "api_error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Truncated:
-    """Flags a trajectory that did not come to its own end: `truncated` is true, as docs/rollouts.md has it for each of
-    the stop reasons.
+    """Flags a truncated trajectory: one whose `truncated` is true (docs/rollouts.md lists the stop reasons).
 
-    It stays in its group's baseline: what was cut off says how good the others are, and is not learned from itself.
+    It stays in its group's baseline: its reward still tells how good the others are, but it is not trained on.
 
-    Example: `reasons = ["length"]` flags a trajectory that hit `max_tokens`, the context or its token budget, and not
-    one that hit `max_turns`.
+    Example: `reasons = ["length"]` flags a trajectory that reached `max_tokens`, the context length or its token
+    budget, but not one that reached `max_turns`.
     """
 
     reasons: tuple[Reason, ...] = get_args(Reason)
-    """The stop reasons that count. With all of them a truncated trajectory without a stop reason counts too."""
+    """The stop reasons that are flagged. With all of them, truncated trajectories without a stop reason are too."""
     action: Action = "drop"
-    """"drop" or "monitor"."""
+    """What happens to flagged trajectories: "drop" or "monitor"."""
 
     def __post_init__(self) -> None:
         unknown = [reason for reason in self.reasons if reason not in get_args(Reason)]
@@ -36,7 +35,7 @@ class Truncated:
             )
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        """Whether it was cut off."""
+        """True if the trajectory was cut off for one of the reasons."""
         if trajectory.stop_reason is None:
             return trajectory.truncated and set(self.reasons) == set(get_args(Reason))
         return trajectory.truncated and trajectory.stop_reason.value in self.reasons

@@ -12,18 +12,18 @@ from verbatim.core.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroAdvantage:
-    """Flags a trajectory when the advantage of every one of its sampled tokens is 0, or at most 1e-6 away from it.
+    """Flags a trajectory when the advantages of all its sampled tokens are 0, within a tolerance of 1e-6.
 
-    Turns that are not trained are left out, unless no other turn sampled anything.
+    Untrained turns do not count, unless no other turn has sampled tokens.
     """
 
     reads: ClassVar[Reads] = "advantages"
 
     action: Action = "drop"
-    """"drop" or "monitor"."""
+    """What happens to flagged trajectories: "drop" or "monitor"."""
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        """Whether all advantages are 0."""
+        """True if all advantages are 0."""
         of_trajectory = trajectory.advantage or 0.0
         sampled = [turn for turn in trajectory.turns if len(turn.completion_ids)]
         trained = [turn for turn in sampled if turn.trained]

@@ -23,20 +23,20 @@ def cispo_loss(
     loss = sum_t  -sg(clip(w, 1 - eps_low, 1 + eps_high)) A l
     ```
 
-    Where PPO takes a token's gradient away, this bounds its weight.
+    PPO removes the gradient of a clipped token; CISPO bounds its weight instead.
 
-    Example: `l = log 0.8`, `m = log 0.1`, `A = 1`: `w = 8` is cut to 6, the gradient is -6.
+    Example: `l = log 0.8`, `m = log 0.1`, `A = 1`: `w = 8` is clipped to 6, and the gradient is -6.
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         eps_low: The weight is at least 1 - eps_low; 1: no lower bound.
         eps_high: The weight is at most 1 + eps_high.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
-        kl_ref: Its estimator.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics of `ratio_metrics`, where nothing is masked, and `clipped_{low,high}`, shares of the trained
-        tokens.
+        The loss, and as metrics those of `ratio_metrics` (with no masked tokens) and `clipped_{low,high}`, shares of
+        the trained tokens.
 
     Raises:
         ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
@@ -47,12 +47,12 @@ def cispo_loss(
 
 
 def bounded_weights(inputs: LossInputs, lowest: float, highest: float, reference: ReferenceTerm) -> LossOutputs:
-    """`sum_t -sg(clip(w, lowest, highest)) A l` with the KL term to a reference, and its metrics."""
+    """`sum_t -sg(clip(w, lowest, highest)) A l` plus the reference KL term, with metrics."""
     trainer, inference, advantages = trained_tokens(inputs, reference.penalty)
     log_ratio = (trainer - inference).detach()
     ratio = log_ratio.exp()
     low, high = ratio < lowest, ratio > highest
-    # A weight that is infinite for want of a bound is no reason to learn from an advantage of 0.
+    # Without an upper bound the weight may be infinite, and infinity times an advantage of 0 would be NaN.
     weights = ratio.clamp(lowest, highest).masked_fill(advantages == 0, 0.0) * advantages
     metrics = {
         **ratio_metrics(log_ratio),

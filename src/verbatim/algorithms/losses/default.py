@@ -30,26 +30,28 @@ def default_loss(
     loss = sum_t  -[not drop] A min(w, delta)  +  kl_tau (l - m)^2
     ```
 
-    `min(w, delta)` has no gradient where it clamps; the KL term covers dropped tokens too.
+    `min(w, delta)` has no gradient where it is clamped; the KL term also applies to dropped tokens.
 
     Example: `l = log 0.5`, `m = log 0.25`, `A = 1`: `w = 2`, `d = 0.25 > 0.2`, so the policy gradient is dropped
     and `kl_tau (log 2)^2` is left.
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        dppo_mask_low: Tokens with A <= 0 are dropped where the probability fell by more than this since sampling.
-        dppo_mask_high: Tokens with A > 0 are dropped where the probability rose by more than this.
+        dppo_mask_low: Drop tokens with A <= 0 whose probability fell by more than this since sampling.
+        dppo_mask_high: Drop tokens with A > 0 whose probability rose by more than this since sampling.
         adv_tau: Weight of the advantage.
-        teacher_tau: Weight of the teacher's log ratio; 0: it is not read.
-        kl_tau: Weight of the KL term.
-        delta: Upper clamp of the importance ratio; `inf` = none.
-        kl_ref_tau: Weight of the KL term to a reference, with the estimator `kl_ref`, of `reference_term`; 0: none.
+        teacher_tau: Weight of the teacher's log ratio; 0: no teacher is used.
+        kl_tau: Weight of the KL term to the sampling policy.
+        delta: Upper clamp of the importance ratio; `inf`: none.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics of `ratio_metrics`, shares `dppo_dropped_{low,high}`; given a teacher `teacher_kl`.
+        The loss, and as metrics those of `ratio_metrics`, the shares `dppo_dropped_{low,high}`, and `teacher_kl` if
+        there is a teacher.
 
     Raises:
-        ComponentError: a parameter outside its range, `teacher_tau` or `kl_ref_tau` without the logprobs it weighs.
+        ComponentError: a parameter outside its range, or `teacher_tau` or `kl_ref_tau` without the needed logprobs.
     """
     refuse_bad_parameters(
         default_loss,

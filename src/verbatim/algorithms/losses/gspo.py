@@ -17,30 +17,30 @@ def gspo_loss(
     kl_ref_tau: NonNegativeFloat = 0.0,
     kl_ref: Estimator = "k2",
 ) -> LossOutputs:
-    """The mean over one trajectory's trained tokens of PPO's surrogate on the trajectory's ratio.
+    """The mean over one trajectory's trained tokens of PPO's surrogate, with the trajectory's importance ratio.
 
     ```
     s    = exp(mean_t(l - m))                  over all trained tokens of the trajectory
     loss = mean_t  -min(s A_t, clip(s, 1 - eps_low, 1 + eps_high) A_t)
     ```
 
-    The trajectory is the unit: the trainer divides by the number of trajectories, so a long one weighs as much as a
-    short one. The bounds are narrow because a mean of many log ratios is.
+    The trajectory is the unit: the trainer divides by the number of trajectories, so long and short ones have the same
+    weight. The clip bounds are narrow because the mean of many log ratios varies little.
 
-    Example: two tokens with `l - m = log 4` and `log 1`: `s = 2`. `A = -1` for both: loss 2, and each gradient is
-    `s / 2 = 1`. `A = 1`: loss -1.0004, no gradient.
+    Example: two tokens with `l - m = log 4` and `log 1`: `s = 2`. With `A = -1` for both, the loss is 2 and each
+    gradient is `s / 2 = 1`. With `A = 1`, the loss is -1.0004 and there is no gradient.
 
     Args:
         inputs: A whole trajectory, float [seq] tensors; only tokens under `loss_mask` are read.
-        eps_low: A trajectory with A < 0 learns no more once its ratio is below 1 - eps_low.
-        eps_high: A trajectory with A > 0 learns no more once its ratio is above 1 + eps_high.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`, meant over the trajectory's tokens like
-            the others; 0: none is read.
-        kl_ref: Its estimator.
+        eps_low: A trajectory with A < 0 has no gradient once its ratio is below 1 - eps_low.
+        eps_high: A trajectory with A > 0 has no gradient once its ratio is above 1 + eps_high.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`), which is averaged over the trajectory's tokens
+            like the others; 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics `sequence_ratio_{mean,min,max}`, `clipped_{low,high}` (shares of the trajectory's tokens) and
-        the count `masked_by_loss`: the clipped tokens, if no other is left whose term moves the ratio they share.
+        The loss, and the metrics `sequence_ratio_{mean,min,max}`, `clipped_{low,high}` (shares of the trajectory's
+        tokens) and the count `masked_by_loss`: the clipped tokens, if no other token moves the ratio that they share.
 
     Raises:
         ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.

@@ -1,4 +1,4 @@
-"""IPA: importance ratios of chunks, the sampled tokens of one turn each (arXiv 2512.24873)."""
+"""IPA: one importance ratio per chunk, that is, for the sampled tokens of one turn (arXiv 2512.24873)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def ipa_loss(
                     -keep_c min(rho_c, 1) G_c sum_{t in c} l            otherwise
     ```
 
-    G_c is the advantage of the chunk's tokens. A chunk is known by `chunk_ids` alone: adjacent chunks do not fuse, and
-    a token that is not trained does not split one. Good chunks are imitated at full weight; bad ones are pushed down
-    less the less likely they have become.
+    G_c is the advantage of the chunk's tokens. Chunks are identified by `chunk_ids` alone: adjacent chunks are not
+    merged, and an untrained token does not split a chunk. Good chunks are imitated with full weight; bad ones are
+    pushed down with less weight the less likely they have become.
 
     Example: chunk 0 has tokens with `l - m = log 0.25` and `log 1`, so `rho = 0.5`; chunk 1 has one with `log 3`. With
-    `G = -1` for both the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.
+    `G = -1` for both, the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.
 
     Args:
         inputs: A whole trajectory, float [seq] tensors, with chunk ids; only tokens under `loss_mask` are read.
-        max_ratio: Chunks whose ratio is above this are dropped.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
-        kl_ref: Its estimator.
+        max_ratio: Drop chunks whose ratio is above this.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics `chunk_ratio_{mean,min,max}`, `chunks_dropped` (share of the chunks), `clipped_high` (share
-        of the tokens whose weight is cut to 1), and the count `masked_by_loss`, tokens of dropped chunks.
+        The loss, and the metrics `chunk_ratio_{mean,min,max}`, `chunks_dropped` (share of the chunks), `clipped_high`
+        (share of the tokens whose weight is clipped to 1), and the count `masked_by_loss`: tokens of dropped chunks.
 
     Raises:
         ComponentError: a parameter outside its range, no chunk ids, or `kl_ref_tau` without a reference.

@@ -1,4 +1,4 @@
-"""Defines a loss: its inputs (one trajectory's logprobs, advantages, mask), its outputs, its level and parameters."""
+"""Defines a loss: its inputs (one trajectory's logprobs, advantages and mask), outputs, level and parameters."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class LossInputs:
-    """One whole trajectory: its samples one after the other, `seq` tokens in all.
+    """One whole trajectory: its samples concatenated, `seq` tokens in total.
 
-    Arguments in this order, or by name: `trainer_logprobs`, `inference_logprobs`, `teacher_logprobs` (the stream
-    "teacher"), `advantages`, `loss_mask`, `chunk_ids`; by name alone: `logprob_streams`.
+    The first arguments may be positional, in this order: `trainer_logprobs`, `inference_logprobs`, `teacher_logprobs`
+    (the stream "teacher"), `advantages`, `loss_mask`, `chunk_ids`. `logprob_streams` is keyword-only.
 
-    Outside `loss_mask` both logprobs are 0 and carry no gradient, so a ratio over the sequence is 1 there.
+    Outside `loss_mask` both logprobs are 0 and have no gradient, so a ratio over the sequence is 1 there.
     """
 
     trainer_logprobs: Tensor
-    """pi, the policy being trained: float [seq], carries gradient."""
+    """Logprobs under pi, the policy being trained: float [seq], with gradient."""
     inference_logprobs: Tensor
-    """mu, the policy that sampled: float [seq]."""
+    """Logprobs under mu, the policy that sampled: float [seq]."""
     advantages: Tensor
-    """float [seq]."""
+    """Advantage of each token: float [seq]."""
     loss_mask: Tensor
-    """bool [seq]."""
+    """Which tokens are trained: bool [seq]."""
     chunk_ids: Tensor | None = None
-    """The turn of each sampled token: int [seq], -1 outside the mask."""
+    """Turn index of each sampled token: int [seq], -1 outside the mask."""
     logprob_streams: Mapping[str, Tensor] = field(default_factory=dict)
-    """Logprobs that other models give to the sampled tokens, by the model's role ("teacher"): float [seq] each."""
+    """Logprobs of other models for the sampled tokens, by the model's role ("teacher"): float [seq] each."""
 
     def __init__(
         self,
@@ -68,63 +68,63 @@ class LossInputs:
 
     @property
     def teacher_logprobs(self) -> Tensor | None:
-        """The stream "teacher": float [seq]; None without a teacher."""
+        """The stream "teacher", float [seq], or None without a teacher."""
         return self.logprob_streams.get(TEACHER)
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """A loss and what to log beside it."""
+    """A loss and its metrics."""
 
     loss: Tensor
-    """The sum over the trained tokens, a scalar; the trainer divides by the normaliser of the optimizer step."""
+    """Scalar sum over the trained tokens; the trainer divides by the normalizer of the optimizer step."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars. Averaged over trained tokens (token level) or trajectories; `*_min` / `*_max` are kept as such;
-    the counts `num_*` and `masked_by_loss` are added up."""
+    """Scalars. They are averaged over trained tokens (token level) or trajectories; `*_min` and `*_max` are kept as
+    minimum and maximum; the counts `num_*` and `masked_by_loss` are added up."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of `LOSSES`: the function and what the trainer must know to call it."""
+    """An entry of `LOSSES`: the function, and what the trainer must know to call it."""
 
     function: Callable[..., LossOutputs]
     """`function(inputs: LossInputs, **parameters) -> LossOutputs`; its keyword arguments are the parameters."""
     level: Literal["token", "chunk", "sequence"]
-    """"token": a sum of per-token terms, so it may be given any tokens. Otherwise it must see a trajectory whole."""
+    """"token": a sum of per-token terms, so any set of tokens may be passed. Otherwise it needs a whole trajectory."""
     normalizer: Literal["tokens", "trajectories"] = "tokens"
-    """What the sum is divided by, counted over the whole optimizer step and all ranks."""
+    """The divisor of the sum, counted over the whole optimizer step and all ranks."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Bound keyword arguments."""
+    """Keyword arguments from the file, already bound."""
     needs_inference_logprobs: bool = True
-    """Whether a trained token without an inference logprob (NaN) is an error, or simply not read."""
+    """Whether a trained token without an inference logprob (NaN) is an error; if not, the logprobs are not used."""
     training_mode: Literal["rl", "opd", "sft"] = "rl"
-    """The orchestrator.training_mode that it belongs to; modes other than "rl" bring their loss."""
+    """The orchestrator.training_mode that it belongs to; modes other than "rl" bring their own loss."""
     reward_weight: str | None = None
-    """The parameter that weighs the advantage, if there is one: at 0 rewards are not read."""
+    """The parameter that weights the advantage, if there is one: at 0 rewards are not used."""
     teacher_weight: str | None = None
-    """The parameter that weighs a teacher's log ratio, if there is one: above 0 a teacher is read."""
+    """The parameter that weights a teacher's log ratio, if there is one: above 0 a teacher is used."""
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether a rollout without a reward teaches nothing."""
+        """True if a rollout without a reward teaches nothing."""
         return self.training_mode == "rl" and self.parameters.get(self.reward_weight or "") != 0
 
     @property
     def reads_a_teacher(self) -> bool:
-        """Whether a token teaches also where its advantage is 0."""
+        """True if a token also teaches something where its advantage is 0."""
         return self.training_mode == "opd" or bool(self.parameters.get(self.teacher_weight or ""))
 
     @property
     def reads_a_reference(self) -> bool:
-        """Whether a parameter `kl_ref_tau`, which weighs a KL term to a reference, is not 0."""
+        """True if the parameter `kl_ref_tau`, which weights the reference KL term, is not 0."""
         parameter = inspect.signature(self.function).parameters.get("kl_ref_tau")
         return bool(self.parameters.get("kl_ref_tau", parameter is not None and parameter.default))
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         function: Any = self.function
-        while isinstance(function, functools.partial):  # a custom one, with its parameters
+        while isinstance(function, functools.partial):  # a custom loss with bound parameters
             function = function.func
         return str(getattr(function, "__name__", type(function).__name__))
 
@@ -134,7 +134,7 @@ class Loss:
 
 
 def refuse_bad_parameters(function: Callable[..., LossOutputs], **parameters: Hashable) -> None:
-    """Check a loss's parameters against the types in its signature, as the keys of a file are checked.
+    """Check a loss's parameters against the types in its signature, like parameters from a file.
 
     Raises:
         ComponentError: a parameter outside its range.
@@ -147,6 +147,6 @@ def refuse_bad_parameters(function: Callable[..., LossOutputs], **parameters: Ha
 def _wrong_parameters(
     function: Callable[..., LossOutputs], parameters: tuple[tuple[str, Hashable], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """Once for each setting: losses are called thousands of times with the same."""
+    """The wrong parameters; cached, because losses are called thousands of times with the same parameters."""
     _, wrong = check_parameters(function, dict(parameters), num_inputs=1, label="loss")
     return tuple(wrong.items())

@@ -16,28 +16,28 @@ def opd_loss(
     kl_ref_tau: NonNegativeFloat = 0.0,
     kl_ref: Estimator = "k2",
 ) -> LossOutputs:
-    """The sum over trained tokens of the teacher's log ratio as an advantage, and a KL term to the sampling policy.
+    """The sum over trained tokens of the teacher's log ratio as advantage, and a KL term to the sampling policy.
 
     ```
     w    = exp(l - m)                l trainer_logprobs, m inference_logprobs, t teacher_logprobs
     loss = sum_t  -sg(t - l) min(w, delta)  +  kl_tau (l - m)^2
     ```
 
-    On samples of the policy itself, the gradient's mean is that of each token's reverse KL `E[l - t]`. Advantages are
-    not read. `min(w, delta)` has no gradient where it clamps.
+    On samples of the current policy, the expected gradient is that of the reverse KL `E[l - t]` per token. Advantages
+    are not used. `min(w, delta)` has no gradient where it is clamped.
 
-    Example: `t = log 0.5`, `l = m = log 0.25`: `w = 1`, and the loss is `-log 2`, its gradient too.
+    Example: `t = log 0.5`, `l = m = log 0.25`: `w = 1`, and both the loss and its gradient are `-log 2`.
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        kl_tau: Weight of the KL term.
-        delta: Upper clamp of the importance ratio; `inf` = none.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
-        kl_ref: Its estimator.
+        kl_tau: Weight of the KL term to the sampling policy.
+        delta: Upper clamp of the importance ratio; `inf`: none.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics of `ratio_metrics`, `teacher_kl` = mean(l - t), and `clipped_high`, the share of tokens where
-        the ratio is clamped. Nothing is masked.
+        The loss, and as metrics those of `ratio_metrics` (with no masked tokens), `teacher_kl` = mean(l - t), and
+        `clipped_high`, the share of tokens whose ratio is clamped.
 
     Raises:
         ComponentError: a parameter outside its range, no teacher logprobs, or `kl_ref_tau` without a reference.

@@ -35,23 +35,23 @@ def ppo_loss(
     loss = sum_t  -s                           with a dual clip c, where A < 0:  -max(s, c A)
     ```
 
-    Without the dual clip nothing bounds `w` where A < 0, so a token that the policy has come to like much more than the
-    sampler did gets an unbounded push down.
+    Without the dual clip `w` is unbounded where A < 0, so a token that has become much more likely than it was at
+    sampling gets an unbounded push down.
 
-    Example: `l = log 0.5`, `m = log 0.25`: `w = 2`. With `A = 1` it is clipped to 1.28: loss -1.28, no gradient. With
-    `A = -1` it is not: loss 2, gradient 2; `dual_clip = 1.5` makes that 1.5 and no gradient.
+    Example: `l = log 0.5`, `m = log 0.25`: `w = 2`. With `A = 1` it is clipped to 1.28: the loss is -1.28, without
+    gradient. With `A = -1` it is not clipped: loss 2, gradient 2; `dual_clip = 1.5` gives loss 1.5 without gradient.
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        eps_low: A token with A < 0 learns no more once its ratio is below 1 - eps_low.
-        eps_high: A token with A > 0 learns no more once its ratio is above 1 + eps_high.
-        dual_clip: A token with A < 0 learns no more while its ratio is above this; 3 is usual. None: off.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
-        kl_ref: Its estimator.
+        eps_low: A token with A < 0 has no gradient once its ratio is below 1 - eps_low.
+        eps_high: A token with A > 0 has no gradient once its ratio is above 1 + eps_high.
+        dual_clip: A token with A < 0 has no gradient while its ratio is above this; 3 is common. None: off.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics of `ratio_metrics`, where clipped tokens count as masked, and `clipped_{low,high}`, their
-        shares by the side of the ratio.
+        The loss, and as metrics those of `ratio_metrics`, where clipped tokens count as masked, and
+        `clipped_{low,high}`, the shares of tokens clipped on each side.
 
     Raises:
         ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
@@ -74,14 +74,14 @@ def ppo_loss(
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's term of each token, and where the ratio is clipped below and above: three [M].
+    """PPO's term of each token, and where the ratio is clipped below and above: three tensors [M].
 
-    By the sign of A, the minimum and the maximum in the formula come down to one bound on each side of the ratio:
-    `-A min(w, 1 + eps_high)` where A > 0, `-A min(max(w, 1 - eps_low), c)` where A < 0. At a bound the gradient is
-    that of the unclipped ratio.
+    For a given sign of A, the minimum and maximum in the formula reduce to one bound on each side of the ratio:
+    `-A min(w, 1 + eps_high)` where A > 0, `-A min(max(w, 1 - eps_low), c)` where A < 0. Exactly at a bound the gradient
+    is that of the unclipped ratio.
     """
     up = advantages > 0
-    # Bounded from above before exp, and 0 where nothing is to be learned: a gradient of 0 never meets an infinity.
+    # Clamp before exp, and use 0 where A = 0: otherwise exp may overflow, and 0 times infinity is a NaN gradient.
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     ceiling = advantages.new_full(advantages.shape, highest).masked_fill(up, math.log1p(eps_high))
     floor = advantages.new_full(advantages.shape, 1 - eps_low).masked_fill(up, 0.0)

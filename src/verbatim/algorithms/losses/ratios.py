@@ -1,4 +1,4 @@
-"""Computes what losses share: trained tokens, importance ratios that never overflow into NaN, means of segments."""
+"""Computes what losses share: trained tokens, importance ratios that never overflow to NaN, and segment means."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def trained_tokens(inputs: LossInputs, penalty: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """`l`, `m` and `A` less the penalty of a reference, of the tokens under the mask, each float [M]; what lies outside
-    is never read."""
+    """`l`, `m` and `A` (minus the reference's penalty) of the tokens under the mask, each float [M]. Values outside the
+    mask are never read."""
     mask = inputs.loss_mask
     return inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask], inputs.advantages[mask] - penalty
 
@@ -23,7 +23,7 @@ def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
     """The teacher's logprobs of the tokens under the mask: float [M].
 
     Raises:
-        ComponentError: they are missing, but `what` needs them.
+        ComponentError: `what` needs them, but the batch has none.
     """
     if inputs.teacher_logprobs is None:
         raise ComponentError(f"{what} learns from a teacher, and the batch has no teacher_logprobs")
@@ -31,40 +31,41 @@ def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
 
 
 def clamped_ratio(log_ratio: Tensor, weights: Tensor, delta: float) -> Tensor:
-    """`min(exp(log_ratio), delta)`, without gradient where it clamps; 1 where the weight beside it is 0.
+    """`min(exp(log_ratio), delta)`, without gradient where it is clamped; 1 where its weight is 0.
 
-    Filled and clamped before exp, not after: where exp overflows, a gradient of 0 behind it would become 0 * inf.
+    Filled and clamped before exp: after an overflow in exp, a gradient of 0 would become 0 * inf = NaN.
     """
     return log_ratio.masked_fill(weights == 0, 0.0).clamp(max=math.log(delta)).exp()
 
 
 LARGEST_EXPONENT = 20.0
-"""From here on `k3` goes on in a straight line."""
+"""The log ratio from which on `k3` is linear."""
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's low-variance estimate of a divergence, `exp(x) - x - 1`, of log ratios x.
+    """Schulman's low-variance KL estimate `exp(x) - x - 1` of log ratios x.
 
-    Above x = 20 it goes on along its tangent, `exp(20) - 21 + (exp(20) - 1) (x - 20)`. There the policy has all but
-    given up a token; from x = 89 on float32 overflows, and the loss would not be finite. verl and slime clamp x at 20,
-    which leaves such a token without a gradient; the tangent keeps the one that pulls it back.
+    Above x = 20 it continues along its tangent, `exp(20) - 21 + (exp(20) - 1) (x - 20)`. There the policy has almost
+    given up a token, and from x = 89 on float32 overflows, so the loss would not be finite. verl and slime clamp x at
+    20, which leaves such a token without a gradient; the tangent keeps the gradient that pulls it back.
 
     Example: x = 20 gives 485165174.4, and x = 120 gives 49001684615.4.
     """
     within = log_ratio.clamp(max=LARGEST_EXPONENT)
+    # expm1 keeps precision for small x, where exp(x) - 1 would cancel.
     return within.expm1() - within + (log_ratio - LARGEST_EXPONENT).relu() * math.expm1(LARGEST_EXPONENT)
 
 
 def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each segment, and for each value the place of its segment in them.
+    """The mean of each segment, and for each value the index of its segment's mean.
 
-    Segments are known by their number alone: their values need not stand together.
+    Values belong to the same segment if their numbers are equal; they need not be adjacent.
 
     Args:
         values: Float [M].
-        segments: Int [M], any numbers.
+        segments: Number of each value's segment: int [M].
 
-    Example: values `[1, 4, 5]` in segments `[7, 2, 7]`: means `[4, 3]`, of segments 2 and 7, and places `[1, 0, 1]`.
+    Example: values `[1, 4, 5]` in segments `[7, 2, 7]`: means `[4, 3]` of segments 2 and 7, and indices `[1, 0, 1]`.
     """
     numbers, places = segments.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     zeros = values.new_zeros(len(numbers))
@@ -73,11 +74,11 @@ def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ratio_metrics(log_ratio: Tensor, masked: Tensor | None = None) -> dict[str, Tensor]:
-    """What every loss with an importance ratio reports of its M tokens.
+    """The metrics of every loss with an importance ratio, over its M tokens.
 
     Args:
         log_ratio: `l - m`, float [M].
-        masked: bool [M]; tokens whose policy gradient the loss takes away. None: it takes none.
+        masked: Tokens whose policy gradient the loss removes, bool [M], or None if it removes none.
 
     Returns:
         `mismatch_kl` = mean(w - log w - 1), `importance_ratio_{mean,min,max}`, and the count `masked_by_loss`.
@@ -94,5 +95,5 @@ def ratio_metrics(log_ratio: Tensor, masked: Tensor | None = None) -> dict[str, 
 
 
 def share(of: Tensor, like: Tensor) -> Tensor:
-    """The share of True in a bool tensor, in the dtype of `like`."""
+    """The share of True values in a bool tensor, in the dtype of `like`."""
     return of.to(like.dtype).mean()

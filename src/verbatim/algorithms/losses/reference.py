@@ -1,4 +1,4 @@
-"""The KL term to a reference, a frozen model whose logprobs of the sampled tokens are the stream "reference"."""
+"""The KL term to a frozen reference model, whose logprobs of the sampled tokens are the stream "reference"."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 Estimator = Literal["k1", "k2", "k3"]
 DELTA = 8.0
-"""Upper clamp of the importance ratio that weighs the term, in losses without a `delta` of their own."""
+"""Upper clamp of the importance ratio that weights the term, for losses without a `delta` of their own."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReferenceTerm:
-    """What a loss does with its reference."""
+    """What a loss adds for its reference."""
 
     penalty: Tensor | float = 0.0
-    """To be taken from each token's advantage, before anything else: float [M], detached."""
+    """Subtracted from each token's advantage before anything else: float [M], detached."""
     terms: Tensor | float = 0.0
-    """To be added to each token's term: float [M]."""
+    """Added to each token's term: float [M]."""
 
 
 def reference_term(
     inputs: LossInputs, *, kl_ref_tau: float, kl_ref: Estimator = "k2", delta: float = DELTA
 ) -> ReferenceTerm:
-    """The KL divergence of the policy from the reference, by one of three estimators.
+    """The KL divergence of the policy from the reference, with one of three estimators.
 
     ```
     k1   A - kl_ref_tau sg(l - r)                          r the stream "reference", l trainer_logprobs
@@ -39,28 +39,28 @@ def reference_term(
     k3   + kl_ref_tau sg(min(w, delta)) (exp(r - l) - (r - l) - 1)      where r - l > 20: along its tangent
     ```
 
-    On samples of the policy itself, the gradients of k1 and k2 have the mean of the reverse KL's, `E[l - r]`; that of
-    k3, which is common, does not (arXiv 2510.01555). k1 as a loss term would have none, so it is taken from the
-    advantage. Sources: Schulman, "Approximating KL divergence" (2020), for the estimators.
+    On samples of the current policy, the expected gradients of k1 and k2 are that of the reverse KL, `E[l - r]`. That
+    of k3, which is common, is not (arXiv 2510.01555). As a loss term k1 would have an expected gradient of 0, so it is
+    subtracted from the advantage. Source of the estimators: Schulman, "Approximating KL divergence" (2020).
 
     Example: `l = m = log 0.5`, `r = log 0.25`, `kl_ref_tau = 1`: k2 is `(log 2)^2 / 2` with the gradient `log 2`, k3 is
-    `0.5 + log 2 - 1` with the gradient `1 - 0.5`, and k1 takes `log 2` from the advantage.
+    `0.5 + log 2 - 1` with the gradient `1 - 0.5`, and k1 subtracts `log 2` from the advantage.
 
     Args:
         inputs: float [seq] tensors; only the M tokens under `loss_mask` are read.
-        kl_ref_tau: Weight; 0: nothing is read.
+        kl_ref_tau: Weight of the term; 0: no reference is used.
         kl_ref: The estimator.
         delta: Upper clamp of the importance ratio.
 
     Raises:
-        ComponentError: `kl_ref_tau` above 0 without the stream.
+        ComponentError: `kl_ref_tau` is above 0, but the stream is missing.
     """
     if not kl_ref_tau:
         return ReferenceTerm()
     stream = inputs.logprob_streams.get(REFERENCE)
     if stream is None:
         raise ComponentError(
-            f'kl_ref_tau > 0 reads a reference, and the batch has no logprob stream "{REFERENCE}"; add a '
+            f'kl_ref_tau > 0 needs a reference, and the batch has no logprob stream "{REFERENCE}"; add a '
             "[trainer.reference] table to the run's file"
         )
     mask = inputs.loss_mask

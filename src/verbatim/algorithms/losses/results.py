@@ -18,15 +18,15 @@ PROBE_TOKENS = 6
 
 
 def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
-    """The scalar to minimise and the metrics that a loss returned.
+    """The scalar to minimise, and the metrics, from the return value of a loss.
 
     Args:
-        outputs: What the function returned.
-        name: What messages call it.
+        outputs: The loss function's return value.
+        name: Its name in messages.
 
     Raises:
-        ComponentError: it is None, a bare tensor, something else than `LossOutputs`, or its loss is no scalar with a
-            gradient.
+        ComponentError: the value is None, a bare tensor or anything other than `LossOutputs`, or its loss is not a
+            scalar with a gradient.
     """
     from torch import Tensor
 
@@ -56,12 +56,12 @@ def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
 
 
 def as_scalar(name: str, value: Any) -> Tensor:
-    """A metric of a loss as a tensor of shape [] without a gradient.
+    """A metric of a loss as a tensor of shape [], without gradient.
 
-    Memory that ran out stays what it is: the loss is not at fault.
+    Out-of-memory errors are re-raised unchanged, because the loss is not at fault.
 
     Raises:
-        ComponentError: it is not one number.
+        ComponentError: the value is not one number.
     """
     import torch
 
@@ -80,21 +80,21 @@ def as_scalar(name: str, value: Any) -> Tensor:
 
 
 def try_loss(loss: Loss, *, streams: Collection[str]) -> None:
-    """Call a loss once as the trainer would, on six tokens of two turns, and take its gradient.
+    """Call a loss once as the trainer would, on six tokens of two turns, and compute its gradient.
 
     Args:
-        loss: With its parameters.
-        streams: Names of the logprob streams that the run has: "teacher".
+        loss: The loss with its parameters.
+        streams: Names of the logprob streams that the run will have, such as "teacher".
 
     Raises:
-        ComponentError: it raised, or returned something that cannot be minimised; says what.
+        ComponentError: the loss raised, or returned something that cannot be minimised; names the reason.
     """
     import torch
 
     leaf = torch.full((PROBE_TOKENS,), -1.0, requires_grad=True)
     mask = torch.tensor([False, True, True, False, True, True])
     if loss.level == "token":
-        mask = torch.ones(PROBE_TOKENS, dtype=torch.bool)  # such a loss is given trained tokens alone
+        mask = torch.ones(PROBE_TOKENS, dtype=torch.bool)  # a token-level loss is given trained tokens only
     inside = mask.to(leaf.dtype)
     inputs = LossInputs(
         trainer_logprobs=leaf * inside,

@@ -18,17 +18,17 @@ def tis_loss(
     loss = sum_t  -sg(min(w, cap)) A l
     ```
 
-    Example: `l = log 0.6`, `m = log 0.2`, `A = -1`: `w = 3` is cut to 2, the gradient is 2.
+    Example: `l = log 0.6`, `m = log 0.2`, `A = -1`: `w = 3` is clipped to 2, and the gradient is 2.
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        cap: The weight is at most this; `inf` = no bound.
-        kl_ref_tau: Weight of the KL term to a reference, of `reference_term`; 0: none is read.
-        kl_ref: Its estimator.
+        cap: Upper bound of the weight; `inf`: none.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
+        kl_ref: Estimator of that term.
 
     Returns:
-        The loss; metrics of `ratio_metrics`, where nothing is masked, and `clipped_{low,high}`, shares of the trained
-        tokens.
+        The loss, and as metrics those of `ratio_metrics` (with no masked tokens) and `clipped_{low,high}`, shares of
+        the trained tokens.
 
     Raises:
         ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
