@@ -65,7 +65,7 @@ def test_the_current_folder_comes_first(project: Path):
 def test_where_it_is_in_neither_both_are_named(project: Path):
     told = said(project.parent, "config", "project/run.toml")
     assert "there is no module 'beside_me'; looked in the current directory," in told
-    assert f"beside the configuration, {project.resolve()}" in told
+    assert f"next to the configuration, {project.resolve()}" in told
 
 
 @pytest.mark.parametrize("content", ["[", '{"format": 1}', '{"format": 1, "folders": [3]}', "\udc80"])

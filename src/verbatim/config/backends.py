@@ -136,7 +136,7 @@ def _tables_of(
     return _Tables(tuple({**found, name: settings}.items()), name), []
 
 
-# Cached: building the pydantic models anew costs more than validating a file.
+# Cached: building the pydantic models takes several times as long as validating a file.
 @functools.cache
 def _schema(inference: _Tables, rollout: _Tables) -> type[RunConfig]:
     with_rollout = _with(OrchestratorConfig, rollout=_with_tables(RolloutConfig, rollout))

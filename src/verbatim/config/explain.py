@@ -108,7 +108,7 @@ def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
     """A hint to the backend's own table, for a schema that does not know the backends' tables."""
     section = section_at(schema, path[:-1])
     is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
-    return f"; a backend's own keys stand in its table, [{dotted(path[:-1])}.NAME]" if is_open else ""
+    return f"; a backend's own keys belong in its table, [{dotted(path[:-1])}.NAME]" if is_open else ""
 
 
 def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:

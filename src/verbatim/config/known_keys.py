@@ -107,7 +107,7 @@ FOREIGN = (
     Foreign("", "every step is logged", "logging_steps log_freq"),
     Foreign("", "[orchestrator.eval] evaluates before, during and after training", "val_before_train eval_on_start"),
     Foreign("", "the reference model is frozen", "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"),
-    Foreign("", "each sampled token has the same weight, whatever the length of its rollout",
+    Foreign("", "each sampled token has the same weight, regardless of the length of its rollout",
             "loss_agg_mode ratio_length_norm loss_aggregation"),
     Foreign("", 'no loss has an entropy bonus; type = "my_module.my_loss" under [trainer.loss] is one of your own',
             "entropy_coeff entropy_coef entropy_loss_coef top_entropy_quantile"),

@@ -124,8 +124,8 @@ class EnvConfig(Section):
     max_turns: PositiveInt = EpisodeLimits.max_turns
     """Maximum number of turns per trajectory."""
     max_total_completion_tokens: PositiveInt | None = EpisodeLimits.max_total_completion_tokens
-    """Maximum number of sampled tokens per trajectory, over all its turns and agents. The last turn's max_tokens is
-    reduced to what is left, and the trajectory ends with stop reason `length`. Default: no limit."""
+    """Maximum number of sampled tokens per trajectory, over all its turns and agents. A turn's max_tokens is reduced
+    to what is left, and the trajectory ends with stop reason `length`. Default: no limit."""
     sampling: SamplingConfig | None = None
     """Replaces [orchestrator.sampling] as a whole."""
     advantage: ComponentConfig | None = None

@@ -133,8 +133,7 @@ async def start_async(
         descriptors: File descriptors that the child inherits, under the same numbers.
     """
     loop = asyncio.get_running_loop()
-    # Not asyncio.create_subprocess_exec: if that is cancelled, nobody holds the process any more. The shield keeps the
-    # start running, so that the process can be killed once it exists.
+    # The shield lets the start finish when this is cancelled, so that the process can be killed once it exists.
     starting = asyncio.ensure_future(
         loop.subprocess_exec(
             lambda: asyncio.subprocess.SubprocessStreamProtocol(_LONGEST_READ, loop),

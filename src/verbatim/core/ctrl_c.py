@@ -236,7 +236,7 @@ def second_press_ends(
             first(_SIGNALS[number[0]])
 
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    os.set_blocking(writer, False)  # required by set_wakeup_fd
     # Both a thread and a handler count signals: C code such as `re` may hold the GIL, so that no thread runs, and still
     # check for signals.
     with _handling(dict.fromkeys(_SIGNALS, _second_ends(handle_first, farewell))):

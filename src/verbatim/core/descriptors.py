@@ -6,6 +6,7 @@ import contextlib
 import resource
 
 _MOST = 65536
+"""Limit to ask for if the system sets no lower one."""
 _RESERVE = 128
 """File descriptors reserved for the rest of the process."""
 
@@ -19,4 +20,5 @@ def raise_descriptor_limit() -> int:
         with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report; the limit then stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Of a very low limit half is used: the reserve alone would leave too little, or nothing.
     return _MOST if soft == resource.RLIM_INFINITY else max(soft - _RESERVE, soft // 2)

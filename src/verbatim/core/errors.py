@@ -131,7 +131,7 @@ class SamplerFault(RolloutError):
 
 
 class RunStopped(VerbatimError):
-    """The run cannot usefully go on; the message says why."""
+    """The run cannot usefully go on; the message has the reason."""
 
 
 class CheckpointNotWritten(RunStopped):

@@ -209,7 +209,7 @@ def _here() -> str:
 
 
 def _beside() -> str:
-    return "".join(f", beside the configuration, {folder}" for folder in _BESIDE[-1:])
+    return "".join(f", next to the configuration, {folder}" for folder in _BESIDE[-1:])
 
 
 def told(error: BaseException) -> str:

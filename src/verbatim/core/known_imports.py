@@ -61,11 +61,11 @@ def ours_for(statement: str) -> str | None:
         top = module.partition(".")[0]
         of_package = [name for name in IMPORTS if name.partition(".")[0] == top]
         return f"counterparts exist for {', '.join(of_package)}: docs/coming_from.md" if of_package else None
-    said = re.findall(r"\w+", module.rpartition(".")[2] + " " + ((found and found[2]) or ""))
+    imported = re.findall(r"\w+", module.rpartition(".")[2] + " " + ((found and found[2]) or ""))
     return "here: " + "; ".join(
         f"{name} is {ours}" if " " in ours else _import(ours, name)
         for name, ours in known.items()
-        if name in said or not known.keys() & set(said)
+        if name in imported or not known.keys() & set(imported)
     )
 
 

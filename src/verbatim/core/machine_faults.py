@@ -80,14 +80,14 @@ def describe(error: BaseException, where: object = None) -> str:
         return f"{_PYTHON.sub('', str(why)).partition(': ')[0]} ({target})"
     if isinstance(error, OSError):
         name = error.filename if error.filename is not None else where
-        said = str(error.strerror or error)
-        return f"{said} ({os.fsdecode(name)})" if isinstance(name, str | bytes | Path) else said
+        text = str(error.strerror or error)
+        return f"{text} ({os.fsdecode(name)})" if isinstance(name, str | bytes | Path) else text
     if is_out_of_memory(error):
-        said = str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0]
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if f"{os.sep}verbatim{os.sep}" in frame.filename] or frames
         at = f", in {ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})" if ours else ""
-        return f"out of memory{f': {said}' if said else ''}{at}"
+        return f"out of memory{f': {text}' if text else ''}{at}"
     return str(error)
 
 

@@ -30,6 +30,7 @@ from typing import IO, ClassVar, NoReturn
 from verbatim.core.children import end_with_parent
 
 _POLL = 0.01
+"""Polling interval in seconds; `waitpid` has no timeout."""
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 """If one of these exists, a library may have opened it on import, and a forked copy could not use it."""
 
@@ -101,10 +102,10 @@ class Spare:
             with contextlib.suppress(ImportError):  # reported later by the code that needs the module
                 importlib.import_module(module)
         with open(self._reads, "rb") as pipe:
-            said = pipe.read()
-        if not said:
+            received = pipe.read()
+        if not received:  # the parent closed the pipe without starting the copy
             os._exit(0)
-        order = json.loads(said)
+        order = json.loads(received)
         os.chdir(order["folder"])
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)

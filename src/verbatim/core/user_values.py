@@ -21,7 +21,7 @@ EXPECTED = "texts, numbers, booleans, None, lists and mappings"
 ATOMS = frozenset({str, int, float, bool, NoneType})
 """Python's own types for the JSON values that contain no others."""
 _MOST_BITS = 14_000
-"""Integers of up to this many bits have at most 4,300 digits, Python's limit; larger ones are tested by conversion."""
+"""2^14000 has 4,215 digits, below Python's limit of 4,300; larger integers are tested by converting them."""
 
 
 def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> str | None:

@@ -50,6 +50,7 @@ def ipa_loss(
     ratios_C = log_ratios_C.exp()
     ratios, good = ratios_C[chunks], advantages > 0
     dropped = ratios > max_ratio
+    # Dropped last: good chunks whose ratio is too large are dropped as well.
     weights = ratios.clamp(max=1.0).masked_fill(good, 1.0).masked_fill(dropped, 0.0)
 
     metrics = {

@@ -201,6 +201,7 @@ def _as_logprobs(values: object, expected: int) -> Float32:
         ) from None
     if given.ndim != 1 or len(given) != expected:
         raise RecordError(f"logprobs: {given.size} for {expected} completion ids")
+    # A copy that is read-only, because bytes are immutable.
     logprobs: Float32 = np.frombuffer(given.tobytes(), _FLOAT32)
     if expected:
         bits = logprobs.view(_INT32)
@@ -239,7 +240,7 @@ def _as_versions(values: object, expected: int) -> Int32:
             f"{given.tolist()[:4]}; pass None for a whole turn whose versions are unknown"
         )
     versions = given if given.dtype == _INT32 else given.astype(_INT32)
-    raw = versions.tobytes()
+    raw = versions.tobytes()  # as bytes, because one comparison tells whether all versions are equal
     if expected and raw == raw[:4] * expected:
         return _repeated(raw[:4], expected)
     kept: Int32 = np.frombuffer(raw, _INT32)

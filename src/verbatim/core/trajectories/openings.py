@@ -16,7 +16,7 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
     """The indices of the turns with a break, in order.
 
     A turn without sampled tokens is in no sample. An agent's first turn is not a break, because it has no history that
-    could have changed.
+    could have changed. Computed with the interleaved strategy, also in runs with another one.
 
     Example: `main, sub/1, main`, where the last turn extends the first: `[]`. If it extends neither: `[2]`.
     """

@@ -68,6 +68,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         yield from (name for name in self._beside_messages() if name not in TRAJECTORY_KEYS)
 
     def __contains__(self, key: object) -> bool:
+        # Mapping's own method would compute the value, such as all samples.
         return any(key == name for name in self)
 
     def __len__(self) -> int:
@@ -78,6 +79,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         task = self.info.get("task", {})
         return task if isinstance(task, Mapping) else {}
 
+    # By identity, like the other records; Mapping would compare contents, and so would not be hashable.
     def __hash__(self) -> int:
         return id(self)
 
