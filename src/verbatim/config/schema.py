@@ -50,12 +50,12 @@ __all__ = [
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning rate schedule."""
 
     lr: FinitePositive = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
+    """Shape of the schedule after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from 0 to `lr`."""
     min_lr_ratio: Fraction = 0.0

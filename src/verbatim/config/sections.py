@@ -25,9 +25,9 @@ class Section(BaseModel):
 
 
 class ComponentConfig(BaseModel):
-    """A plug-in: `type` is the name of a built-in or the import path of your own; other keys are its parameters.
-    Or `type = "custom"` with `import_path` and `kwargs`. Parameters are checked against the component's signature when
-    it is resolved."""
+    """A plug-in. `type` is the name of a built-in or the import path of your own, and all other keys are its
+    parameters; or `type = "custom"` with `import_path` and `kwargs`. Parameters are checked against the component's
+    signature when the component is resolved."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -57,7 +57,7 @@ class ComponentConfig(BaseModel):
 
     @property
     def custom_path(self) -> str | None:
-        """The import path of a component of the user's own, in either spelling; None for a built-in."""
+        """The import path of a user's own component, in either notation, or None for a built-in."""
         return self.import_path or (self.type if is_import_path(self.type) else None)
 
 

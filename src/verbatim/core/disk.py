@@ -28,10 +28,10 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def sync_descriptor(descriptor: int) -> None:
-    """Wait until what was written to an open file is on disk.
+    """Wait until the content written to an open file is on disk.
 
     Raises:
-        OSError: the system could not write it.
+        OSError: the file system could not write it.
     """
     try:
         os.fsync(descriptor)
@@ -44,7 +44,7 @@ def sync(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on disk.
 
     Raises:
-        OSError: the system could not write them.
+        OSError: the file system could not write them.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -63,7 +63,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and sync their names; does nothing if it exists."""
+    """Create a folder and its missing parents, and sync their names; does nothing if the folder exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

@@ -182,8 +182,9 @@ def _remembered(stored: Path) -> list[str]:
 def folders_beside() -> tuple[str, ...]:
     """The folders of `search_beside`, except the current one, from which a module was imported or `find_file` returned
     a file."""
+    # Our own modules do not count: the folder of a bundled recipe may be in `_BESIDE` as well.
     theirs = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "verbatim"]
-    files = [getattr(module, "__file__", None) for module in theirs]  # recipes of ours lie in a folder too
+    files = [getattr(module, "__file__", None) for module in theirs]
     used = {os.path.dirname(file) for file in files if isinstance(file, str)} | _FILES_IN
     return tuple(folder for folder in _BESIDE if folder in used)
 

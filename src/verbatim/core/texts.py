@@ -109,7 +109,8 @@ def number(value: float, *, signed: bool = False) -> str:
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """
+    """A count with its noun.
+
     >>> counted(1, "episode"), counted(1200, "episode"), counted(0, "batch", "batches")
     ('1 episode', '1,200 episodes', '0 batches')
     """

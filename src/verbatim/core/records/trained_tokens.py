@@ -30,7 +30,7 @@ class TrainedTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[TrainedTokens]) -> TrainedTokens:
-        """Those of several samples, one after the other."""
+        """The results of several samples, concatenated."""
         empty = cls(logprobs=np.zeros(0, dtype=np.float32), gradients=np.zeros(0, dtype=np.float32))
         parts = [empty, *parts]
         return cls(
