@@ -151,7 +151,7 @@ def test_a_link_is_removed_when_there_is_no_best_and_what_is_somebody_elses_stay
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ("[checkpoint]\nkeep_best = {}", "and there is none; add [orchestrator.eval], or remove keep_best"),
+        ("[checkpoint]\nkeep_best = {}", "and this run has none; add [orchestrator.eval], or remove keep_best"),
         (
             '[orchestrator.eval]\n[checkpoint]\nkeep_best = { metric = "sucess" }',
             "checkpoint.keep_best.metric: found 'sucess', expected a metric of evaluations: success, success/low",
