@@ -116,7 +116,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message_after_two_tries(load, no_hu
     with pytest.raises(ModelError) as refused:
         load("org/model")
     assert (asked, slept) == ([HANGS, 2 * HANGS], [1])
-    assert "there is no folder 'org/model' here, so it was taken for a hub id" in str(refused.value)
+    assert "there is no folder 'org/model' here, so it was treated as a hub id" in str(refused.value)
     assert "it is not in the cache" in str(refused.value)
     assert "cannot be reached" in str(refused.value)
     assert caplog.records == []
@@ -134,8 +134,8 @@ def test_offline_the_hub_is_not_asked(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (404, "RepoNotFound", "has no such model for us; check the id"),
-        (403, "GatedRepo", "only to those who were let in"),
+        (404, "RepoNotFound", "has no such model for you; check the id"),
+        (403, "GatedRepo", "it is gated on"),
         (404, "EntryNotFound", "has no config.json"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_p
         source._on_hub.cache_clear()
     assert find_source("org/model") == str(tmp_path / "cache/models--org--model/snapshots" / COMMIT)
     (said,) = {record.message for record in caplog.records if record.name == source.__name__}
-    assert said.startswith("model 'org/model' is taken from the cache, as http://127.0.0.1:1 cannot be reached")
+    assert said.startswith("model 'org/model' is loaded from the cache, because http://127.0.0.1:1 cannot be reached")
 
 
 @pytest.mark.realtime
@@ -199,7 +199,7 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_p
     [
         ("./nowhere", "there is no model folder './nowhere'"),
         ("/nowhere/at/all", "there is no model folder"),
-        ("a b", "taken for a hub id, which it cannot be"),
+        ("a b", "treated as a hub id, which it cannot be"),
     ],
 )
 def test_a_name_that_can_be_no_model_is_refused_without_asking(name, message, no_hub, asked, slept, caplog):

@@ -182,7 +182,7 @@ def renumber(saved):
         (lambda saved: saved | {f"{EXPERTS}.4.w2.weight": torch.ones(32, 48)}, r"other shape \['model.layers.1.mlp"),
         (
             lambda saved: saved | {"layers.0.input_layernorm.weight": torch.ones(32)},
-            "are both the model's model.layers.0",
+            "both map to the model's model.layers.0",
         ),
     ],
 )

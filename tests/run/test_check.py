@@ -178,7 +178,7 @@ def test_a_model_folder_is_tried_without_its_weights(place: Path, model: Path, c
     shutil.copytree(model, place / "mute")
     (place / "mute" / "chat_template.jinja").unlink()
     for name, explained in (
-        ("other", "which is no causal language model"),
+        ("other", "which is not a causal language model"),
         ("mute", "has no chat template"),
         ("torn", "torn/model.safetensors cannot be read as safetensors"),
     ):

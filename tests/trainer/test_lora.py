@@ -259,7 +259,7 @@ def test_whole_weights_and_damaged_adapters_are_refused(trained, qwen, tmp_path)
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="describes no adapter"):
+    with pytest.raises(ModelError, match="does not describe an adapter"):
         trainer.adapters.load(folder)
 
 

@@ -1,5 +1,6 @@
-"""Models, tokenizers and chat templates, from Hugging Face folders and ids.
+"""Models, tokenizers and chat templates, loaded from Hugging Face folders or hub ids.
 
-In: a folder or a name. Out: a model, and a renderer (`renderers`): messages to ids and back. `native` compiles and
-loads the helpers in C. Read first: `loading.py`, `renderers/renderer.py`. Imports `core`, `config`.
+In: a model folder or a hub id. Out: a model, and a renderer (`renderers`) that turns messages into ids and ids into
+messages. `native` compiles and loads the C helpers. Read first: `loading.py`, `renderers/renderer.py`. Imports `core`
+and `config`.
 """

@@ -1,4 +1,4 @@
-"""Reads low-rank adapters in the format of `peft`, and merges them into the weights of their base model.
+"""Reads LoRA adapters in `peft`'s format, and merges them into the weights of their base model.
 
 An adapted layer computes `W x + scale * B (A x)`. Legend: R rank, I inputs, O outputs of a layer; A is [R, I], B is
 [O, R], W is [O, I] (transposed in GPT-2's layers).
@@ -25,10 +25,10 @@ from verbatim.models.source import ADAPTER_CONFIG, is_adapter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What `peft` writes before a module's name."""
+"""The prefix that `peft` adds to module names."""
 BASE_FILE, BASE_FINGERPRINT, ROUNDED_FINGERPRINT = "base_model.json", "fingerprint", "fingerprint_bfloat16"
-"""Our own file beside those of `peft`, and its keys: which weights the adapter belongs to, and the same for a sampler
-that holds them in bfloat16."""
+"""Verbatim's own file next to `peft`'s, and its keys: the fingerprint of the base weights that the adapter belongs to,
+and the fingerprint of those weights rounded to bfloat16, for a sampler that holds them so."""
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _PLAIN = {
     "use_dora": False,
@@ -41,37 +41,37 @@ _PLAIN = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-"""Settings of `peft` under which a layer is `W x + alpha / r * B A x` and nothing else is changed."""
+"""`peft` settings of plain LoRA: a layer becomes `W x + alpha / r * B A x`, and nothing else changes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """A folder in the format of `peft`."""
+    """A LoRA adapter, read from a folder in `peft`'s format."""
 
     folder: Path
-    """Where it is."""
+    """The folder it was read from."""
     base: str
-    """The folder or hub id of the model that it belongs to."""
+    """The folder or hub id of its base model."""
     r: int
     """The rank."""
     scale: float
-    """alpha / r."""
+    """The factor of `B A`: alpha / r."""
     transposed: bool
-    """Whether the base model keeps its weights as [I, O]."""
+    """True if the base model stores its weights as [I, O]."""
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A and B of each adapted layer, by the layer's name in the model."""
     base_fingerprint: str | None
-    """Fingerprint of the base model's weights; None where another program wrote the folder."""
+    """Fingerprint of the base model's weights, or None if another program wrote the folder."""
     rounded_fingerprint: str | None
-    """The same of these weights rounded to bfloat16."""
+    """Fingerprint of the base weights rounded to bfloat16, or None if another program wrote the folder."""
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter in a folder.
+    """Read the adapter in a folder.
 
     Raises:
         FormatError: another version of Verbatim wrote it.
-        ModelError: a file is missing or damaged, numbers are not finite, or it changes more than `B A` does.
+        ModelError: a file is missing or damaged, a value is not finite, or the adapter is not plain LoRA.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -79,7 +79,7 @@ def read_adapter(folder: Path) -> Adapter:
         r, alpha, base = int(config["r"]), float(config["lora_alpha"]), str(config["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{path} describes no adapter: {error!r}; expected a folder that a run with [trainer.lora] wrote"
+            f"{path} does not describe an adapter: {error!r}; expected a folder that a run with [trainer.lora] wrote"
         ) from error
     other = [f"{key} = {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)]
     if other:
@@ -117,11 +117,11 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tenso
     for name, tensor in tensors.items():
         end = next((i for i, end in enumerate(_ENDS) if name.startswith(PREFIX) and name.endswith(end)), None)
         if end is None:
-            raise ModelError(f"{folder}: {name} is no A or B of a linear layer")
+            raise ModelError(f"{folder}: {name} is not the A or B of a linear layer")
         halves[end][name.removeprefix(PREFIX).removesuffix(_ENDS[end])] = tensor
     alone = sorted(halves[0].keys() ^ halves[1].keys())
     if alone or not tensors:
-        raise ModelError(f"{folder}: " + (f"only one of A and B is there for {alone[0]}" if alone else "it is empty"))
+        raise ModelError(f"{folder}: " + (f"{alone[0]} has only one of A and B" if alone else "it is empty"))
     return {name: (a_RI, halves[1][name]) for name, a_RI in halves[0].items()}
 
 
@@ -134,24 +134,24 @@ def merged_weight(weight: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, *, t
 
 
 class BaseWeights:
-    """The base weights of a model whose adapted layers hold merged weights, so that every version is merged from them.
+    """Keeps the base weights of a model's adapted layers, so that every adapter version is merged from the base.
 
-    The weights of a version are then a function of base model and adapter, whatever was loaded before. The base of the
-    adapted layers takes as much memory as these layers.
+    A version's weights then depend on the base model and the adapter alone. Subtracting the previous adapter instead
+    would leave its rounding errors behind. The copy takes as much memory as the adapted layers.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._kept: dict[str, Tensor] = {}
         self._fingerprint: str | None = None
-        """Fingerprint of the base weights; None: not computed yet."""
+        """Fingerprint of the base weights, or None if not computed yet."""
 
     def merged(self, adapter: Adapter) -> dict[str, Tensor]:
-        """The weights of the adapted layers for `replace_weights`; the model is not changed.
+        """The merged weights of the adapted layers, for `replace_weights`. The model is not changed.
 
         Raises:
-            ModelError: the adapter has layers that the model does not have, or of another shape; or it belongs to other
-                weights.
+            ModelError: the adapter has layers that the model lacks or that have another shape, or it belongs to other
+                base weights.
         """
         own = dict(self._model.named_parameters(remove_duplicate=False))
         for name, (a_RI, b_OR) in adapter.pairs.items():
@@ -176,27 +176,27 @@ class BaseWeights:
         dtype = self._model.dtype
         expected = adapter.rounded_fingerprint if dtype == torch.bfloat16 else adapter.base_fingerprint
         if expected is None or dtype not in (torch.float32, torch.bfloat16):
-            return  # another program wrote it, and says nothing of its base
+            return  # another program wrote it and recorded no fingerprint, or none for this dtype
         if self._fingerprint is None:
             named = ((name, self._kept.get(name, value)) for name, value in self._model.named_parameters())
-            # Some classes keep a few parameters in float32 beside the bfloat16 ones.
+            # Rounded, because some classes keep a few parameters of a bfloat16 model in float32.
             self._fingerprint = fingerprint(named, dtype=torch.bfloat16 if dtype == torch.bfloat16 else None)
         if self._fingerprint != expected:
             raise ModelError(
                 f"the adapter in {adapter.folder} belongs to other weights than those it would change: it "
-                f"was trained on {adapter.base}; put back that model's weights"
+                f"was trained on {adapter.base}; restore that model's weights"
             )
 
     def forget(self) -> None:
-        """Whole weights were loaded: these are the base now."""
+        """Forget the base, after whole weights were loaded: these are the base from now on."""
         self._kept, self._fingerprint = {}, None
 
 
 def load_base_of(adapter: Adapter, **how: Any) -> Any:
-    """`load_model` of the adapter's base model.
+    """Load the adapter's base model with `load_model(**how)`.
 
     Raises:
-        ModelError: the base model is missing, or it cannot be loaded.
+        ModelError: the base model is missing or cannot be loaded.
     """
     try:
         return load_model(adapter.base, **how)
@@ -208,7 +208,7 @@ def load_base_of(adapter: Adapter, **how: Any) -> Any:
 
 
 def save_merged(adapter_folder: Path, folder: Path) -> None:
-    """Write the adapter's model as plain float32 weights, with the tokenizer: a folder that `from_pretrained` loads.
+    """Merge an adapter into its base model, and write float32 weights and tokenizer for `from_pretrained`.
 
     Raises:
         ModelError: the adapter or its base model cannot be read.
@@ -228,13 +228,15 @@ def fingerprint(
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """A digest of names, dtypes, shapes and values, as fast as reading the memory: of each tensor the sum of its bytes
-    as integers counts. It finds another model, it does not stop forgers.
+    """A digest of the tensors' names, dtypes, shapes and values. It detects another model; it is not tamper-proof.
+
+    A tensor's values enter as the sum of its bit patterns read as integers. That runs at memory speed, and the sums of
+    shards add up to the sum of the whole.
 
     Args:
-        tensors: By name.
-        total: Of sharded tensors, sums int64 values over the processes, which all call this.
-        dtype: Of the tensors as if they were rounded to this.
+        tensors: Pairs of name and tensor.
+        total: Sums int64 values over all processes that hold shards, which all call this function.
+        dtype: Fingerprint the tensors as if they were rounded to this dtype.
     """
     named = sorted(tensors, key=lambda each: each[0])
     zero = torch.zeros((), dtype=torch.int64, device="cpu")

@@ -1,9 +1,9 @@
-"""Whether another way to compute a model's layers computes the same, judged by what rounding is.
+"""Checks that another implementation of a model's layers agrees with the model's own code up to rounding.
 
-Layer by layer, the model's own code gets what the other way gets, in the model's numbers and in float64. The other way
-is accepted where each of its layers is at most `TIMES` as far from float64 as the model's own, and where all of it is
-what its layers are one after the other, between the embedding and the final norm. So nothing is compared that begins
-with other numbers: a deep model makes their difference larger, by chance more or less.
+Each layer of the model's own code gets the same input as the other implementation's layer, once in the model's dtype
+and once in float64. The other implementation passes if the error of each layer against float64 is at most `TIMES` the
+error of the model's own code, and if its whole pass agrees with its layers run one after the other. Layers are compared
+on equal inputs because a deep model amplifies an early rounding difference by an unpredictable factor.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from verbatim.models.float64 import NoFloat32
 from verbatim.models.head import CausalLM
 
 TIMES = 8
-"""As far from float64 as the model's own numbers; measured: at most 2.4, and 70,000 for a wrong head."""
+"""Largest accepted error, as a multiple of the error of the model's own code. Measured: at most 2.4 for a correct
+implementation, 70,000 for a wrong head."""
 _WORST = 32
-"""...and a single row so many times more: one large number of it may be all that is rounded."""
+"""Additional factor for the worst single row, whose error may come from one large number."""
 _TIMES_ROUNDED = 2
-"""Where both round the same inputs to bfloat16, which is most of the distance; measured: 1.13, a wrong head 8."""
+"""`TIMES` where both implementations round the same inputs to bfloat16. That rounding is then most of both errors, so
+the limit can be tight. Measured: 1.13 for a correct implementation, 8 for a wrong head."""
 FLOOR = 2.0**-23
-"""Relative; own numbers may be nearer to float64 than those of another order of operations ever are."""
+"""Relative error that is always accepted (float32's epsilon): the model's own code may by chance be closer to float64
+than any other order of operations can be."""
 TOKENS = 28
-"""Of the sequence that is computed: more than a page of the kernel, and than most of the tests' sliding windows."""
+"""Length of the test sequence: more than a page of the kernel, and than most sliding windows in the tests."""
 _AT_ONCE = 1 << 18
-"""Weights that exist in float64 at one time, which stay in a processor's cache."""
+"""Number of weights converted to float64 at a time, so that they stay in the processor's cache."""
 
 
 def disagreement(
@@ -43,20 +46,23 @@ def disagreement(
     length: int,
     rounds: bool = False,
 ) -> str:
-    """What a model's layers computed in another way do that rounding does not; "" where there is nothing.
+    """Where another implementation of a model's layers differs from the model by more than rounding; "" if nowhere.
 
-    Of a model in bfloat16, its own numbers are those of its weights in float32.
+    A model in bfloat16 is compared after its weights were widened to float32.
 
     Args:
-        model: The model, of which each layer's first argument and result are the hidden states, [1, T, W].
-        layer: The other way to compute a layer: its index and float32 [T, W] to [T, W], at positions 0 to T - 1.
-        hidden: The whole of it: int64 [T] to the hidden states after the final norm, [T, W]; in the layers' own bits.
+        model: The model. Each layer's first argument and result are the hidden states, [1, T, W].
+        layer: The other implementation of one layer: the layer's index and float32 [T, W] to [T, W], at positions 0 to
+            T - 1.
+        hidden: The other implementation of the whole backbone: ids, int64 [T], to the hidden states after the final
+            norm, [T, W].
         length: T, the length of the sequence.
-        rounds: The other way rounds inputs of products to bfloat16; the model's own numbers are rounded there too.
+        rounds: True if the other implementation rounds the inputs of matrix products to bfloat16. The model's own
+            inputs are then rounded too.
     """
     layers, plan = list(model.backbone.layers), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
-    ids = (positions * 7919 + 1) % model.vocab_size
+    ids = (positions * 7919 + 1) % model.vocab_size  # a large prime: neighbouring ids are far apart
     ours: list[Tensor] = []
     own: list[Tensor] = []
     exact: list[Tensor] = []
@@ -65,7 +71,7 @@ def disagreement(
         ours.append(layer(len(ours), args[0][0]))
 
     def keep(kept: list[Tensor], _: Any, args: Any, output: Tensor) -> Tensor:
-        """The next layer gets what ours gives."""
+        """Record the model's own output, and pass ours on, so that the next layer gets the same input in all passes."""
         kept.append(output[0])
         return ours[len(kept) - 1].to(output.dtype)[None]
 
@@ -88,44 +94,45 @@ def disagreement(
 
 
 def beyond_rounding(ours: Tensor, own: Tensor, exact: Tensor, times: float = TIMES) -> str:
-    """How far numbers are from those of float64, and how far the model's own are; "" where the difference is rounding.
+    """The errors of both implementations as text; "" if ours is within rounding.
 
     Args:
-        ours: [..., W]; a row's distance is relative to the row.
-        own: The same by the model's own code.
-        exact: The same by the model's own code in float64.
-        times: As far as the model's own numbers may ours be.
+        ours: Results of the other implementation, [..., W]. Errors are relative to the norm of each row.
+        own: Results of the model's own code, [..., W].
+        exact: Results of the model's own code in float64, [..., W].
+        times: Largest accepted error of `ours`, as a multiple of the error of `own`.
     """
     (typical, worst), (own_typical, own_worst) = _distances(ours, exact), _distances(own, exact)
     for found, theirs, most in ((typical, own_typical, times), (worst, own_worst, _WORST * times)):
-        if not found <= most * theirs + FLOOR:  # so that what is no number is refused
+        if not found <= most * theirs + FLOOR:  # "not <=" rather than ">", so that NaN is refused
             own_form = f"the model's own form is {theirs:.1e} away"
             return f"{found:.1e} away from its numbers in float64 (relative), and {own_form}"
     return ""
 
 
 def _distances(found: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The norm of a row's difference over the norm of the row: what three of four rows do not exceed, and the largest.
+    """The 75th percentile and the maximum over rows of the relative error: norm of the difference over norm of the row.
 
-    Single rows may have one large number that is alone what is rounded: first tokens of pretrained models do.
+    The two have separate limits because a single row may be dominated by one large number, whose rounding is then the
+    whole error: first tokens of pretrained models are.
     """
     off = ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-300)).flatten()
     return float(off.quantile(0.75)), float(off.max())
 
 
 class Precision(NoFloat32):
-    """Computes a model in another number format than that of its weights, which stay as they are.
+    """Computes a model in another dtype than that of its weights. The weights themselves are not changed.
 
     Args:
         dtype: float64, or float32 for weights in bfloat16.
-        rounds: Round inputs of products to bfloat16.
+        rounds: Round the inputs of matrix products to bfloat16.
     """
 
     def __init__(self, dtype: torch.dtype, *, rounds: bool = False) -> None:
         super().__init__()
         self._dtype = dtype
         self._rounds = rounds
-        self._memory = torch.empty(0, device="cpu")  # replaced where the weights are
+        self._memory = torch.empty(0, device="cpu")  # scratch; moved to the weights' device at first use
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:

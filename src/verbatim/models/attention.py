@@ -1,8 +1,8 @@
-"""Routes attention through one interface: each forward pass has a plan that defines which tokens attend to which.
+"""Routes attention through one interface: the plan of a forward pass defines which tokens attend to which.
 
-Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers`
-then builds no mask of its own and each attention layer calls `plan.attend`. Packed rows, prefix trees and the
-sampler's key/value cache are plans; the model code stays that of `transformers`.
+Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers` then
+builds no mask, and each attention layer calls `plan.attend`. Packed rows, prefix trees and the sampler's KV cache are
+plans; the model code itself is that of `transformers`, unchanged.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "verbatim"
 QUERIES = 128
-"""Queries scored at one time where all scores are made."""
+"""Number of queries per block where attention scores are materialised; bounds the memory for them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """How a layer turns queries and keys into weights, apart from which keys a query sees."""
+    """A layer's attention parameters: everything but which keys each query sees."""
 
     scale: float
-    """Multiplies the products of queries and keys: the scores."""
+    """Factor of the query-key products; the result is the scores."""
     sliding_window: int | None = None
-    """Tokens, or ancestors in a tree, that a query sees, itself included; None: all before it."""
+    """Number of tokens (in a tree: ancestors) that a query sees, itself included. None: all before it."""
     softcap: float | None = None
-    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None: they stay."""
+    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None: no soft cap."""
     sinks_H: Tensor | None = None
-    """A score for each query head that every softmax counts and no value has (gpt-oss), [H]; None: without."""
+    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. None: none."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights are the softmax of the scores alone."""
+        """True if the weights are the plain softmax of the scores, which fused kernels compute."""
         return self.softcap is None and self.sinks_H is None
 
     def capped(self, scores: Tensor) -> Tensor:
-        """The scores under the soft cap."""
+        """The scores after the soft cap."""
         return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
 
 class AttentionPlan(Protocol):
-    """Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E of values."""
+    """Computes attention for the layers of one forward pass.
+
+    Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E of values.
+    """
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
@@ -51,11 +54,11 @@ class AttentionPlan(Protocol):
         """The attention output, [B, T, H, E].
 
         Args:
-            layer_index: For plans that keep something of each layer.
+            layer_index: The layer's index, for plans with state per layer such as a KV cache.
             query_BHTD: [B, H, T, D].
             key_BKTD: [B, K, T, D].
             value_BKTD: [B, K, T, E].
-            call: The layer's own arguments.
+            call: The layer's attention parameters.
         """
 
 
@@ -85,16 +88,16 @@ class WholeSequencePlan:
 def explicit_attention(
     query_BHQD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, sees_QT: Tensor, call: AttentionCall
 ) -> Tensor:
-    """Attention with soft cap and sinks, with all scores at once: [B, H, Q, E], in the dtype of the values.
+    """Attention with soft cap and sinks, with all scores materialised: [B, H, Q, E], in the dtype of the values.
 
-    The softmax is that of at least float32: `exp(s_t) / (exp(sink) + sum of exp(s_u) over the keys u that are seen)`.
+    The softmax is computed in at least float32: `exp(s_t) / (exp(sink) + sum of exp(s_u) over the visible keys u)`.
 
     Args:
-        query_BHQD: [B, H, Q, D]; H is a multiple of K, and query heads of one key/value head are neighbours.
+        query_BHQD: [B, H, Q, D]; H is a multiple of K, and the query heads of one key/value head are adjacent.
         key_BKTD: [B, K, T, D].
         value_BKTE: [B, K, T, E].
-        sees_QT: Which keys each query sees, at least one: bool [Q, T].
-        call: The layer's own arguments; its window is in `sees_QT`.
+        sees_QT: True where a query sees a key, at least one key per query: bool [Q, T].
+        call: The layer's attention parameters. Its window is ignored, because `sees_QT` already contains it.
     """
     groups = query_BHQD.shape[1] // key_BKTD.shape[1]
     keys, values = (x.repeat_interleave(groups, dim=1) for x in (key_BKTD, value_BKTE))
@@ -103,6 +106,7 @@ def explicit_attention(
     scores = scores.masked_fill(~sees_QT, -torch.inf)
     weights = scores.softmax(-1)
     if call.sinks_H is not None:
+        # sigmoid(logsumexp - sink) = Z / (Z + exp(sink)): turns softmax weights into those with the sink, stably.
         sinks = call.sinks_H[:, None, None].to(scores.dtype)
         weights = weights * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
     return weights.to(values.dtype) @ values
@@ -141,16 +145,16 @@ def _attend(
     )
     layer_index: int = module.layer_idx  # type: ignore[assignment]
     out = attention_plan.attend(layer_index, query, key, value, call)
-    return out.contiguous(), None  # some models take a view of it
+    return out.contiguous(), None  # some models call `view` on it
 
 
 def follow_plans(model: Any) -> None:
-    """Let a model's attention follow the `AttentionPlan` that its passes are given."""
+    """Make a model's attention follow the `AttentionPlan` that each forward pass gets."""
     register_attention()
     model.set_attn_implementation(ATTENTION)
 
 
 def register_attention() -> None:
-    """Let `transformers` find our attention by its name, unless it does, maybe in a compiled form."""
+    """Register our attention with `transformers`. An existing entry stays: it may be the compiled version."""
     if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

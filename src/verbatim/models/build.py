@@ -1,4 +1,4 @@
-"""Builds a small Qwen3 model with random weights, and a tokenizer trained on the texts of an environment."""
+"""Builds a small Qwen3 model with random weights, and a tokenizer trained on an environment's texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verbatim.models.trained_tokenizer import END_OF_TEXT, END_OF_TURN, build_to
 
 
 def build_model(folder: Path, build: BuildConfig, texts: Sequence[str], seed: int) -> None:
-    """Write a folder in Hugging Face format: the same arguments give the same bytes of weights and tokenizer.
+    """Write a folder in Hugging Face format. Equal arguments give byte-identical weights and tokenizer.
 
     Raises:
         ModelError: the folder already holds a model, the sizes are inconsistent, or there is no text.
@@ -33,7 +33,7 @@ def build_model(folder: Path, build: BuildConfig, texts: Sequence[str], seed: in
     save_model(model, tokenizer, folder)
     probe = texts[0] + " é中🙂\u0000"
     loaded = load_tokenizer(folder)
-    assert loaded.encode(probe) == tokenizer.encode(probe), "the saved tokenizer is another one"
+    assert loaded.encode(probe) == tokenizer.encode(probe), "the saved tokenizer encodes differently"
 
 
 def build_config(
@@ -70,7 +70,7 @@ def build_config(
 
 
 def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
-    """A Qwen3 with tied embeddings and weights that depend on the seed only, in float32."""
+    """A float32 Qwen3 with tied embeddings, whose weights depend only on sizes and seed."""
     end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
     config = build_config(build, len(tokenizer), end_of_turn=end_of_turn, end_of_text=end_of_text)
     with torch.random.fork_rng(devices=[]):

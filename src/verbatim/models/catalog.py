@@ -1,6 +1,6 @@
-"""Names the models that `verbatim models get` makes folders of, and where those folders are kept.
+"""Lists the models that `verbatim models get` can download, and says where their folders are kept.
 
-Importing this loads no torch.
+Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from verbatim.core.errors import ModelError
 from verbatim.core.texts import nearest
 
 FOLDER_VARIABLE = "VERBATIM_MODELS"
-"""The environment variable that names the folder in which models are kept."""
+"""Environment variable with the path of the folder in which models are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A model inside a wheel of a package index, as a GGUF file."""
+    """A model that a package index offers as a GGUF file inside a wheel."""
 
     about: str
-    """A line for lists."""
+    """One-line description for lists."""
     license: str
-    """SPDX name of the weights' licence."""
+    """SPDX identifier of the weights' licence."""
     package: str
-    """The distribution on the index."""
+    """Name of the distribution on the package index."""
     version: str
-    """Its version."""
+    """Version of the distribution."""
     megabytes: int
-    """Size of the wheel."""
+    """Size of the wheel in MB."""
     wheel_sha256: str
     """SHA-256 of the wheel, in hex."""
     member: str
-    """The GGUF file inside the wheel."""
+    """Path of the GGUF file inside the wheel."""
     member_sha256: str
-    """SHA-256 of that file, in hex."""
+    """SHA-256 of the GGUF file, in hex."""
     splits_digits: bool
-    """Whether its tokenizer takes every digit by itself before it merges. A GGUF says so by a name
-    (`tokenizer.ggml.pre`) that transformers does not read."""
+    """True if its tokenizer splits numbers into single digits before BPE merges. A GGUF file records that in
+    `tokenizer.ggml.pre`, which transformers does not read."""
 
     @property
     def wheel(self) -> str:
@@ -63,7 +63,7 @@ MODELS: Mapping[str, WheelModel] = MappingProxyType(
         ),
     }
 )
-"""By the name that is typed."""
+"""The models, by the name that users type."""
 
 
 def models_folder() -> Path:
@@ -75,17 +75,18 @@ def models_folder() -> Path:
 
 
 def kept_model(name: str) -> Path | None:
-    """The kept folder of a model of this name; None where it was not made."""
+    """The folder of a catalog model, or None if it was not downloaded yet or the name is not in the catalog."""
     folder = models_folder() / name
     return folder if name in MODELS and (folder / "config.json").is_file() else None
 
 
 def folder_of(name: str) -> str:
-    """What `model.name` stands for: the kept folder of a model of the catalog; any other name is a folder or a hub id
-    already. A folder of that name in the current directory comes first.
+    """Resolve `model.name`: a catalog name becomes its folder; a folder or a hub id is returned unchanged.
+
+    A folder with the name of a catalog model in the current directory takes precedence.
 
     Raises:
-        ModelError: the model is in the catalog, and was not made; says what to type.
+        ModelError: the model is in the catalog but was not downloaded; the message says what to type.
     """
     if name not in MODELS or Path(name).is_dir():
         return name
@@ -98,10 +99,10 @@ def folder_of(name: str) -> str:
 
 
 def offered(name: str) -> WheelModel:
-    """The model of a name.
+    """The catalog entry of a name.
 
     Raises:
-        ModelError: no such model; names those that there are.
+        ModelError: no such model; the message lists the available ones.
     """
     if name not in MODELS:
         raise ModelError(

@@ -1,7 +1,7 @@
 """Converts the tensors of a Hugging Face folder to those of the model, as `transformers` does.
 
-`save_pretrained` writes the published layout of the architecture, which vLLM and others read: there a
-mixture-of-experts layer has one tensor per expert, and in the model one fused tensor.
+`save_pretrained` writes the published layout of the architecture, which vLLM and others read. In that layout a
+mixture-of-experts layer has one tensor per expert; in the model it has one fused tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         conversion are not copied. Shapes are not compared with the model's.
 
     Raises:
-        ModelError: tensors that cannot be converted: one is missing, or their shapes differ.
+        ModelError: the tensors cannot be converted: one is missing, or their shapes do not match.
     """
     converter_of = {
         pattern: converter
@@ -56,7 +56,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         if pattern is not None:
             _refuse_gaps(name, keys)
         elif len(keys) > 1:
-            raise ModelError(f"{keys[0]} and {keys[1]} are both the model's {name}")
+            raise ModelError(f"{keys[0]} and {keys[1]} both map to the model's {name}")
         else:
             converted[name] = saved[keys[0]]
     for name, conversion in conversions.items():
@@ -72,11 +72,10 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
-    """The tensors of a folder that each tensor of the model is made of, in the order in which experts are stacked; and
-    names of the folder that are not in the model.
+    """For each tensor of the model, its sources in the folder, in stacking order; and the names the model lacks.
 
-    A source is its name in the folder and the pattern of its conversion, None where it is only renamed. One conversion
-    may make several tensors of the model: its sources stand under the first.
+    A source is a tensor's name in the folder and the pattern of its conversion, or None if it is only renamed. A
+    conversion that makes several tensors of the model has its sources listed under the first of them.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -84,9 +83,9 @@ def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[st
     own, prefix = model.state_dict(), model.base_model_prefix
     unknown: list[str] = []
     sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
-    for key in sorted(keys, key=dot_natural_key):
+    for key in sorted(keys, key=dot_natural_key):  # numerically: expert 10 comes after expert 9
         name, pattern = rename_source_key(key, renamings, converters, prefix, own)
-        if name not in own and key in own:
+        if name not in own and key in own:  # the folder already has the model's own name; do not rename it
             name, pattern = rename_source_key(key, [], [], prefix, own)
         if name not in own:
             unknown.append(key)

@@ -1,8 +1,8 @@
-"""Finds the routers of a mixture of experts; a forward pass can watch what they choose, or choose for them.
+"""Finds the routers of a mixture-of-experts model, so that a forward pass can observe or replace their choices.
 
-A router gives each token the logits of all experts, chooses the K largest by `topk`, and makes weights of their values.
-Where the choice is replaced, that `topk` returns other experts with their own values: the weights are still made from
-the router's logits, by the model's code, and have their gradient.
+A router computes a logit per token and expert, picks the K largest with `topk`, and turns their values into weights.
+To replay recorded experts, that `topk` is made to return the recorded indices with the router's own values for them.
+The weights are then still computed by the model's code from its own logits, and keep their gradient.
 
 Legend: T tokens of a forward pass, L layers with a router, E experts, K experts of a token, D decoder layers.
 """
@@ -28,31 +28,31 @@ from verbatim.models.tiny import NoTinyCopy, decoder_layers, tiny_copy
 logger = logging.getLogger(__name__)
 
 Observer = Callable[[int, slice, Tensor, Tensor, Tensor], Tensor]
-"""`observe(router, tokens, logits_TE, weights_TK, experts_TK) -> weights_TK`: called with the results of a router for
-some tokens of the pass; the weights that it returns take the place of the router's. Routers have numbers from 0."""
+"""`observe(router, tokens, logits_TE, weights_TK, experts_TK) -> weights_TK`: called with a router's results for some
+tokens of the pass; the returned weights replace the router's. `router` counts from 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Experts that a pass uses instead of those that its routers would choose."""
+    """Recorded experts that a pass uses instead of its routers' own choice."""
 
     experts_TDK: Tensor
-    """Integers [T, D, K]: of all decoder layers, those without a router included."""
+    """Expert indices, integers [T, D, K], for all decoder layers including those without a router."""
     known_T: Tensor
-    """Which tokens have them; the others' are chosen by the routers: bool [T]."""
+    """Tokens that have recorded experts, bool [T]. For the other tokens the routers choose."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterPass:
-    """What happens at the routers in one forward pass."""
+    """What one forward pass does at the routers: replay, observe, or both."""
 
     choices: Choices | None = None
     observe: Observer | None = None
     tokens: slice = field(default_factory=lambda: slice(None))
-    """Which tokens of the whole these are, where each row is a pass of its own."""
+    """The position of these tokens in the micro-batch, where each row has a forward pass of its own."""
 
     def of(self, start: int, stop: int) -> RouterPass:
-        """The same for a pass over some of its tokens."""
+        """The router pass for tokens `start` to `stop` alone."""
         choices = self.choices
         if choices is not None:
             choices = Choices(choices.experts_TDK[start:stop], choices.known_T[start:stop])
@@ -67,14 +67,14 @@ _EXPERTS_PER_TOKEN = (
     "moe_topk",
     "top_k_experts",
 )
-"""Names of K in configurations."""
+"""Names that model configurations use for K."""
 
 
 class Routers:
-    """The routers of a model. Its passes compute what they did before, but inside of `during`.
+    """The routers of a model. Its forward passes are unchanged except inside `during`.
 
     Args:
-        model: A `transformers` model; the forward functions of its routers are wrapped.
+        model: A `transformers` model. The `forward` of each router is wrapped in place.
         modules: Its routers, in the order of the layers.
     """
 
@@ -84,6 +84,7 @@ class Routers:
         """D."""
         self.layers = _layers(model, modules)
         """The decoder layer of each router."""
+        # The routing matrix is [E, width], the largest one of a router; LoRA's factors are not the router's own.
         own = [tuple(p.shape) for name, p in modules[0].named_parameters() if p.ndim == 2 and "lora_" not in name]
         self.num_experts = max(own, key=_size)[0]
         """E."""
@@ -91,16 +92,16 @@ class Routers:
         self.routing = Routing(
             num_layers=self.num_layers, num_experts=self.num_experts, experts_per_token=_experts_per_token(text_config)
         )
-        """What a record of its experts has to fit."""
+        """The shape that recorded experts must have."""
         self.limits_groups = _limits_groups(text_config)
-        """Whether experts outside of the groups that a router chooses weigh 0, so that none can be replayed."""
+        """True if experts outside the groups that a router chooses get the weight 0, which rules out replay."""
         self._now: RouterPass | None = None
         for number, module in enumerate(modules):
             module.forward = partial(self._forward, number, module.forward)
 
     @contextmanager
     def during(self, router_pass: RouterPass | None) -> Iterator[None]:
-        """For the forward passes inside; None: they are ordinary ones."""
+        """Apply a router pass to the forward passes inside the block. None: ordinary passes."""
         before, self._now = self._now, router_pass
         try:
             yield
@@ -108,7 +109,10 @@ class Routers:
             self._now = before
 
     def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For activation checkpointing: contexts of a forward pass and of its recomputation, which is the same pass."""
+        """The two contexts of activation checkpointing: the forward pass, and its recomputation in the backward pass.
+
+        The recomputation runs after `during` has ended, so it restores the router pass to choose the same experts.
+        """
         return nullcontext(), self.during(self._now)
 
     def _forward(self, number: int, forward: Callable[..., tuple[Tensor, ...]], *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +131,7 @@ class Routers:
         mode = _Choose(experts_TK, choices.known_T, self.num_experts)
         with mode:
             yield
-        if not mode.has_chosen:
+        if not mode.has_chosen:  # replay would silently have done nothing
             raise ModelError(
                 f"{self.name} does not choose {experts_TK.shape[1]} of {self.num_experts} experts by "
                 "topk, so recorded experts cannot be replayed in it"
@@ -145,8 +149,8 @@ def _experts_per_token(config: Any) -> int | None:
 
 
 def _limits_groups(config: Any) -> bool:
-    """As in DeepSeek-V2, whose weights are made from scores that are 0 outside of the chosen groups. Its successors
-    choose by such scores too, but make weights from those without the mask."""
+    """True for DeepSeek-V2's routing, where the weights come from scores that are 0 outside the chosen groups. Later
+    DeepSeek models choose by masked scores too, but compute the weights from the unmasked ones."""
     limited = getattr(config, "topk_method", None) == "group_limited_greedy"
     return bool(limited and (config.topk_group or 0) < (config.n_group or 0))
 
@@ -156,7 +160,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 class _Choose(TorchFunctionMode):
-    """Replaces what a `topk` over all experts chooses; groups of experts are chosen by others."""
+    """Replaces the choice of a `topk` over all experts. A `topk` over groups of experts has another shape and stays."""
 
     def __init__(self, experts_TK: Tensor, known_T: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -176,29 +180,32 @@ class _Choose(TorchFunctionMode):
 
 
 def find_routers(model: Any) -> Routers | None:
-    """The routers of a mixture of experts; None of a dense model, and where they are not of the usual kind: one in a
-    decoder layer, apart from the experts, with logits as its first output."""
+    """The routers of a mixture of experts. None for a dense model, and for routers of an unsupported kind.
+
+    Supported is one router per decoder layer, in a module separate from the experts, with logits as its first output.
+    """
     modules = router_modules(model)
     layers = _layers(model, modules)
     return Routers(model, modules) if layers and -1 not in layers and len(set(layers)) == len(layers) else None
 
 
 def check_replay(model_config: Any) -> Routing:
-    """Refuse, before a warm start, a model whose experts no sampler could record, or no trainer replay. No weights are
-    needed: replay is tried on a small copy.
+    """Refuse a model whose experts cannot be recorded or replayed, before the run starts.
+
+    No weights are needed: replay is tried on a small copy.
 
     Args:
-        model_config: The model's configuration, of `transformers`.
+        model_config: The model's `transformers` configuration.
 
     Returns:
-        What the records have to fit.
+        The shape that recorded experts must have.
 
     Raises:
-        ModelError: it has no routers of the usual kind, replays no experts, or cannot be made.
+        ModelError: the model has no supported routers, cannot replay experts, or cannot be built.
     """
     from transformers import AutoModelForCausalLM
 
-    with refusing(f"a model of {type(model_config).__name__} cannot be made"), torch.device("meta"):
+    with refusing(f"a model of {type(model_config).__name__} cannot be built"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     routers = find_routers(model)
     if routers is None:
@@ -212,10 +219,10 @@ def check_replay(model_config: Any) -> Routing:
 
 
 def refuse_limited_groups(routers: Routers) -> None:
-    """Refuse a model in which no experts can be replayed but those of the groups that its routers choose.
+    """Refuse a model that can only replay experts of the groups that its routers choose themselves.
 
     Raises:
-        ModelError: such a model.
+        ModelError: the model is one of these.
     """
     if routers.limits_groups:
         raise ModelError(
@@ -227,15 +234,15 @@ def refuse_limited_groups(routers: Routers) -> None:
 
 @torch.no_grad()
 def _try_replay(model: Any) -> None:
-    """Let the routers of a small copy choose what they are told.
+    """Replay experts in a small copy of the model.
 
     Raises:
-        ModelError: they cannot be told.
+        ModelError: its routers do not follow the recorded experts.
     """
     try:
         tiny = tiny_copy(model)
     except NoTinyCopy as error:
-        logger.warning("whether recorded experts can be replayed is seen in the first batch only: %s", error)
+        logger.warning("replay of recorded experts could not be checked before the first batch: %s", error)
         return
     routers = find_routers(tiny)
     assert routers is not None

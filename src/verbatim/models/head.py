@@ -17,24 +17,24 @@ from verbatim.models.refusal import refusing
 
 
 class ModelCalls(Protocol):
-    """How functions of a model are called, where its parameters have to be gathered first."""
+    """Calls functions that use a model's parameters; a sharded model gathers the parameters around each call."""
 
     def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
-        """The function's result."""
+        """Call `function(**inputs)` with the parameters in place, and return its result."""
 
     def release(self) -> None:
-        """After the last of several passes without a backward pass."""
+        """Free the gathered parameters, after the last of several passes that have no backward pass to do so."""
 
 
 class DirectCalls:
-    """The `ModelCalls` of a model whose parameters are all here."""
+    """The `ModelCalls` of a model that is not sharded: plain calls."""
 
     def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
-        """The function's result."""
+        """The result of `function(**inputs)`."""
         return function(**inputs)
 
     def release(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: no parameters were gathered."""
 
 
 class CausalLM:
@@ -43,13 +43,13 @@ class CausalLM:
     Legend: U tokens of one flat forward pass, M positions with logits, D width, V vocabulary.
 
     Raises:
-        ModelError: a model whose logits are not its output head of its last hidden state; names it.
+        ModelError: the model's logits are not its output head applied to its last hidden state.
     """
 
     def __init__(self, model: Any, calls: ModelCalls | None = None, routers: Routers | None = None) -> None:
         self.model = model
         self.routers = routers
-        """The routers of a mixture of experts whose passes may be router passes."""
+        """The routers of a mixture of experts; None if no pass observes or replays their choices."""
         self.calls = calls or DirectCalls()
         self.config = model.config.get_text_config()
         self.backbone = model.base_model
@@ -61,9 +61,9 @@ class CausalLM:
         elif getattr(self.config, "logit_scale", None):  # Cohere multiplies
             self.scale = self.config.logit_scale
         self.rows_alone = self.config._attn_implementation != ATTENTION
-        """Whether each row needs a forward pass of its own, because more than planned attention mixes its tokens."""
+        """True if each row needs a forward pass of its own, because the model does not follow attention plans."""
         self.longest_checked = 0
-        """Most tokens of a sequence whose positions `refuse_moving_positions` has accepted."""
+        """The longest sequence, in tokens, that `refuse_moving_positions` has accepted."""
         with refusing(f"{type(model).__name__} cannot be taken apart into its layers and its output head"):
             self._check_head()
 
@@ -80,7 +80,7 @@ class CausalLM:
     def hidden(
         self, input_ids_U: Tensor, position_ids_U: Tensor, plan: AttentionPlan, router_pass: RouterPass | None = None
     ) -> Tensor:
-        """Last hidden states, [U, D], after the final norm. With `rows_alone`, a row begins at each position 0."""
+        """Last hidden states after the final norm, [U, D]. With `rows_alone`, each position 0 starts a new row."""
         if not self.rows_alone:
             return self._forward(input_ids_U, router_pass, position_ids=position_ids_U[None], attention_plan=plan)
         starts = [*(position_ids_U == 0).nonzero()[:, 0].tolist(), len(input_ids_U)]
@@ -109,7 +109,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse models that compute more than the head after the last hidden state."""
+        """Refuse a model that computes its logits by more than the head (with scale and soft cap)."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)
@@ -117,6 +117,7 @@ class CausalLM:
         inputs = {} if self.rows_alone else {"position_ids": positions[None], "attention_plan": plan}
         theirs = self.calls.run(self.model, input_ids=probe[None], use_cache=False, **inputs).logits[0]
         self.calls.release()
+        # The tolerance is rounding's: both sides run the same operations, in bfloat16 with 8 bits of mantissa.
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2 if ours.dtype == torch.bfloat16 else 1e-4):
             raise ModelError(
                 f"{type(self.model).__name__} computes its logits by more than its output head; Verbatim would train "

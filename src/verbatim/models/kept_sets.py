@@ -1,4 +1,4 @@
-"""Masks the ids that tokens were not drawn among."""
+"""Masks the ids outside each token's kept set: those that top-p, top-k or min-p had cut when the token was drawn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from verbatim.core.types import KeptSets
 
 
 class DeviceKeptSets:
-    """The kept sets of tokens on a device. Offsets stay on the host, because a chunk's are cut out of them."""
+    """Kept sets of tokens on a device. The offsets stay on the host: slicing by them there needs no device sync."""
 
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
         self._offsets = kept.offsets
         self._ids_K = torch.tensor(kept.ids, dtype=torch.int64, device=device)
 
     def outside(self, at: slice, vocab_size: int) -> Tensor:
-        """The ids that these tokens were not drawn among: bool [chunk, V]; none, where nothing was cut."""
+        """True for the ids outside each token's kept set: bool [tokens, V]. An empty kept set means nothing was cut."""
         offsets = self._offsets[at.start : at.stop + 1]
         counts = torch.from_numpy(np.diff(offsets)).to(self._ids_K.device)
         rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)

@@ -1,4 +1,4 @@
-"""Loads, refreshes and saves causal language models in Hugging Face format."""
+"""Loads and saves causal language models in Hugging Face format, and replaces the weights of loaded ones."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a name; "auto" is CUDA if available, else the CPU.
+    """The torch device with a name; "auto" is CUDA if available, else the CPU.
 
     Raises:
-        ModelError: no such device in this machine or this build of torch.
+        ModelError: the machine or this build of torch does not have the device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,13 +51,13 @@ def resolve_device(device: str) -> torch.device:
         except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
             if is_out_of_memory(error):
                 raise
-            said = str(error).partition("\n")[0]
-            raise ModelError(f'device {device!r} cannot be used here ({said}); take "auto", "cpu" or "cuda"') from None
+            why = str(error).partition("\n")[0]
+            raise ModelError(f'device {device!r} cannot be used here ({why}); take "auto", "cpu" or "cuda"') from None
     return found
 
 
 def _check_cuda(device: str, index: int | None) -> None:
-    """Check the index without starting CUDA, which takes seconds and memory."""
+    """Check a CUDA device's index without initialising CUDA, which takes seconds and memory."""
     if torch.version.cuda is None and torch.version.hip is None:
         raise ModelError(
             f'device {device!r}, but torch {torch.__version__} is a build without CUDA; take "auto" or '
@@ -66,24 +66,23 @@ def _check_cuda(device: str, index: int | None) -> None:
     count = torch.cuda.device_count()
     if not torch.cuda.is_available() or (index or 0) >= count:
         raise ModelError(
-            f'device {device!r}, but torch sees {count} CUDA devices here; take "auto" or "cpu", or look '
-            "at nvidia-smi and CUDA_VISIBLE_DEVICES"
+            f'device {device!r}, but torch sees {count} CUDA devices here; take "auto" or "cpu", or check '
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
 
 
 def check_model_config(name: str | Path, *, context_length: int) -> None:
-    """Refuse a model that is not a causal language model, or has fewer positions than `orchestrator.seq_len`, without
-    reading its weights.
+    """Refuse a model that is not a causal LM or has fewer positions than `orchestrator.seq_len`; reads no weights.
 
     Raises:
-        ModelError: no such model, or an unsuitable one; says what was found.
+        ModelError: no such model, or an unsuitable one.
     """
     source = find_source(name)
     with refusing(f"the config.json of model {str(name)!r} cannot be read"):
         config = AutoConfig.from_pretrained(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"model {str(name)!r} is of type {config.model_type!r}, which is no causal language model; "
+            f"model {str(name)!r} is of type {config.model_type!r}, which is not a causal language model; "
             "expected a folder that AutoModelForCausalLM loads"
         )
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -95,27 +94,27 @@ def check_model_config(name: str | Path, *, context_length: int) -> None:
 
 
 def check_weights(name: str | Path) -> None:
-    """Refuse a local folder without weights, or with truncated files, without loading them.
+    """Refuse a local folder whose weights are missing or truncated. The weights are not loaded.
 
     Raises:
         ModelError: no such folder, no weights in it, or a damaged or truncated file.
     """
     source = Path(find_source(name))
     if source.is_dir() and not any(source.glob("*.safetensors")):
-        raise ModelError(f"model folder {str(name)!r} has no *.safetensors; expected the weights beside config.json")
+        raise ModelError(f"model folder {str(name)!r} has no *.safetensors; expected the weights next to config.json")
     for file in sorted(source.glob("*.safetensors")):
         with reading(file), safe_open(file, framework="pt"):
-            pass  # reads its header and compares it with its size
+            pass  # opening reads the header and compares it with the file's size
 
 
 class Shards(ModelCalls, Protocol):
-    """Shards a model over processes, and calls its functions."""
+    """Shards a model over processes, and calls functions that use its parameters."""
 
     def apply(self, model: Any, fill: Callable[[], None]) -> None:
-        """Shard its parameters, which are on the meta device; make room for this process's rows, and have them filled.
+        """Shard a model's parameters from the meta device, allocate this process's rows, and call `fill` to load them.
 
         Raises:
-            ModelError: it cannot be sharded; or what `fill` raised on any process, on all of them.
+            ModelError: the model cannot be sharded; or `fill` failed on any process, in which case all of them raise.
         """
 
 
@@ -127,15 +126,16 @@ def load_model(
     only_attention: bool = True,
     shards: Shards | None = None,
 ) -> Any:
-    """A causal language model in eval mode, whose attention follows an `AttentionPlan`.
+    """Load a causal language model in eval mode, with attention that follows an `AttentionPlan`.
 
     Args:
         name: A folder or hub id in Hugging Face format.
-        dtype: Number format of its weights: float32, bfloat16 or float64.
-        device: Device of its weights; "auto" is CUDA if available, else the CPU.
-        only_attention: Refuse a model that mixes tokens by more than attention. False: such a model keeps its own
-            attention, and `CausalLM` computes each of its rows separately.
-        shards: Shards the weights, called by all processes: each reads and holds its own rows alone.
+        dtype: Dtype of the weights: float32, bfloat16 or float64.
+        device: Device of the weights; "auto" is CUDA if available, else the CPU.
+        only_attention: Refuse a model that mixes tokens by more than attention. False: the model keeps its own
+            attention, and `CausalLM` computes each row separately.
+        shards: Shards the weights; all processes call this function, and each reads and holds only its own rows. None:
+            not sharded.
 
     Raises:
         ModelError: no such folder or id, not a causal language model, an unsupported one, or weights not finite.
@@ -156,7 +156,7 @@ def load_model(
 
     model.eval()
     if shards is None:
-        refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # the checks below would not notice
+        refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # one NaN may not reach the logits below
         model = model.to(place)
     else:
         shards.apply(model, fill_rows)
@@ -171,12 +171,12 @@ def load_model(
             'trainer.packing = "rows"; to sample from it use an inference server that knows this architecture'
         )
     if other is not None:
-        logger.info("%s mixes tokens by %s: packing is rows, each computed by itself", type(model).__name__, other)
+        logger.info("%s mixes tokens by %s: packing is rows, each computed separately", type(model).__name__, other)
     return model
 
 
 def _kind(source: str) -> str:
-    """The architecture in a folder's config.json, for a message."""
+    """The architecture named in a folder's config.json, for a message: " (Qwen3ForCausalLM)", or ""."""
     try:
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -186,9 +186,9 @@ def _kind(source: str) -> str:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The model's fast tokenizer; an adapter's folder has that of its base model.
+    """Load the model's fast tokenizer. An adapter's folder contains that of its base model.
 
-    Of a hub id generation_config.json is cached too: renderers read there which further tokens end a turn.
+    For a hub id, generation_config.json is downloaded too: renderers read additional end-of-turn tokens from it.
 
     Raises:
         ModelError: no tokenizer, a slow one, or one without a chat template.
@@ -209,21 +209,21 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Replace a model's weights in place by a folder's, without building a second model.
+    """Replace a model's weights in place with those of a folder, without building a second model.
 
     The folder is in the format that `save_model` writes and `from_pretrained` reads.
 
     Raises:
-        ModelError: tensors that are missing, unknown, of another shape or not finite; the model is then unchanged.
+        ModelError: tensors are missing, unknown, of another shape or not finite; the model is then unchanged.
     """
     replace_weights(model, read_weights(model, folder))
 
 
 def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a folder, by the model's names, checked for `replace_weights`. The model is not changed.
+    """Read and check the tensors of a folder, by the model's names, for `replace_weights`. The model is not changed.
 
     Raises:
-        ModelError: tensors that are missing, unknown, of another shape, or with numbers that are not finite.
+        ModelError: tensors are missing, unknown, of another shape or not finite.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -239,7 +239,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     except ModelError as error:
         raise ModelError(f"{folder} does not fit the model: {error}") from error
     own = own_tensors(model)
-    storages = {own[k].data_ptr() for k in incoming}
+    storages = {own[k].data_ptr() for k in incoming}  # a tied tensor is complete if one of its names is there
     missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
     shapes = [k for k, v in incoming.items() if own[k].shape != v.shape]
     _refuse_two_values_for_one_tensor(folder, incoming, own)
@@ -252,6 +252,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors that `read_weights` or `BaseWeights.merged` checked into a model's own, in place."""
     own = own_tensors(model)
     with torch.no_grad():
         for key, value in weights.items():
@@ -261,16 +262,17 @@ def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
 def refuse_not_finite(
     tensors: Iterable[tuple[str, torch.Tensor]], where: str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuse weights with NaN or infinite values in the dtypes in which they will be stored, by default their own.
+    """Refuse weights that are NaN or infinite in the dtypes in which they will be stored (by default their own).
 
     Raises:
-        ModelError: a NaN, an infinity, or a number outside the dtype's range; names the tensor.
+        ModelError: a NaN, an infinity, or a number outside the dtype's range; the message names the tensor.
     """
     for name, tensor in tensors:
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         value = tensor.detach()
-        extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))  # a NaN shows in both
+        # aminmax reads the memory once and propagates NaN; it has no kernel for float8, hence the conversion.
+        extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))
         dtype = (dtypes or {}).get(name, extremes.dtype)
         if not bool(extremes.to(dtype).isfinite().all()):
             raise ModelError(
@@ -282,7 +284,7 @@ def refuse_not_finite(
 def _refuse_two_values_for_one_tensor(
     folder: Path, incoming: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
 ) -> None:
-    """Refuse two values for a tied tensor, which has two names and one storage: one would silently be lost."""
+    """Refuse different values for the two names of a tied tensor: they share one storage, so one would be lost."""
     first_name: dict[int, str] = {}
     for key, value in incoming.items():
         first = first_name.setdefault(own[key].data_ptr(), key)

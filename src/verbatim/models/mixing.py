@@ -1,4 +1,4 @@
-"""Checks that only attention mixes a model's tokens, so that a plan can separate rows and branches."""
+"""Checks that attention alone mixes a model's tokens, so that a plan can keep rows and branches apart."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.rope import probe_length
 
 ROW = 6
-"""Tokens of each of the two rows of the test."""
+"""Tokens in each of the two rows of the test."""
 LEAK = 0.05
-"""Relative difference above which a row depends on the other; rounding stays below, also in bfloat16."""
+"""Relative difference above which one row depends on the other. Rounding stays below it, even in bfloat16."""
 
 
 def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
     """Make a model's attention follow an `AttentionPlan`.
 
     Returns:
-        None, or what else mixes its tokens; the model then keeps its own attention.
+        None if attention alone mixes the tokens; otherwise what else does. The model then keeps its own attention.
 
     Raises:
         ModelError: a token depends on later ones, or the model cannot be compared with its own attention.
@@ -59,7 +59,7 @@ def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
 
 @torch.no_grad()
 def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
-    """Refuse a model in which a prediction changes with later tokens."""
+    """Refuse a model whose predictions change with later tokens."""
     length = probe_length(model.config.get_text_config(), 8 * ROW)
     ids = torch.arange(length, device=model.device)[None] * 5 % model.get_input_embeddings().weight.shape[0]
     try:
@@ -72,13 +72,16 @@ def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
             f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
             "language model of another class"
         ) from error
-    if not (longer - alone).norm() <= LEAK * alone.norm():
+    if not (longer - alone).norm() <= LEAK * alone.norm():  # also refuses NaN
         raise_not_causal(model)
 
 
 @torch.no_grad()
 def _another_model(model: Any) -> str | None:
-    """How a tiny copy under a plan differs from the copy itself; None: not at all."""
+    """How a tiny copy under a plan differs from the copy with its own attention, or None if it does not.
+
+    The layer types of the configuration do not show every mask of a model, so the results are compared.
+    """
     try:
         pair = tiny_pair(model, planned=True)
         ids = probe_ids(pair)
@@ -115,7 +118,7 @@ class _TwoRows(WholeSequencePlan):
 
 @torch.no_grad()
 def _leak(model: Any, calls: ModelCalls) -> str | None:
-    """How a row behind another one differs from the same row alone; None: not at all."""
+    """What carries information from one row to the next although the plan separates them, or None."""
     embedding = model.get_input_embeddings().weight
     row = torch.arange(ROW, device=embedding.device)
 

@@ -1,7 +1,8 @@
-"""Computes a tiny copy of a model with its own attention, as the reference for every plan.
+"""Runs a tiny copy of a model with its own attention, as the reference for every plan.
 
-A model's own mask can hold what no plan has: a window that its layers do not pass on, keys selected by their content.
-Under a plan such a model runs without an error but computes something else. So logprobs and gradients are compared.
+A model's own mask may contain what no plan reproduces: a window that its layers do not pass to the attention function,
+or keys selected by content. Under a plan that model runs without an error but computes something else. So logprobs and
+gradients under a plan are compared with those of the model's own attention.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 LENGTH = 3 * WINDOW
 """Tokens of a probe: several times the windows of a tiny copy."""
 TOLERANCE = 2e-3
-"""Largest difference by float32 rounding: of logprobs, and of gradients relative to their norm."""
+"""Largest difference that is attributed to float32 rounding: of logprobs, and of gradients relative to their norm."""
 CAUSAL = 2e-2
-"""Largest difference by rounding of any log probability between passes of two lengths."""
+"""Largest difference of any log probability between passes of two lengths that is attributed to rounding."""
 SMALL = 1e-2
-"""Gradients below this share of the largest one are compared relative to that share: some, like the bias of keys, are
-rounding errors of 0."""
+"""Floor for the norm that a gradient difference is divided by, as a share of the largest gradient norm. Some gradients,
+like that of the key bias, are exactly 0 up to rounding; a relative difference would be noise."""
 
 _MASKS = (
     "use_sliding_window",
@@ -45,29 +46,29 @@ _MASKS = (
     "attention_dropout",
     "attn_logit_softcapping",
 )
-"""Configuration fields about attention masks, for messages."""
+"""Configuration fields that affect the attention mask; messages print those that are set."""
 
 Gradient = Mapping[str, Tensor]
-"""Gradients by name of the parameter."""
+"""Gradients by parameter name."""
 
 
 class PlanFault(ModelError):
-    """An attention that no plan can replace."""
+    """The model's attention cannot be replaced by a plan."""
 
     def __init__(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        said = isinstance(cause, NotImplementedError)  # raised by this package
-        super().__init__(str(cause) if said else f"attention that no plan can take the place of ({describe(cause)})")
+        is_ours = isinstance(cause, NotImplementedError)  # raised by a plan of this package; its text is readable
+        super().__init__(str(cause) if is_ours else f"attention that no plan can take the place of ({describe(cause)})")
 
 
 @dataclass(frozen=True, eq=False)
 class TinyPair:
-    """Two tiny models with the same weights. Their gradients are empty, before and after."""
+    """Two tiny models with the same weights. Their parameters hold no gradients between uses."""
 
     own: Any
-    """With the attention of `transformers`."""
+    """The model with the attention of `transformers`."""
     ours: CausalLM
-    """The same weights as Verbatim runs them."""
+    """The model as Verbatim runs it."""
 
     def own_logprobs(self, ids_L: Tensor) -> Tensor:
         """log p(token t | tokens before) for t >= 1, in `transformers`' own forward pass: float32 [L - 1]."""
@@ -81,12 +82,13 @@ def probe_ids(pair: TinyPair, length: int = LENGTH, *, seed: int = 0) -> Tensor:
 
 
 def weights_of(offsets: Tensor) -> Tensor:
-    """A weight for each target by its offset in the sequence, so that errors do not cancel: float32."""
+    """A loss weight for each target, by its offset in the sequence: float32, same shape. Equal weights would let errors
+    of different tokens cancel."""
     return torch.cos(offsets.float())
 
 
 def gradient(model: Any, backward: Callable[[], None]) -> Gradient:
-    """The gradient that a backward pass adds to a model's parameters, which have none before and after."""
+    """The gradients of one backward pass. The parameters have no gradients before, and none afterwards."""
     try:
         backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -95,7 +97,7 @@ def gradient(model: Any, backward: Callable[[], None]) -> Gradient:
 
 
 def differences(found: Gradient, expected: Gradient) -> dict[str, float]:
-    """Relative differences by parameter: norm of the difference over the norm; NaN counts as infinite."""
+    """Relative difference of each parameter's gradient: norm of the difference over the norm. NaN becomes infinity."""
     floor = SMALL * max((float(g.norm()) for g in expected.values()), default=0.0)
     relative = {}
     for name in found.keys() | expected.keys():
@@ -115,11 +117,11 @@ def largest_difference(found: Gradient, expected: Gradient) -> float:
 def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
     """Two tiny copies of a model: one with its own attention, one as Verbatim runs it, under a plan if `planned`.
 
-    Pairs are kept by class and configuration, because a run loads one model several times.
+    Pairs are cached by class and configuration, because a run loads the same model several times.
 
     Raises:
-        ModelError: no small copy can be made or called, or its logits are not those of its head.
-        PlanFault: its logits are not those of its head under a plan only.
+        ModelError: no small copy can be made or called, or its logits are not its head of its last hidden state.
+        PlanFault: the same, but only under a plan.
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "torch_dtype", "_name_or_path")}
     key = (type(model), planned, json.dumps(config, sort_keys=True, default=str))
@@ -130,10 +132,10 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
         ours = copy.deepcopy(own)
         if planned:
             follow_plans(ours)
-        CausalLM(own)
+        CausalLM(own)  # raises if the head is at fault, so that an error of the next one is the plan's
         try:
             pair = TinyPair(own, CausalLM(ours))
-        except ModelError as error:  # its own attention raised no error
+        except ModelError as error:
             raise PlanFault(error) from error
     _pairs[key] = pair
     while len(_pairs) > _KEPT:
@@ -169,7 +171,10 @@ def _refuse_unless_it_works(own: Any) -> None:
 
 @torch.no_grad()
 def _refuse_unless_causal(own: Any) -> None:
-    """Refuse a selection of keys that depends on later tokens once there are more than a window holds."""
+    """Refuse a model whose predictions depend on later tokens in sequences longer than a window.
+
+    Some models select keys by content once there are more than fit a window, so lengths on both sides of it are tried.
+    """
     vocab_size, most = own.get_input_embeddings().weight.shape[0], probe_length(own.config.get_text_config(), LENGTH)
     ids = torch.randint(vocab_size, (most,), generator=torch.Generator().manual_seed(1))
     whole = own(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
@@ -180,21 +185,21 @@ def _refuse_unless_causal(own: Any) -> None:
 
 
 def raise_not_causal(model: Any) -> NoReturn:
-    """Refuse a model in which a token depends on later ones.
+    """Raise the error for a model in which a token depends on later ones.
 
     Raises:
         ModelError: always.
     """
     raise ModelError(
         f"{type(model).__name__}{mask_settings(model.config)}: what it predicts from a token changes with the tokens "
-        "behind it, so nothing can be sampled from it token by token; if the model was trained to look back only, set "
-        "that in its config.json (is_decoder = true, or use_bidirectional_attention = false), or use another model"
+        "behind it, so it cannot be sampled token by token; if the model was trained with causal attention, set that "
+        "in its config.json (is_decoder = true, or use_bidirectional_attention = false), or use another model"
     )
 
 
 def mask_settings(config: Any) -> str:
-    """Settings of masks in a configuration, for a message: " (sliding_window = 4096)", or ""."""
+    """The mask settings of a configuration, for a message: " (sliding_window = 4096)", or "" if none is set."""
     config = config.get_text_config()
     found = [(name, getattr(config, name, None)) for name in _MASKS]
-    said = ", ".join(f"{name} = {value}" for name, value in found if value or (name == "is_decoder" and value is False))
-    return f" ({said})" if said else ""
+    text = ", ".join(f"{name} = {value}" for name, value in found if value or (name == "is_decoder" and value is False))
+    return f" ({text})" if text else ""

@@ -1,8 +1,8 @@
-"""Refuses position encodings that would change with the longest sequence of a forward pass.
+"""Refuses sequences so long that a position encoding depends on the longest sequence of a forward pass.
 
-`dynamic` and `longrope` change the angles of all positions as soon as one sequence of the pass is longer than the
-original training length. A sample's logprobs would then depend on its neighbours, and a token's on later tokens. Up to
-that length such an encoding is as good as any other.
+The RoPE types `dynamic` and `longrope` change the angles of all positions as soon as one sequence of the pass is longer
+than the original training length. A sample's logprobs would then depend on its neighbours in the pass, and a token's on
+later tokens. Up to that length these encodings are ordinary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orchestrator.seq_len") -> None:
-    """Refuse sequences of so many tokens that they change the positions of shorter ones; `setting` is to be lowered.
+    """Refuse sequences so long that they change the positions of shorter ones.
+
+    Args:
+        model: The model; an accepted length is remembered in it.
+        length: The longest sequence, in tokens.
+        setting: The configuration key to lower, for the message.
 
     Raises:
         ModelError: at this length positions change.
@@ -42,7 +47,10 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
 
 @torch.no_grad()
 def _moves(model: CausalLM, length: int) -> bool:
-    """Whether, in a tiny copy, tokens change when a token that they do not attend to has the last position."""
+    """True if earlier tokens of a tiny copy change when the last token, which they cannot see, gets a far position.
+
+    This finds encodings that `fixed_length` does not know by name.
+    """
     pair = tiny_pair(model.model, planned=True)
     length = min(length, getattr(pair.ours.config, "max_position_embeddings", None) or length)
     if length <= WINDOW:

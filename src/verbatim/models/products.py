@@ -1,8 +1,8 @@
-"""Multiplies float32 matrices by oneDNN on AMD processors, where the BLAS that torch calls uses half of the machine.
+"""Multiplies float32 matrices with oneDNN on AMD processors, where torch's default BLAS runs at half speed.
 
-torch multiplies float32 matrices by MKL, which keeps to 256-bit instructions on any processor but Intel's. oneDNN,
-which torch ships as well, uses 512 bits: 2.2 times the rate on a core with AVX-512. It prepares a kernel for each new
-number of rows, in up to a millisecond, and keeps some: numbers of rows should recur.
+torch calls MKL for float32 products, and MKL uses only 256-bit instructions on processors that are not Intel's. oneDNN,
+which torch also ships, uses 512 bits: 2.2 times the throughput on a core with AVX-512. oneDNN builds a kernel for each
+new number of rows, in up to a millisecond, and caches a few, so callers should use few distinct row counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether this machine gains from it, and this release of torch has the operator, which is a private one."""
+    """True on an AMD processor with AVX-512, if this release of torch has the (private) operator."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None or not getattr(torch._C, "_has_mkldnn", False):
         return False
@@ -25,6 +25,6 @@ def onednn_is_faster() -> bool:
 
 
 def onednn_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, without a graph: [..., O] of [..., I]. All are float32 on a CPU."""
+    """`x @ weight.T + bias`, [..., I] to [..., O], without autograd. All tensors are float32 on the CPU."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
     return out

@@ -1,4 +1,4 @@
-"""Converts exceptions of an architecture's code to readable errors."""
+"""Converts exceptions of an architecture's code into readable errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from verbatim.core.errors import ModelError, VerbatimError
 from verbatim.core.machine_faults import is_out_of_memory
 
 FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ZeroDivisionError)
-"""Exceptions of a model's code when it is called in an unexpected way."""
+"""Exceptions that a model's code raises when it is called in a way that it does not support."""
 
 
 def describe(error: Exception) -> str:
-    """An error of a model's code, in one line.
+    """One line about an error of a model's code: its type and the first line of its text.
 
     Raises:
         Exception: the error itself, if memory ran out, because the model is not at fault.
@@ -31,15 +31,16 @@ def refusing(what: str) -> Iterator[None]:
     Out-of-memory errors pass unchanged, because the model is not at fault.
 
     Raises:
-        ModelError: holds the error's text, with its type unless it is an OSError or ValueError of `transformers`.
+        ModelError: contains the error's text, and its type unless it is an OSError or ValueError, whose texts are
+            written for users.
     """
     try:
         yield
     except VerbatimError:
         raise
-    except Exception as error:  # hundreds of architectures and file readers raise anything
+    except Exception as error:  # any type: hundreds of architectures and file readers share no base class
         if is_out_of_memory(error):
             raise
-        said = str(error).strip() or "without a word"
-        told = said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
+        text = str(error).strip() or "without a word"
+        told = text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
         raise ModelError(f"{what}: {told}") from error

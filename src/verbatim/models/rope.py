@@ -7,8 +7,10 @@ from typing import Any
 
 
 def fixed_length(config: Any) -> int | None:
-    """Most tokens of a sequence that `dynamic` or `longrope` encodings of a configuration leave unchanged; None: there
-    are none."""
+    """The longest sequence, in tokens, up to which `dynamic` or `longrope` keep the positions unchanged.
+
+    None if the configuration uses neither.
+    """
     lengths = []
     for parameters in _encodings(getattr(config, "rope_parameters", None)):
         kind = parameters.get("rope_type")
@@ -20,19 +22,19 @@ def fixed_length(config: Any) -> int | None:
 
 
 def probe_length(config: Any, most: int) -> int:
-    """Tokens of a probe: at most these, and no more than the positions of a configuration take unchanged."""
+    """The length of a probe in tokens: at most `most`, and short enough that all positions stay unchanged."""
     return min(n for n in (most, getattr(config, "max_position_embeddings", None), fixed_length(config)) if n)
 
 
 def rope_name(config: Any) -> str:
-    """The scaling that changes positions, for a message: " ('longrope' rope)", or ""."""
+    """The RoPE scaling that changes positions, for a message: " ('longrope' rope)", or "" if none does."""
     names = {str(p.get("rope_type")) for p in _encodings(getattr(config, "rope_parameters", None))}
     found = sorted(names & {"dynamic", "longrope"})
     return f" ({found[0]!r} rope)" if found else ""
 
 
 def _encodings(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """The encoding of all layers, or of each kind of layer."""
+    """All RoPE settings: one for all layers, or nested, one for each kind of layer."""
     if isinstance(parameters, Mapping):
         yield parameters
         for value in parameters.values():

@@ -1,4 +1,4 @@
-"""Checks that a sampler which loads saved weights has the same weights as the trainer that saved them."""
+"""Checks that a sampler that loads saved weights gets exactly the weights of the trainer that saved them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from verbatim.models.refusal import refusing
 
 @torch.no_grad()
 def check_round_trip(model: Any) -> None:
-    """Save random weights of a small `transformers` model's shapes and load them into a copy, bit for bit.
+    """Save random weights of a small `transformers` model, load them into a copy, and compare bit for bit.
 
     Raises:
-        ModelError: a tensor comes back with other values, or not at all; the architecture is named.
+        ModelError: a tensor is missing or has changed; the message names the architecture.
     """
     architecture = type(model).__name__
     trained, updated = deepcopy(model), deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for tensor in trained.state_dict().values():
-        if tensor.is_floating_point():  # distinct values: two biases of zeros could change places unseen
+        if tensor.is_floating_point():  # distinct values: swapping two biases that are all zeros would go unnoticed
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
-    for tensor in updated.state_dict().values():
+    for tensor in updated.state_dict().values():  # so that a tensor that is not loaded cannot match by chance
         tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.bitwise_not_()
     try:
         with tempfile.TemporaryDirectory() as folder, refusing("an error"):

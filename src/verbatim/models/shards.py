@@ -1,6 +1,7 @@
-"""Makes a model without memory for its parameters, and fills them from a folder, each process only its own rows.
+"""Builds a model on the meta device and fills its parameters from a folder; each process reads only its own rows.
 
-No process ever holds the whole model: at most one tensor of it, where that is made of several of the folder's.
+No process ever holds the whole model. It holds at most one whole tensor, where that is assembled from several of the
+folder's tensors.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from verbatim.models.conversion import sources_of, to_model_tensors
 logger = logging.getLogger(__name__)
 
 _FILES: Mapping[str, Any] = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
-"""The files that are fetched from the hub. Some models have the same weights a second time in another layout: Mistral's
-beside the others, those of gpt-oss in folders."""
+"""The files to download from the hub. The excluded ones hold the same weights in another layout: `consolidated*` for
+Mistral's models, subfolders for gpt-oss."""
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what goes wrong with a file of safetensors into a `ModelError`."""
+    """Turn errors of reading a safetensors file into a `ModelError`."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -40,38 +41,37 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def own_tensors(model: Any) -> dict[str, Tensor]:
-    """A model's parameters, tied ones by each of their names, and its saved buffers."""
+    """A model's parameters (tied ones under each of their names) and the buffers that are saved with it."""
     own = dict(model.named_parameters(remove_duplicate=False))
     own.update({name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()})
     return own
 
 
 def empty_model(source: str, dtype: torch.dtype) -> Any:
-    """A model whose parameters are on the meta device. Its buffers, which a folder does not hold, are made."""
+    """A model with its parameters on the meta device. Its buffers are real, because a folder does not hold them."""
     config = AutoConfig.from_pretrained(source)
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with contextlib.suppress(OSError):  # a folder may have none
+    with contextlib.suppress(OSError):  # generation_config.json is optional
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of a tensor that this process holds, and the first one's number; all of one that is not sharded."""
+    """The rows of a tensor that this process holds, and the index of the first one. All rows if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     mesh = tensor.device_mesh
-    rows = -(-tensor.shape[0] // mesh.size())
+    rows = -(-tensor.shape[0] // mesh.size())  # rounded up, as DTensor does: the last processes may hold fewer
     return tensor.to_local(), min(rows * mesh.get_local_rank(), tensor.shape[0])
 
 
 @torch.no_grad()
 def fill(model: Any, source: str) -> None:
-    """Copy the weights of a folder, or of a hub id, into a model's parameters and saved buffers; of sharded ones this
-    process's rows.
+    """Copy the weights of a folder or hub id into a model's parameters and saved buffers: this process's rows only.
 
     Raises:
-        ModelError: a file that cannot be read; a tensor that is missing or of another shape.
+        ModelError: a file cannot be read, or a tensor is missing or of another shape.
     """
     folder = Path(source if Path(source).is_dir() else snapshot_download(source, **_FILES))
     with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def _fill(model: Any, file_of: Mapping[str, Any], where: str) -> None:
             made = {target: (value, tuple(value.shape)) for target, value in converted.items()}
         for target, (value, shape) in made.items():
             filled.add(target)
-            if tied.get(target) not in own:  # else the tensor that it is tied to decides, as in from_pretrained
+            if tied.get(target) not in own:  # otherwise the tensor it is tied to is copied, as in from_pretrained
                 _copy(own[target], value, shape, f"{where}: {target}")
     missing = [name for name in own if name not in filled and tied.get(name) not in filled]
     if missing:
@@ -116,22 +116,24 @@ def _copy(tensor: Tensor, value: Any, shape: tuple[int, ...], where: str) -> Non
 
 @torch.no_grad()
 def copy_rows(tensor: Tensor, value: Any) -> None:
-    """Give a tensor the values of a whole one (or of a slice of a safetensors file): of a sharded one this process's
-    rows."""
+    """Copy this process's rows of a whole tensor, or of a safetensors slice, into a tensor that may be sharded."""
     mine, first = local_rows(tensor)
     if mine.numel():
         mine.copy_(value[first : first + mine.shape[0]] if mine.ndim else value[...])
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a tensor; of a sharded one gathered from all processes, which all call this."""
+    """All rows of a tensor. A sharded one is gathered from all processes, which must all call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """A parameter is on the meta device from the moment it belongs to a module."""
-    building = threading.get_ident()  # the hook is called for modules of all threads
+    """Move each parameter to the meta device as soon as a module registers it.
+
+    `torch.device("meta")` around the constructor would put the buffers there as well.
+    """
+    building = threading.get_ident()  # the hook is global: torch calls it for modules built in other threads too
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != building:

@@ -9,10 +9,10 @@ from verbatim.core.errors import UsageError
 
 
 def vocab_size_of(model: str | Path) -> int:
-    """The rows of the model's output head: ids are below this.
+    """The number of rows of the model's output head; all ids are below it.
 
     Raises:
-        UsageError: its config.json does not say.
+        UsageError: the model has no config.json with a vocab_size.
     """
     try:
         return int(_config(model).vocab_size)
@@ -21,12 +21,12 @@ def vocab_size_of(model: str | Path) -> int:
 
 
 def linear_layers_of(model: str | Path) -> tuple[str, ...]:
-    """The ends of the names of its linear layers, without its output head.
+    """The last parts of the names of the model's linear layers, sorted, without the output head.
 
-    Example: of a Qwen3 down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj and v_proj.
+    Example: for a Qwen3 down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj and v_proj.
 
     Raises:
-        UsageError: it has no config.json, or one of no causal language model.
+        UsageError: the model has no config.json, or one that does not describe a causal language model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Finds a model's files: a local folder, a model that `verbatim models get` made, the hub's cache, or the hub."""
+"""Finds a model's files: in a local folder, a folder made by `verbatim models get`, the hub's cache, or on the hub."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from verbatim.models.catalog import MODELS, folder_of
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file of `peft` that describes an adapter."""
+"""The file in which `peft` describes an adapter."""
 _TIMEOUTS = (5.0, 10.0)
-"""Seconds for the hub to answer, for each attempt. `transformers` has its own timeouts for downloads."""
+"""Timeout in seconds of each attempt to reach the hub. `transformers` has its own timeouts for downloads."""
 
 
 def is_adapter(name: str | Path) -> bool:
-    """Whether this is a folder with an adapter of `peft`, and not with a whole model."""
+    """True for a folder that holds a `peft` adapter and not a whole model."""
     folder = Path(name).expanduser()
     try:
         return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
-    except OSError:  # a path that the system refuses is said by whoever opens it
+    except OSError:  # an unusable path is reported by the code that opens it
         return False
 
 
 def base_of(folder: str | Path) -> str:
-    """The folder or hub id of the model that an adapter's folder belongs to.
+    """The folder or hub id of an adapter's base model.
 
     Raises:
-        ModelError: the folder does not say.
+        ModelError: the adapter's configuration lacks it.
     """
     return str(_adapter_setting(folder, "base_model_name_or_path"))
 
@@ -44,16 +44,16 @@ def rank_of(folder: str | Path) -> int:
     """The rank of an adapter.
 
     Raises:
-        ModelError: the folder does not say.
+        ModelError: the adapter's configuration lacks it.
     """
     return int(_adapter_setting(folder, "r"))
 
 
 def scale_of(folder: str | Path) -> float:
-    """alpha / r of an adapter.
+    """The scale of an adapter, alpha / r.
 
     Raises:
-        ModelError: the folder does not say.
+        ModelError: the adapter's configuration lacks one of them.
     """
     return float(_adapter_setting(folder, "lora_alpha")) / rank_of(folder)
 
@@ -67,14 +67,13 @@ def _adapter_setting(folder: str | Path, key: str) -> Any:
 
 
 def find_source(name: str | Path) -> str:
-    """The argument for `from_pretrained`: an existing folder, also by its name in the catalog, or the id of a model on
-    the hub.
+    """The argument for `from_pretrained`: a folder or a hub id, from a folder, a catalog name or a hub id.
 
-    A cached model is used if the hub cannot be reached, or with HF_HUB_OFFLINE.
-    The hub is asked once per process and model, for about 16 seconds at most.
+    A cached model is used if the hub cannot be reached, or if HF_HUB_OFFLINE is set. The hub is queried once per
+    process and model, for at most about 16 seconds.
 
     Raises:
-        ModelError: no such folder, or no access to such a model on the hub or in the cache.
+        ModelError: there is no such folder, or no such model on the hub or in the cache that can be accessed.
     """
     name = folder_of(str(name))
     folder = Path(name).expanduser()
@@ -95,7 +94,7 @@ def find_source(name: str | Path) -> str:
             'hub id such as "Qwen/Qwen3-0.6B", or use a [model.build] table'
         )
     if "/" not in name:
-        logger.warning("there is no folder %r here; it is taken for a hub id", name)
+        logger.warning("there is no folder %r here; treating it as a hub id", name)
     return _on_hub(name)
 
 
@@ -114,7 +113,7 @@ def _on_hub(name: str) -> str:
     # The errors of the HTTP library that the hub's client uses.
     network = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     near = nearest(name, MODELS).removeprefix("; ")
-    taken = f"there is no folder {name!r} here{f' ({near})' if near else ''}, so it was taken for a hub id"
+    taken = f"there is no folder {name!r} here{f' ({near})' if near else ''}, so it was treated as a hub id"
     hub = constants.ENDPOINT
     try:
         url = hf_hub_url(name, "config.json")
@@ -128,15 +127,15 @@ def _on_hub(name: str) -> str:
         try:
             get_hf_file_metadata(url, timeout=seconds)
         except GatedRepoError:
-            reason = f"{hub} gives it only to those who were let in: ask for access on its page, then `hf auth login`"
+            reason = f"it is gated on {hub}: request access on its page, then type `hf auth login`"
         except RepositoryNotFoundError:
-            reason = f"{hub} has no such model for us; check the id, and for a private model `hf auth login`"
+            reason = f"{hub} has no such model for you; check the id, or type `hf auth login` for a private model"
         except EntryNotFoundError:
-            raise ModelError(f"{taken}; the model of that id on {hub} has no config.json") from None
+            raise ModelError(f"{taken}; the model with that id on {hub} has no config.json") from None
         except HfHubHTTPError:
-            return name  # it exists; the hub is busy
+            return name  # another status, for example of a busy hub, does not mean that the model is missing
         except OfflineModeIsEnabled:
-            reason = f"HF_HUB_OFFLINE is set, so {hub} is not asked"
+            reason = f"HF_HUB_OFFLINE is set, so {hub} was not queried"
         except network as error:
             reason = f"{hub} cannot be reached ({error})"
             continue
@@ -144,7 +143,7 @@ def _on_hub(name: str) -> str:
             return name
         break
     if isinstance(cached, str):
-        logger.warning("model %r is taken from the cache, as %s", name, reason)
+        logger.warning("model %r is loaded from the cache, because %s", name, reason)
         return str(Path(cached).parent)
     raise ModelError(
         f"{taken}; it is not in the cache {constants.HF_HUB_CACHE}, and {reason}. Set model.name to a "

@@ -1,7 +1,7 @@
 """Builds a tiny copy of a model: same class and configuration, random weights, few layers, small widths and windows.
 
-A copy of a few thousand parameters shows the behaviour of a class as well as the model itself, and faster: 40 tokens
-cross a window of 16. The copy keeps every flag and every kind of layer; only sizes change.
+A copy with a few thousand parameters shows how a class behaves as well as the model itself does, and faster: 40 tokens
+are enough to cross a window of 16. The copy keeps every flag and every kind of layer; only sizes change.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.models.refusal import FAULTS, describe
 
 _FAULTS = (*FAULTS, StrictDataclassError)
-"""Those of a model's code, and of a configuration that checks its own sizes."""
+"""Exceptions of a model's code, and of a configuration that validates its own sizes."""
 
 VOCAB = 96
-"""Ids of a tiny copy are below this."""
+"""Vocabulary size of a tiny copy."""
 WINDOW = 16
-"""Most tokens of a window, a chunk of attention or a selection of keys in a tiny copy."""
+"""Largest attention window, attention chunk or number of selected keys in a tiny copy, in tokens."""
 MAX_POSITIONS = 2048
-"""Most rows of a learned table of positions."""
+"""Most rows of a table of learned positions."""
 _MOST_PARAMETERS = 30_000_000
-"""Most parameters of a copy; a larger one has a size field that is missing below."""
+"""Largest accepted number of parameters. A copy above it has a size field that `SIZES` lacks."""
 
 _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 
@@ -79,11 +79,12 @@ _KEY_HEADS = {
     "swa_num_key_value_heads": "swa_num_attention_heads",
     "kv_n_heads": "n_heads",
 }
-"""Fields of key/value heads, and the field of query heads whose ratio (equal, grouped, single) is kept."""
+"""Fields that count key/value heads, and the matching field of query heads. A copy keeps the kind of their ratio:
+equal, grouped or single."""
 
 Sizes = Literal["narrow", "scaled", "true"]
-"""How a copy is made small: each size is cut by itself; width and heads are cut together, so that heads keep an even
-width; or only layers, vocabulary, positions and windows are cut."""
+"""How a copy is made small. "narrow": each size is cut independently. "scaled": width and heads are cut together, so
+that the width stays a multiple of the heads. "true": only layers, vocabulary, positions and windows are cut."""
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "embedding_dim")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _TRUE: Mapping[str, int] = {
@@ -94,7 +95,7 @@ _TRUE: Mapping[str, int] = {
 }
 
 _UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_config", "vq_config")
-"""Parts of a model that text does not use."""
+"""Configurations of parts that text does not use, so one layer is enough."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
@@ -103,18 +104,18 @@ class NoTinyCopy(ModelError):
 
 
 def tiny_copy(model: Any, *, seed: int = 0) -> Any:
-    """A tiny model of a model's class and configuration, on the CPU, in float32 and eval mode, with its own attention.
+    """A tiny model of the same class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
-    A copy whose sizes do not fit each other is a fault of the copy: others follow, up to one of the model's own sizes.
-    Where none of them gives logits for ids alone, it is the first.
+    If the cut sizes do not fit each other, other ways to cut are tried, up to a copy with the model's own widths. If no
+    copy gives logits for ids alone, the first one is returned, and the caller reports what it raises.
 
     Out-of-memory errors pass unchanged, because the model is not at fault.
 
     Raises:
-        NoTinyCopy: a configuration that cannot be made small.
+        NoTinyCopy: the configuration cannot be made small.
     """
     problem: Exception | None = None
-    silent: Any = None
+    silent: Any = None  # the first copy that was built but gives no logits
     for sizes in get_args(Sizes):
         try:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -139,14 +140,14 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
 
 
 def _said(error: Exception) -> Exception:
-    """What a configuration's check of its sizes found, which it wraps."""
+    """The error of a configuration's own validation, which huggingface_hub wraps; any other error itself."""
     cause = error.__cause__
     return cause if isinstance(error, StrictDataclassError) and isinstance(cause, Exception) else error
 
 
 @torch.no_grad()
 def _gives_logits(tiny: Any) -> bool:
-    """Whether it can be called; where it is made without numbers, that is not known."""
+    """True if the copy can be called with ids alone. Assumed true for fake tensors, which have no values to compute."""
     if any(type(parameter.data) is not torch.Tensor for parameter in tiny.parameters()):
         return True
     try:
@@ -159,7 +160,10 @@ def _gives_logits(tiny: Any) -> bool:
 
 
 def _fitting(model: Any, sizes: Sizes) -> Any:
-    """The shallowest copy that has every kind of layer."""
+    """The shallowest copy that has every kind of layer.
+
+    Depth alone does not settle that: configurations place special layers by their own rules, so depths are tried.
+    """
     layers = decoder_layers(model)
     kinds = [_kind(layer) for layer in layers]
     first_with_all = 1 + max((kinds.index(kind) for kind in set(kinds)), default=0)
@@ -180,12 +184,12 @@ def _fitting(model: Any, sizes: Sizes) -> Any:
             raise ValueError(f"it has {size:,} parameters")
         missing = set(kinds) - {_kind(layer) for layer in decoder_layers(tiny)}
         if not missing:
-            return tiny if sizes != "true" else type(model)(config)  # small enough to be given memory
+            return tiny if sizes != "true" else type(model)(config)  # checked to be small, so now with real memory
     raise problem or ValueError(f"{len(missing)} of {len(set(kinds))} kinds of layer are missing in it")
 
 
 def tiny_config(config: Any, depth: int, sizes: Sizes = "narrow") -> Any:
-    """A configuration cut to `depth` layers and to `SIZES`; every flag and every other number stays."""
+    """A configuration cut to `depth` layers and to the sizes of `sizes`; every flag and every other number stays."""
     values = _cut(config.to_dict(), depth, sizes)
     for name in ("dtype", "torch_dtype", "quantization_config", "_name_or_path"):
         values.pop(name, None)
@@ -202,7 +206,7 @@ def _cut(values: Mapping[str, Any], depth: int, sizes: Sizes) -> dict[str, Any]:
         out["attention_hidden_size"] = _WIDTH * values["attention_hidden_size"] // values["hidden_size"]
         if values.get("attention_head_dim"):
             out["attention_head_dim"] = out["attention_hidden_size"] // _HEADS
-    if values.get("rope_parameters"):  # no table of positions, and scaling knows the length
+    if values.get("rope_parameters"):  # RoPE needs no table of positions, and its scaling depends on the true length
         out.update({name: values[name] for name in ("max_position_embeddings",) if name in values})
     if isinstance(values.get("attention_types"), list | tuple) and values.get("attention_layers"):  # GPT-Neo's spelling
         out["attention_types"] = [[list(values["attention_layers"][:depth]), 1]]
@@ -223,7 +227,7 @@ def _cut(values: Mapping[str, Any], depth: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def _limits(values: Mapping[str, Any], sizes: Sizes) -> Mapping[str, int]:
-    """Upper limits of a configuration's fields."""
+    """Upper limits of a configuration's fields, for one way to cut."""
     if sizes == "true":
         return _TRUE
     width = next((values[name] for name in _WIDTHS if _is_int(values.get(name))), 0)
@@ -238,7 +242,7 @@ def _limits(values: Mapping[str, Any], sizes: Sizes) -> Mapping[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Cuts the fields of one configuration."""
+    """Cuts the fields of one configuration to `depth` of its `layers` layers and to `limits`."""
 
     values: Mapping[str, Any]
     layers: int
@@ -270,7 +274,7 @@ class _Cut:
 
 
 def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep scalings; cut factors of single angles to the number of angles of a narrow head."""
+    """Cut RoPE parameters: scalings stay, and per-angle factors are cut to the number of angles of a narrow head."""
     out = copy.deepcopy(dict(parameters))
     partial = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     rotated = (values.get("qk_rope_head_dim") and SIZES["qk_rope_head_dim"]) or int(_HEAD * partial)
@@ -283,7 +287,7 @@ def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _key_heads(value: int, heads: Any) -> int:
-    """Key/value heads for at most `_HEADS` query heads, which they divide: as many, one, or a number in between.
+    """Key/value heads of a copy with at most `_HEADS` query heads, which they divide: still equal, grouped or single.
 
     >>> [_key_heads(value, heads) for value, heads in ((8, 8), (2, 8), (1, 8), (2, 2), (1, 2), (3, 3), (2, 6))]
     [4, 2, 1, 2, 1, 3, 2]
@@ -303,12 +307,12 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     decoder = model.get_decoder() or model.base_model
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    said = [m for m in lists if len(m) == depth]
-    return list(said[0] if said else max(lists, key=len, default=[]))
+    matching = [m for m in lists if len(m) == depth]
+    return list(matching[0] if matching else max(lists, key=len, default=[]))
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """The kind of a layer: its modules and their settings, without weights and numbers of experts and heads."""
+    """What distinguishes a layer from others: its modules and their settings, without weights and without counts."""
     found = {_settings(re.sub(r"\d+", "#", name), module) for name, module in layer.named_modules()}
     return tuple(sorted(found, key=str))
 
@@ -328,7 +332,7 @@ def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Draw weights so large that a token's context matters."""
+    """Draw weights large enough for the context to change a token's logits; `transformers`' 0.02 would not."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 0.15)

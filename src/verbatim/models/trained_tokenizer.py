@@ -1,4 +1,4 @@
-"""Trains a tokenizer on the texts of an environment, for a model that is built. Importing this does not load torch."""
+"""Trains a tokenizer on an environment's texts, for `[model.build]`. Importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from verbatim.core.user_values import as_atom
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 CONTROL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
-"""Special tokens, which are left out of displayed text."""
+"""Special tokens, which decoding for display leaves out."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""One token each, but not special, because a parser must see them in decoded text."""
+"""Added tokens that are not special, because parsers have to see them in decoded text."""
 
-# In order: a number; one newline; anything else. Merges run over whole lines, because the fixed text of a prompt and
-# of a call then costs a token or two per line instead of one per word. They never run over digits, so a number that
-# the model chooses is a token of its own, nor over a newline, so that text cut at the end of a line keeps its ids.
+# In order: a number; one newline; anything else. Merges may span whole lines, so that the fixed text of a prompt or a
+# call costs one or two tokens per line instead of one per word. They never include digits, so that a number that the
+# model chooses is a token of its own, nor a newline, so that text cut at the end of a line keeps its ids.
 SPLIT = r"\p{N}+|[\r\n]|[^\p{N}\r\n]+"
 
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The fields in which a message may carry reasoning; the template reads the first."""
+"""The fields in which a message may carry its reasoning. The template reads only the first of them."""
 
 
 @cache
 def chat_template() -> str:
-    """ChatML as a Jinja template, equal to the output of the `qwen3` renderer."""
+    """ChatML as a Jinja template. Its output equals that of the `qwen3` renderer."""
     return files("verbatim.models").joinpath("chatml.jinja").read_text(encoding="utf-8")
 
 
 def chat_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Render a conversation with the chat template, without a tokenizer, as training text for `build_model`: as
-    `transformers` does, in half the time, because our own template needs no sandbox."""
+    """Render a conversation with the chat template but without a tokenizer, as training text for `build_model`.
+
+    The text equals that of `transformers`, in half the time: our own template is trusted, so it needs no sandbox.
+    """
     written = []
     for message in messages:
         fields: dict[str, Any] = dict(message)
@@ -60,14 +62,14 @@ def _program() -> jinja2.Template:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON's own types: a user's may hold numbers of numpy."""
+    """A value in JSON's own types; users' values may contain numpy numbers."""
     if isinstance(value, Mapping):
         return {as_atom(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else as_atom(value)
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int, context_length: int) -> Any:
-    """A byte-level BPE tokenizer with ChatML's control tokens; any text comes back from its ids exactly."""
+    """Train a byte-level BPE tokenizer with ChatML's control tokens. It decodes any encoded text to the same text."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -82,7 +84,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int, context_length: in
     )
     control = re.compile("|".join(map(re.escape, added)))
     backend.train_from_iterator((piece for text in texts for piece in control.split(text)), trainer)
-    # After the learned tokens, as Qwen3 numbers them.
+    # Added last, so that their ids follow those of the learned tokens, as in Qwen3.
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
     return PreTrainedTokenizerFast(

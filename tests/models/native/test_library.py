@@ -119,7 +119,7 @@ def test_a_damaged_library_is_made_anew(tmp_path, caplog, monkeypatch, damage):
     kept.chmod(0o700)
     with caplog.at_level(logging.WARNING):
         assert native.library(write(tmp_path, SUM)).add(40, 2) == 42
-    assert f"{kept} is damaged, and is made anew" in caplog.text
+    assert f"{kept} is damaged; compiling it again" in caplog.text
     assert [path.read_bytes() for path in libraries(tmp_path)] == [whole]
     caplog.clear()
     native.build.cache_clear()
@@ -153,7 +153,7 @@ def test_a_library_that_was_made_from_something_else_is_not_loaded(tmp_path, mon
     target = planted(tmp_path, monkeypatch, SUM)
     with caplog.at_level(logging.WARNING):
         assert native.library(write(tmp_path, SUM)).add(40, 2) == 42
-    assert f"{target} is made from something else, and is made anew" in caplog.text
+    assert f"{target} is built from another source; compiling it again" in caplog.text
     assert not target.exists()
 
 
@@ -172,7 +172,7 @@ def test_a_library_that_others_can_write_is_not_loaded(tmp_path, caplog, monkeyp
         kept.chmod(0o720 if how == "group" else 0o702)
     with caplog.at_level(logging.WARNING):
         assert native.library(source).add(40, 2) == 42
-    assert f"{kept} is not ours alone, and is made anew" in caplog.text
+    assert f"{kept} is not yours alone; compiling it again" in caplog.text
     assert stat.S_IMODE(kept.lstat().st_mode) == 0o700 and not kept.is_symlink()
 
 

@@ -1,6 +1,7 @@
-"""Compiles C files of this package with the machine's own compiler, once, and loads them.
+"""Compiles this package's C files with the machine's own compiler, caches the libraries, and loads them.
 
-What is written in C here exists a second time in plain torch: without a compiler callers take that, which is slower.
+Everything written in C here also exists in plain torch. Without a compiler, callers use the torch version, which is
+slower.
 """
 
 from __future__ import annotations
@@ -24,65 +25,65 @@ from verbatim.models.native.ownership import read_own, why_not_own
 logger = logging.getLogger(__name__)
 
 SWITCH = "VERBATIM_NATIVE"
-"""Environment variable: 0: nothing is compiled, and nothing compiled is used."""
+"""Environment variable; "0" turns off compiling and the use of compiled libraries."""
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
-"""Tried in this order. OpenMP's functions are not linked: those that torch has loaded are found when the library is
-loaded, so that both use one team of threads. Where they are not found, the library has no threads, and a warning says
-so."""
+"""Options, tried in this order. The OpenMP runtime is deliberately not linked: its symbols resolve to the runtime that
+torch has loaded, so that both share one team of threads. If they do not resolve, the library is built without threads,
+and a warning is logged."""
 _PATIENCE = 120.0
-"""Seconds that a compiler may take."""
+"""Timeout of a compiler run in seconds."""
 _HUNG: set[tuple[str, ...]] = set()
-"""Compilers that took longer, and are not asked again by this process: other options would take as long."""
+"""Compilers that timed out. This process does not run them again: with other options they would hang as well."""
 
 
 @dataclass(frozen=True)
 class CSource:
-    """A C file as it was when the module that calls its functions was imported.
+    """A C file, read when the Python module that calls its functions is imported.
 
-    Its text may change beneath a process, by an upgrade or a checkout, before it is compiled: functions of the new text
-    may read other structures than those that a module of the old one fills in.
+    Compilation comes later, and an upgrade or a checkout may replace the file in between. Functions of the new file
+    could then expect other structs than the already imported module passes.
     """
 
     name: str
     files: tuple[tuple[str, bytes], ...]
-    """Names and contents: the file itself, then the headers of this folder."""
+    """Names and contents: the C file itself, then this folder's headers."""
 
     @classmethod
     def read(cls, path: Path) -> CSource:
-        """Read a file that includes nothing but the headers of this folder, of the compiler and of the C library."""
+        """Read a C file. It may include only this folder's headers, and those of the compiler and the C library."""
         files = (path, *sorted(Path(__file__).parent.glob("*.h")))
         return cls(path.name, tuple((file.name, file.read_bytes()) for file in files))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Build:
-    """What became of a C file on this machine."""
+    """The result of compiling a C file on this machine."""
 
     functions: ctypes.CDLL | None = None
-    """None where it could not be compiled, or where that is switched off."""
+    """The loaded library, or None if it could not be compiled or compiling is turned off."""
     options: str = ""
-    """What it was compiled for: "-march=native -fopenmp"."""
+    """The compiler options that worked, such as "-march=native -fopenmp"."""
     reason: str = ""
-    """Why there are no functions, as a sentence part; why the first options were not possible; or empty."""
+    """Why there is no library, or why the preferred options failed; "" if they worked."""
     is_off: bool = False
-    """Whether `SWITCH` says that nothing is to be compiled."""
+    """True if `SWITCH` turns compiling off."""
 
 
 def library(source: CSource) -> ctypes.CDLL | None:
-    """The functions of a C file, compiled for this processor; None where that is not possible, or switched off."""
+    """The library of a C file, compiled for this processor, or None if that is not possible or turned off."""
     return build(source).functions
 
 
 @cache
 def build(source: CSource) -> Build:
-    """Compile a C file for this processor, where that was not done before, and load it.
+    """Load the library of a C file, compiled for this processor; compile it if the cache does not have it.
 
-    The result lies in the user's cache folder, by source, compiler and processor. A call through `ctypes` does not hold
-    the interpreter's lock. Its threads are those of the thread that calls: `torch.set_num_threads`.
+    The user's cache folder keeps libraries by source, compiler and processor. Calls through `ctypes` release the GIL.
+    They use as many threads as `torch.set_num_threads` has set for the calling thread.
     """
-    import torch  # noqa: F401 - it loads OpenMP
+    import torch  # noqa: F401 - loads the OpenMP runtime that the library's symbols resolve to
 
     compiler, is_off = find_compiler(), os.environ.get(SWITCH) == "0"
     if is_off or compiler is None:
@@ -98,10 +99,10 @@ def build(source: CSource) -> Build:
 
 
 def _built(source: CSource, compiler: tuple[str, ...]) -> Build:
-    """With the best options that are possible.
+    """Compile and load with the first of `_VARIANTS` that works.
 
     Raises:
-        subprocess.TimeoutExpired: the compiler does not end.
+        subprocess.TimeoutExpired: the compiler hangs.
     """
     reason = ""
     for variant in _VARIANTS:
@@ -126,12 +127,11 @@ def _built(source: CSource, compiler: tuple[str, ...]) -> Build:
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """The C compiler, with its first arguments: that of the variable `CC`, such as `ccache gcc`, or one of the usual
-    names."""
+    """The C compiler as a command: the one in the variable `CC` (such as `ccache gcc`), or one of the usual names."""
     for name in (os.environ.get("CC", ""), *_COMPILERS):
         try:
             words = shlex.split(name)
-        except ValueError:  # a quotation without its end
+        except ValueError:  # CC has an unclosed quote
             continue
         if words and (path := shutil.which(words[0])) is not None:
             return path, *words[1:]
@@ -139,33 +139,33 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of a C file: the one that is there, or where that is damaged or missing a new one.
+    """The library of a C file, from the cache, or compiled if the cached one is missing or damaged.
 
-    One that was damaged, or made from something else, would give wrong numbers, or end the process; one that was put
-    there would do anything. So it is a file of ours in a folder of ours, its name ends with the digest of its content,
-    and the content has that of the source and the compiler.
+    A library that is damaged or built from another source would compute wrong numbers or crash the process; one planted
+    by another user could run anything. So a cached library is loaded only if the file and its folder belong to this
+    user, the file name ends with the digest of its content, and the content names the source and compiler it is from.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
-        OSError: it cannot be written or loaded.
+        OSError: the library cannot be written or loaded.
     """
     folder, name = library_folder(), _name(source, compiler, flags)
     for found in sorted(folder.glob(f"{name}-*.so")):
         try:
             content = read_own(found)
-        except FileNotFoundError:  # another process removes a damaged one at the same time
+        except FileNotFoundError:  # another process has just removed a damaged one
             continue
         is_whole = content is not None and found.stem.removeprefix(f"{name}-") == _digest(content)
         if content is not None and is_whole and _mark(name) in content:
             return ctypes.CDLL(str(found), mode=os.RTLD_NOW)
-        what = "not ours alone" if content is None else "made from something else" if is_whole else "damaged"
-        logger.warning("the compiled library %s is %s, and is made anew", found, what)
+        what = "not yours alone" if content is None else "built from another source" if is_whole else "damaged"
+        logger.warning("the compiled library %s is %s; compiling it again", found, what)
         found.unlink(missing_ok=True)
     return ctypes.CDLL(str(_compiled(source, compiler, flags, folder / name)), mode=os.RTLD_NOW)
 
 
 def _name(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """How the library of a C file is named: by all that it is made from."""
+    """The name of a C file's library: a digest of everything that the result depends on."""
     texts = [part for name, text in source.files for part in (name.encode(), text)]
     parts = [
         *texts,
@@ -184,14 +184,14 @@ def _digest(content: bytes) -> str:
 
 
 def _mark(name: str) -> bytes:
-    """What stands in a library of this name: what it was made from."""
+    """The bytes that a library of this name contains, so that a renamed library is detected."""
     return f"verbatim-made-from:{name}".encode()
 
 
 def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> Path:
-    """Make the library; its name is `target`, with the digest of its content behind it."""
+    """Compile the library into a file named `target`, followed by the digest of its content."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
-        for file, text in source.files:  # what is compiled is what the digest is of
+        for file, text in source.files:  # compile the text that was hashed; the file on disk may have changed since
             (Path(name) / file).write_bytes(text)
         made_from, shared = Path(name) / "verbatim-made-from.c", Path(name) / "x.so"
         made_from.write_text(f'const char verbatim_made_from[] = "{_mark(target.name).decode()}";\n', encoding="ascii")
@@ -202,16 +202,16 @@ def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]
         ):
             _run(compiler, command)
         shared.chmod(0o700)
-        with shared.open("rb") as made:  # half of a library, after a power failure, would end processes by SIGBUS
+        with shared.open("rb") as made:  # a library truncated by a power failure would kill processes with SIGBUS
             os.fsync(made.fileno())
         found = target.with_name(f"{target.name}-{_digest(shared.read_bytes())}.so")
-        os.replace(shared, found)  # processes that start together each make it, and the last one stays
+        os.replace(shared, found)  # atomic: processes that start together each compile it, and the last one wins
     return found
 
 
 @cache
 def library_folder() -> Path:
-    """Where libraries are kept: the user's cache, or a folder of this process where that cannot be written."""
+    """The folder of compiled libraries: in the user's cache, or a temporary one if that is unsafe or not writable."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verbatim" / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -220,12 +220,12 @@ def library_folder() -> Path:
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         logger.warning(
-            "compiled libraries are not kept: %s; a program that others write there would run as you. Name "
-            "another folder in XDG_CACHE_HOME, or make it yours alone",
+            "compiled libraries are not cached: %s, so others could put code there that would run as you. Set "
+            "XDG_CACHE_HOME to another folder, or make that one writable for you alone",
             found,
         )
         return Path(_own_folder().name)
-    except (OSError, RuntimeError):  # no home
+    except (OSError, RuntimeError):  # not writable, or no home directory
         return Path(_own_folder().name)
 
 
@@ -236,16 +236,15 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def compiler_version(compiler: tuple[str, ...]) -> bytes:
-    """What it says of itself; a subprocess.TimeoutExpired where it does not end."""
+    """The output of `--version`. Raises subprocess.TimeoutExpired if the compiler hangs."""
     return _run(compiler, [*compiler, "--version"], check=False)
 
 
 def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -> bytes:
-    """What a command of a compiler writes. One that does not end is killed with all that it has started, and no other
-    one of this compiler is begun.
+    """The output of a compiler command. If it hangs, it is killed with its children, and the compiler is not run again.
 
     Raises:
-        subprocess.CalledProcessError, subprocess.TimeoutExpired: it failed.
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: the command failed or hung.
     """
     if compiler in _HUNG:
         raise subprocess.TimeoutExpired(command, _PATIENCE)
@@ -261,14 +260,14 @@ def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -
 
 @cache
 def _program(path: str) -> bytes:
-    """Which file a program is: another one of the same version may compute otherwise."""
+    """The identity of a program's file. Two builds of the same version may generate different code."""
     about = os.stat(path)
     return f"{os.path.realpath(path)} {about.st_size} {about.st_mtime_ns}".encode()
 
 
 @cache
 def _processor() -> bytes:
-    """What `-march=native` depends on: a cache folder may be shared by several machines."""
+    """What `-march=native` depends on. It is part of the name because machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

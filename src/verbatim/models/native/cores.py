@@ -1,10 +1,11 @@
-"""Shares the cores of a machine between the two sides of a run, sampler and trainer, while both are there.
+"""Shares a machine's cores between the two sides of a run, sampler and trainer.
 
-Two teams of threads on the same cores wait for each other, so each side has its share while both compute. But the
-trainer is idle for most of a step where sampling takes longer, and the sampler where training does. So each side says
-when it computes, in a file that both map into memory, and a side takes the cores of one that has been idle for as long
-as it would keep them: for one pass. A sampler is idle for 5 to 50 ms many times in a step, while all its sequences wait
-for their tools; a trainer whose passes take 200 ms would have the cores long after they are needed again.
+Two thread teams on the same cores slow each other down, so while both sides compute each gets half of the cores. But
+one side is idle for most of a step: the trainer if sampling takes longer, otherwise the sampler. So each side publishes
+in a memory-mapped file whether it computes, and a side takes all cores for one pass once the other has been idle for as
+long as that pass takes. A shorter wait would not do: a sampler is idle for 5 to 50 ms many times in a step, while all
+its sequences wait for tools, and a trainer with passes of 200 ms would hold the cores long after the sampler needs
+them.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ _NUMBER = 8
 """Bytes of a float64."""
 
 FIRST_PASS = 0.1
-"""Seconds that a pass is taken to last before one was measured."""
+"""Assumed duration of a pass in seconds, until one was measured."""
 
 
 def own_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class CoreShare:
-    """One side's view. Reading the other side takes no system call, so it may be asked before every pass.
+    """One side's handle. Reading the other side's state takes no system call, so it is cheap before every pass.
 
-    Example: on four cores a side has two threads while the other one computes. Its passes take 0.2 s; once the other
-    one was idle for 0.2 s, it has four.
+    Example: on four cores a side gets two threads while the other side computes. If its passes take 0.2 s, it gets four
+    once the other side has been idle for 0.2 s.
 
     Args:
-        path: The same file for both; it is made where it does not exist.
-        side: Whose view this is.
-        cores: Cores of the machine that the run may use.
+        path: The file that both sides map; created if it does not exist.
+        side: The side that uses this handle.
+        cores: Number of cores that the run may use.
 
     Raises:
         OSError: the file cannot be made or mapped.
@@ -49,7 +50,8 @@ class CoreShare:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, len(_PLACES) * _NUMBER)
-            # Each side's place: since when it is idle, on the clock that all processes share; or that it computes.
+            # One float64 per side: when it became idle (monotonic, a clock that all processes share), or _COMPUTES.
+
             self._idle_since = memoryview(mmap.mmap(file, len(_PLACES) * _NUMBER)).cast("d")
         finally:
             os.close(file)
@@ -61,7 +63,7 @@ class CoreShare:
         self._idle_since[self._own] = 0.0  # it has not computed yet: its cores are free
 
     def compute(self, now: bool) -> None:
-        """Say that this side begins to compute, or has ended."""
+        """Publish that this side starts (`now`) or stops computing."""
         if not now:
             self._began = None
             self._idle_since[self._own] = time.monotonic()
@@ -69,7 +71,7 @@ class CoreShare:
             self._idle_since[self._own] = _COMPUTES
 
     def threads_for_pass(self) -> int:
-        """Threads that this side may have for the pass that begins now, at least 1. A pass lasts until the next one."""
+        """The number of threads for the pass that starts now, at least 1. A pass counts until the next call."""
         now, since = time.monotonic(), self._idle_since[self._other]
         if self._began is not None:
             self._pass_seconds = now - self._began

@@ -1,7 +1,7 @@
-"""Keeps freed memory in the process: the C library gives it back to the kernel, which clears its pages at the next use.
+"""Makes glibc keep freed memory in the process instead of returning it to the kernel.
 
-A step on a CPU makes and frees the same buffers in each layer and micro-batch. With glibc's own limits a tenth of a
-small model's step went into pages that had been given back a moment before.
+A step on a CPU allocates and frees the same buffers in each layer and micro-batch. Memory that was returned comes back
+as pages that the kernel has to zero first. With glibc's defaults that took a tenth of a small model's step.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ import os
 from functools import cache
 
 MAPPED_FROM = 32 * 2**20
-"""Bytes from which a buffer is mapped by itself and unmapped when it is freed: what glibc arrives at in time."""
+"""Size in bytes from which a buffer gets its own mapping, which is unmapped when freed: the maximum of glibc's dynamic
+threshold. It is set explicitly because setting the other limits turns the dynamic threshold off."""
 KEPT = 2**30
-"""Most bytes of freed memory at the end of the heap that are kept."""
+"""Largest amount of freed memory, in bytes, that is kept at the end of the heap."""
 PADDING = 64 * 2**20
-"""Bytes by which a heap grows: that of a thread other than the first, which has parts of this size, keeps them too."""
+"""Bytes by which a heap grows. Heaps of threads other than the first consist of parts of this size, so they keep theirs
+too."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Raise glibc's limits for this process, once; whether that was done. Limits that the environment sets stay, and
-    other C libraries have none of these."""
+    """Raise glibc's limits for this process, once; True if that was done.
+
+    It is not done if the environment sets these limits itself, or if the C library is not glibc.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in _SETTINGS):
         return False

@@ -1,4 +1,4 @@
-"""Tells whether files and folders are this user's alone: what others can write is not run."""
+"""Checks that files and folders belong to this user alone, because code that others can write must not be run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def why_not_own(folder: Path) -> str | None:
-    """How others could put files into a folder, or another folder in its place; None where they cannot.
+    """How others could put files into a folder or replace the folder; None if they cannot.
 
-    The folder, and those on the way to it, belong to this user or to root, and nobody else may write to them; to those
-    on the way also where each may rename only what is his own, as in /tmp.
+    A safe folder belongs to this user, its parents to this user or root, and no one else may write to any of them. A
+    parent with the sticky bit, like /tmp, is safe: there, users can rename only their own entries.
     """
     path = folder.resolve()
     if path.stat().st_uid != os.geteuid():
@@ -29,10 +29,12 @@ def why_not_own(folder: Path) -> str | None:
 
 
 def read_own(path: Path) -> bytes | None:
-    """The content of a file; None where it is a link or no regular file, or belongs to others, or they may write to it.
+    """The content of a file, or None if it is a link, not a regular file, not this user's, or writable by others.
+
+    The checks are made on the open descriptor, so the file cannot be swapped between check and read.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -52,7 +54,7 @@ def _may_others_write(about: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is the one that some systems make for each user, with nobody else in it."""
+    """True for the private group that some systems create for each user, with no other members."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
