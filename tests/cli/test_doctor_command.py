@@ -494,7 +494,7 @@ def test_a_template_without_tools_is_told_and_status_1(tmp_path: Path, capsys: p
     rows = found["tables"]["default"]
     assert {row["outcome"] for row in rows if row["appended"] == "a user's message"} == {"bridged"}
     told = {(row["outcome"], row["reason"]) for row in rows if row["appended"] == "a system message"}
-    assert told == {("refused", "the environment appended a message that is not of a tool or a user")}
+    assert told == {("refused", "the environment appended a message that is neither a tool's nor a user's")}
     assert found["tools"] == {
         "shown": False,
         "shown_below_system": False,

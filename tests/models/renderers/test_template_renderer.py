@@ -274,7 +274,7 @@ ARGUMENTS = "has tool_calls[0].function.arguments"
         (None, "is of type NoneType"),
         ({"content": "hi"}, 'has no role; expected "role"'),
         ({"role": ["user"], "content": "hi"}, "has a role of type list"),
-        (calling("look"), 'has "tool_calls" that are none; expected a list'),
+        (calling("look"), 'has "tool_calls" that are not calls; expected a list'),
         (calling(["look"]), 'has "tool_calls" that are none'),
         (calling([{"id": "1"}]), 'has "tool_calls" that are none'),
         (calling([{"function": None}]), 'has "tool_calls" that are none'),

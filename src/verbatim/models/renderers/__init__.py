@@ -1,4 +1,4 @@
-"""Renders messages to ids and parses ids to messages; finds the renderer that fits a model."""
+"""Renderers turn messages into ids and ids into messages; `create_renderer` finds the one that fits a model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ RENDERERS: Mapping[str, str] = {
     ),
     "gpt-oss": "verbatim.models.renderers.harmony:HarmonyRenderer",
 }  # fmt: skip
-"""Where each renderer lives: called with (tokenizer, name), `thinking_retention`, `history` and `later_system`; heavy
-libraries load with the one that is used."""
+"""The class of each renderer, as "module:class". It is called with (tokenizer, name), `thinking_retention`, `history`
+and `later_system`. Strings rather than classes, so that only the renderer in use loads its heavy libraries."""
 
 ALIASES: Mapping[str, str] = {
     "glm4.5": "glm-4.5",
@@ -60,23 +60,27 @@ def create_renderer(
     history: History = "verbatim",
     later_system: LaterSystem = "fold",
 ) -> Renderer:
-    """The renderer of that name for a tokenizer.
+    """Create the renderer with this name for a tokenizer.
 
-    "auto" knows published models by the name that the tokenizer was loaded by. For any other it takes the first family
-    that renders every probe dialogue to the ids of the model's own chat template, or else the template itself.
+    "auto" recognises published models by the name that the tokenizer was loaded under. For any other model it picks the
+    first family that renders every probe dialogue to the same ids as the model's own chat template; if no family does,
+    it picks the template itself.
 
     Args:
         name: "auto", "template", or a family.
-        tokenizer: The model's.
-        tools: With "hermes" it is the template, and tools are written as text of its messages.
-        thinking_retention: At a user's message, whether thoughts go where the format drops them, or stay.
-        history: With "template" no prompt continues what was sampled: each is rendered, as a chat endpoint does.
-        later_system: A system or developer message that the format does not write is folded, or refused
-            (`message_support`).
+        tokenizer: The model's tokenizer.
+        tools: "hermes": render with the chat template, and write tools as text into its messages. None: the model's own
+            tool format.
+        thinking_retention: "tool_cycle": a user's message removes earlier thoughts if the format drops them there.
+            "all": thoughts stay.
+        history: "verbatim": prompts continue what was sampled. "template": every prompt is rendered from its messages,
+            as a chat endpoint does.
+        later_system: What to do with a system or developer message that the format does not write: "fold" it into
+            another message, or "refuse" it (`message_support`).
 
     Raises:
-        UsageError: no such renderer, or a family that is to write tools in another format than its own.
-        ModelError: the tokenizer does not fit it.
+        UsageError: no such renderer, or `tools` with a family that has its own tool format.
+        ModelError: the tokenizer does not fit the renderer.
     """
     if tools not in (None, "hermes"):
         raise UsageError(f'tools = {tools!r}: expected "hermes", or nothing for the format that the model has')
@@ -162,7 +166,7 @@ def _detect_family(tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Ren
     for name in AUTO_FAMILIES if tokenizer.chat_template else ():
         try:
             renderer = _make(name, tokenizer, kept)
-        except ModelError:  # its tokens are missing
+        except ModelError:  # the tokenizer lacks the family's tokens
             continue
         differs = first_difference(renderer, tokenizer)
         if differs is None:

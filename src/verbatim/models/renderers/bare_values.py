@@ -1,16 +1,17 @@
-"""Reads values that a format writes without quotes, `<parameter=at>null</parameter>`, by the types of their parameter.
+"""Parses values that a format writes without quotes, `<parameter=at>null</parameter>`, by their parameter's types.
 
-Such a format writes several values alike: `null` for the text "null" and for no value, `5` for "5" and for 5. One rule
-says which of them a text is, for every format:
+These formats write different values alike: `null` for the text "null" and for null, `5` for "5" and for 5. One rule
+decides between them, for every format:
 
-- where only a text may stand, it is that text;
-- where another value may stand too, or no type is declared, it is the null, the boolean, the number, the list or the
-  object that it reads as, if such a type is declared; else it is the text. It is also the text if it has white space at
-  an end, or a number that a double does not hold (`0.1234567890123456789`, `1e400`);
-- where no text may stand, it is JSON or a word for a value, however it is spaced; what is neither is no value.
+- if the parameter allows only strings, the value is the text;
+- if it allows other types too, or declares none, the value is the null, boolean, number, list or object that the text
+  parses to, if that type is allowed; otherwise it is the text. It is also the text if it has leading or trailing white
+  space, or a number that a double cannot represent (`0.1234567890123456789`, `1e400`);
+- if it allows no strings, the value is JSON or a word for a value, with any white space around it; other text is not a
+  value.
 
-So a value that was read is written as a text that is read as the same value. The other of two values that are written
-alike is never read: the text "null" of a parameter that may be null.
+So writing a parsed value and parsing it again returns the same value. Of two values that are written alike, one can
+never be parsed: the text "null" of a parameter that may be null.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from typing import Any
 from verbatim.models.renderers.responses import NOT_JSON, is_json, read_json, type_names
 
 _PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
-"""Words of templates that write `value | string`."""
+"""The words that templates write with `value | string`, which gives Python's spelling."""
 _WORDS: Mapping[str, tuple[str, Any]] = {
     "true": ("boolean", True),
     "false": ("boolean", False),
     "null": ("null", None),
     "none": ("null", None),
 }
-"""Templates that write arguments as text write Python's words; the JSON type that makes one more than a word."""
+"""Words for values, in lower case: the JSON type that the parameter must allow for the word to count, and the value."""
 
 
 def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> Any:
-    """The value that a text without quotes is, or `NOT_JSON`.
+    """The value that a text without quotes represents, or `NOT_JSON`.
 
     Args:
-        text: As it was sampled.
-        types: The JSON types that the parameter may have; empty where none is declared.
-        python_words: Whether the format writes Python's words, `None` for null. Where a type is declared they count in
-            every format.
+        text: The text as it was sampled.
+        types: The JSON types that the parameter allows; empty if none is declared.
+        python_words: True if the format writes Python's words, such as `None` for null. If types are declared, these
+            words count in every format.
 
     >>> either = frozenset({"string", "null", "integer"})
     >>> [typed(text, either) for text in ("None", "5", "05", " 5")], typed("None", frozenset())
@@ -57,8 +58,11 @@ def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> An
 
 
 def _of_no_text(text: str, types: frozenset[str]) -> Any:
-    """The value of a text where none may stand. One of another type than is declared is for the tool to refuse; JSON
-    text in quotes is a text with quotes, as formats write it."""
+    """The value of a text for a parameter that allows no strings.
+
+    A value of an undeclared type is returned as well; refusing it is the tool's business. A JSON string keeps its
+    quotes, because the format itself would write none.
+    """
     is_word, meant = _word(text, types)
     if is_word:
         return meant
@@ -67,7 +71,7 @@ def _of_no_text(text: str, types: frozenset[str]) -> Any:
 
 
 def _word(text: str, types: frozenset[str]) -> tuple[bool, Any]:
-    """Whether a text is a word for a value of one of these types, and the value.
+    """(True if the text is a word for a value of one of these types, the value).
 
     >>> _word("True", frozenset({"boolean"})), _word("None", frozenset({"integer"}))
     ((True, True), (False, None))
@@ -77,11 +81,11 @@ def _word(text: str, types: frozenset[str]) -> tuple[bool, Any]:
 
 
 def _is_exact(text: str, value: Any) -> bool:
-    """Whether all fractions in a JSON text are the numbers that are read of them."""
+    """True if every fraction in a JSON text survives conversion to a double, which then prints as an equal number."""
     fractions = list[str]()
     if isinstance(value, (float, list, dict)):
         json.loads(text, parse_float=fractions.append)
     try:
         return all(Decimal(fraction) == Decimal(repr(float(fraction))) for fraction in fractions)
-    except ArithmeticError:  # an exponent that even decimals do not hold
+    except ArithmeticError:  # an exponent that even Decimal cannot represent
         return False

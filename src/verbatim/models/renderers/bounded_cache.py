@@ -1,4 +1,4 @@
-"""Remembers what was rendered last, for several threads at once."""
+"""A cache of the newest entries with a bound on their number and bytes, for use from several threads."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_BYTES = 64 * 2**20
-"""Bytes of ids, texts and schemas that are kept. Without it, thousands of long completions would be kept after their
-episodes."""
+"""Bound on the memory of a renderer's cached prompts, in bytes. Without it, thousands of long completions would stay in
+memory after their episodes."""
 
 
 _UNKNOWN = object()
 
 
 class BoundedCache(dict[K, V], Generic[K, V]):
-    """The newest entries; `add` forgets the oldest ones.
+    """A dict of the newest entries; `add` evicts the oldest ones.
+
+    Reads take no lock: a single dict lookup is atomic in CPython.
 
     Args:
-        most: Most entries.
-        most_bytes: Most bytes of all of them, as `add` is told; None: they are not counted.
+        most: Largest number of entries.
+        most_bytes: Largest total size in bytes, as passed to `add`. None: no bound on bytes.
     """
 
     def __init__(self, most: int, most_bytes: int | None = None) -> None:
@@ -32,7 +34,10 @@ class BoundedCache(dict[K, V], Generic[K, V]):
         self._num_bytes = 0
 
     def of(self, key: K, make: Callable[[K], V], num_bytes: int = 0) -> V:
-        """The value of a key; made, and remembered with so many bytes, where it is not known."""
+        """The value of a key. If it is missing, it is computed by `make` and added with a size of `num_bytes`.
+
+        Two threads may compute the same value at once; `make` runs outside the lock so that it blocks no other thread.
+        """
         found: Any = self.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             found = make(key)
@@ -40,7 +45,7 @@ class BoundedCache(dict[K, V], Generic[K, V]):
         return cast(V, found)
 
     def add(self, key: K, value: V, num_bytes: int = 0) -> None:
-        """Remember one more, of so many bytes."""
+        """Add an entry of `num_bytes`, and evict the oldest ones beyond the bounds."""
         with self._lock:
             self[key] = value
             if self._most_bytes is not None:

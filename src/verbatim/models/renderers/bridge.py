@@ -1,27 +1,26 @@
-"""The rule by which prompts continue: what was sampled stays as it was sampled.
+"""The rule by which prompts continue: what was sampled stays exactly as it was sampled.
 
-P are the ids of a prompt, C the ids that were sampled after it, N the messages to append, and B what the format
-writes behind the end of an assistant's turn: the rest of its close, N, the next generation prompt. The next prompt is
-P + C + B. The sampler sees it, and the trainer trains it, so nothing else is asked for: that the format would write the
-turn itself in another way (an empty thinking block, white space, the spelling of JSON, a call that cannot be read) does
-not matter.
+Let P be the ids of a prompt, C the ids that were sampled after it, N the messages to append, and B what the format
+writes after an assistant's turn: the rest of the turn's close, N, and the next generation prompt. The next prompt is
+P + C + B. It is what the sampler sees and what the trainer trains on. The format might have written the turn itself
+differently (an empty thinking block, white space, the spelling of JSON, a malformed call); that does not matter.
 
-The prompt is rendered anew, and the reason counted, if
+Otherwise the prompt is rendered from its messages, and the reason is counted. That happens if
 
-(a) C holds, before its end, a control token that opens or closes a turn (`control_token`);
+(a) C contains, before its end, a control token that opens or closes a turn (`control_token`);
 (b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
-    tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, an id that only generation_config.json
-    has (`stop_ids`). A turn that was cut off gets the format's close;
-(c) a thought is open where C ended by itself (`open_thought`);
-(d) the tools are others than those of P (`tools_changed`);
-(e) N holds messages that are not of tools or users, once folded by `message_support` (`other_messages`);
-(f) N holds a user's message, at which the format drops thoughts, and P or C holds one that is not empty; not with
-    `thinking_retention = "all"` (`thought_dropped`);
+    tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, or an id that only generation_config.json has
+    (`stop_ids`). A turn that was cut off is not concerned: it gets the format's close;
+(c) C ended by itself inside a thought (`open_thought`);
+(d) the tools differ from those of P (`tools_changed`);
+(e) N contains messages that are neither a tool's nor a user's, after folding by `message_support` (`other_messages`);
+(f) N contains a user's message, the format drops thoughts there, and P or C contains a non-empty one
+    (`thought_dropped`); not with `thinking_retention = "all"`;
 (g) it is not known what the format writes (`format_unknown`).
 
 Example, ChatML, P = `<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`, C = `yo<|im_end|>`, N = [user "so?"]:
-behind a turn the format writes `<|im_end|>\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`. C has the
-first token of it; the others are B.
+after a turn the format writes `<|im_end|>\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`. C already has
+the first of these tokens; the others are B.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ from verbatim.models.renderers.tool_support import COMPLETE, ToolSupport
 
 _CONTINUED_ROLES = frozenset({"tool", "user"})
 _KNOWN_PROMPTS = 1024
-"""Prompts that are continued by their ids alone, without a handle."""
+"""Number of prompts remembered by their ids, for callers that continue without a handle (`bridge_to_next_turn`)."""
 _BYTES_OF_AN_ID = 16
-"""Memory of a remembered prompt for each of its ids: the id, and the text and the schemas that it was made from."""
+"""Estimated memory of a remembered prompt, in bytes per id: the id, and its share of the messages and schemas."""
 _THOUGHT = "zqthought"
 _THOUGHT_TAGS = ("<think>", "</think>")
 
 
 class ContinuingRenderer(abc.ABC):
-    """What all our renderers have in common: the rule. A subclass knows a format."""
+    """Base class of our renderers: it applies the rule above. Subclasses know the formats."""
 
     stop_token_ids: tuple[int, ...]
 
@@ -82,23 +81,23 @@ class ContinuingRenderer(abc.ABC):
         self.tokenizer = tokenizer if isinstance(tokenizer, EscapingTokenizer) else EscapingTokenizer(tokenizer)
         self._sampled = SampledText(self.tokenizer)
         self.thinking_retention: ThinkingRetention = thinking_retention
-        """At a user's message: whether thoughts go where the format drops them, or stay."""
+        """What happens to earlier thoughts at a user's message."""
         self.history: History = history
         """Whether prompts continue what was sampled."""
         self.later_system: LaterSystem = later_system
-        """What becomes of system and developer messages that the format does not write."""
+        """What happens to system and developer messages that the format does not write."""
         self._prompts: BoundedCache[bytes, Conversation] = BoundedCache(_KNOWN_PROMPTS, MOST_BYTES)
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
     ) -> Int32:
-        """The ids of a whole conversation: int32 [L]; read-only where several conversations share them.
+        """The ids of a whole conversation: int32 [L]. The array is read-only if conversations share it.
 
         Raises:
-            EnvironmentFault: invalid messages; or the format refuses them (two user turns in a row, two calls at once),
-                or leaves out a part of them, and the field is named; or a tool that could not be called.
+            EnvironmentFault: the messages are invalid; the format refuses them (two user turns in a row, two calls at
+                once) or leaves out a field, which the message names; or a tool could not be called.
             TemplateFault: the rendering exceeds its budget.
-            ModelError: the format would leave out the tools, a call, or what a tool answered.
+            ModelError: the format would leave out the tools, a call, or a tool's answer.
         """
         check_messages(messages)
         given = self.message_support.folded(messages, tools)
@@ -116,24 +115,24 @@ class ContinuingRenderer(abc.ABC):
 
     @abc.abstractmethod
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """The ids of a conversation, even if the format leaves out a part of it."""
+        """The ids of a conversation, without the checks of `render_ids`: the format may leave out a part of it."""
 
     @abc.abstractmethod
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Read a completion."""
+        """Parse a completion."""
 
     @abc.abstractmethod
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
-        """What the format writes behind the turn: its close or, in a format without one, what opens the next message;
-        then the new messages and the generation prompt. None where that is not known.
+        """What the format writes after the turn, or None if that is not known.
 
-        `body` is the completion without the token that ended it.
+        It starts with the turn's close (in a format without one, with what opens the next message), followed by the new
+        messages and the generation prompt. `body` is the completion without the token that ended it.
         """
 
     def decode(self, ids: Int32 | Sequence[int]) -> str:
-        """Text for people, special tokens included."""
+        """The text of ids for display, special tokens included."""
         return self.tokenizer.decode(ids)
 
     def written(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
@@ -147,12 +146,12 @@ class ContinuingRenderer(abc.ABC):
 
     @cached_property
     def message_support(self) -> MessageSupport:
-        """Which messages the format writes, and how the others are folded."""
+        """Which messages the format writes, and how to fold the others."""
         return MessageSupport(self.written, self._who, self.later_system)
 
     @cached_property
     def callable_tools(self) -> CallableTools:
-        """Which names of tools the format takes."""
+        """Which tool names the format can write and read back."""
         return CallableTools(
             lambda messages, prompt: self.write_ids(messages, None, prompt),
             lambda completion, prompt: self.parse_response(completion, prompt).tool_calls,
@@ -166,9 +165,9 @@ class ContinuingRenderer(abc.ABC):
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The previous turn's ids verbatim, plus the new messages and the generation prompt; or None.
+        """The previous turn's ids verbatim, plus the new messages and the generation prompt; None if not possible.
 
-        For callers without a handle: the prompt is known by its ids, if it is among the last that were made here.
+        For callers without a handle. The prompt is looked up by its ids among the last ones that this renderer made.
         """
         known = self._prompts.get(_key(prev_prompt_ids))
         if known is None or not new_messages:
@@ -182,10 +181,10 @@ class ContinuingRenderer(abc.ABC):
     def continue_conversation(
         self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | BreakReason:
-        """The next prompt, or why it has to be rendered anew.
+        """The ids of the next prompt, or why it cannot continue what was sampled.
 
         Raises:
-            EnvironmentFault: invalid new messages, or one that the format leaves out.
+            EnvironmentFault: the new messages are invalid, or the format leaves one of them out.
             TemplateFault: a rendering exceeds its budget.
         """
         check_messages(new_messages)
@@ -204,6 +203,7 @@ class ContinuingRenderer(abc.ABC):
         if reason is not None:
             return reason
         behind = self._behind(conversation, body, new_messages)
+        # B has to begin with a control token: only that can never merge with the sampled ids before it.
         if not behind or behind[0] not in self._control_ids:
             return BreakReason.FORMAT_UNKNOWN
         if ended and behind[0] != completion[-1]:
@@ -212,7 +212,7 @@ class ContinuingRenderer(abc.ABC):
         return np.concatenate([conversation.prompt_ids, completion, added], dtype=np.int32)
 
     def holds_thoughts(self, messages: Sequence[Message]) -> bool:
-        """Whether the rendering of these messages holds a thought that is not empty, behind the last user's message."""
+        """True if the rendering of these messages contains a non-empty thought after the last user's message."""
         behind_user: list[Message] = []
         for message in messages:
             behind_user = [] if message.get("role") == "user" else [*behind_user, message]
@@ -228,7 +228,7 @@ class ContinuingRenderer(abc.ABC):
         new: Sequence[Message],
         tools: Schemas,
     ) -> BreakReason | None:
-        """(a), (c), (d), (e) and (f): what is known before anything is rendered."""
+        """Reasons (a), (c), (d), (e) and (f), which need no rendering and are therefore checked first."""
         if not same_tools(conversation.tools, tools):
             return BreakReason.TOOLS_CHANGED
         if not new or any(message.get("role") not in _CONTINUED_ROLES for message in new):
@@ -244,18 +244,24 @@ class ContinuingRenderer(abc.ABC):
 
     @property
     def end_texts(self) -> list[str]:
-        """The texts of the control tokens that end turns. A generation_config.json may list tokens of plain text too: a
-        turn that was sampled ends with one, and in what the format writes they say nothing."""
+        """The texts of the control tokens that end turns.
+
+        generation_config.json may also list plain-text tokens. These end sampled turns, but in rendered text they are
+        ordinary words, so they are left out here.
+        """
         return [self.decode([i]) for i in self.stop_token_ids if i in self._control_ids]
 
     def _holds_turn_token(self, body: list[int]) -> bool:
-        """Whether a turn holds a control token that opens or closes one."""
+        """True if a turn contains a control token that opens or closes a turn."""
         return not self.turn_token_ids.isdisjoint(body)
 
     @cached_property
     def turn_token_ids(self) -> frozenset[int]:
-        """The control tokens that open or close a turn: those that end one, and those that the format writes around
-        the texts of systems, users and tools, as far as they stand before the text; without those of a plain answer."""
+        """The control tokens that open or close a turn, found by rendering.
+
+        They are the tokens that end a turn, and those that the format writes before the texts of systems, users and
+        tools. Tokens of a plain answer are excluded: they are legitimate inside a turn.
+        """
         found = set(self.stop_token_ids)
         for messages in ([ASK], [SYSTEM, ASK]):
             found |= set(self._controls_of(self._written(messages, True)))
@@ -267,23 +273,23 @@ class ContinuingRenderer(abc.ABC):
         return frozenset(found).difference(self._answer_token_ids())
 
     def _answer_token_ids(self) -> list[int]:
-        """The control tokens that the format writes in a plain answer, before its end."""
+        """The control tokens that the format writes inside a plain answer, before its end."""
         prompt, whole = self._written([ASK], True), self._written([ASK, ANSWER], False)
         answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
         return self._controls_of(answer[: self._end_of_turn(answer)])
 
     def _end_of_turn(self, ids: Sequence[int]) -> int:
-        """The place of the token that ends a turn; the number of ids where none does."""
+        """The index of the token that ends the turn, or the number of ids if none does."""
         return next((place for place, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
 
     @cached_property
     def drops_thoughts(self) -> bool:
-        """Whether the format drops the thoughts of earlier turns when the user speaks."""
+        """True if the format drops the thoughts of earlier turns at a user's message."""
         return not self._holds_thought([ASK, _thoughtful(ANSWER), ASK])
 
     @cached_property
     def _writes_thoughts(self) -> bool:
-        """Whether the format writes the thoughts of turns that no user has answered yet."""
+        """True if the format writes the thoughts of turns that no user's message follows."""
         return self._holds_thought([ASK, _thoughtful(calling()), RESULT]) or self._holds_thought(
             [ASK, _thoughtful(ANSWER)]
         )
@@ -296,7 +302,7 @@ class ContinuingRenderer(abc.ABC):
         return _THOUGHT in self.decode(self._written(messages, messages[-1]["role"] != "assistant"))
 
     def _written(self, messages: Sequence[Any], prompt: bool) -> list[int]:
-        """The ids of probe messages; none where the format refuses them."""
+        """The ids of probe messages; empty if the format refuses them."""
         try:
             ids: list[int] = self.write_ids(messages, None, prompt).tolist()
         except EnvironmentFault:
@@ -304,7 +310,7 @@ class ContinuingRenderer(abc.ABC):
         return ids
 
     def _probed_behind(self, calls: Sequence[ToolCall], new: Sequence[Any]) -> list[int]:
-        """What the format writes behind a turn with these calls, after one question; nothing where it is not known."""
+        """What the format writes after a turn with these calls that answers one question; empty if not known."""
         prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
         nothing = np.empty(0, dtype=np.int32)
         said = SampledReply(
@@ -327,11 +333,11 @@ class ContinuingRenderer(abc.ABC):
         )
 
     def _controls_of(self, ids: Sequence[int]) -> list[int]:
-        """The control tokens in ids, those of thoughts left out."""
+        """The control tokens among the ids, without those of thoughts."""
         return [i for i in ids if i in self._control_ids and i not in self._thought_ids]
 
     def _note(self, ids: Int32, messages: Sequence[Message], tools: Schemas) -> None:
-        """Remember a prompt for `bridge_to_next_turn`. The messages are copied: their owner may change them."""
+        """Remember a prompt for `bridge_to_next_turn`. The messages are copied, because their owner may change them."""
         copied = tuple(dict(message) for message in messages)
         self._remember(
             Conversation(

@@ -1,9 +1,8 @@
-"""Probes a chat template with dialogues: which messages it lets be appended to a sampled turn, in which situations, and
-where it rewrites what was there.
+"""Probes a chat template: which messages can be appended to a sampled turn, and where the template rewrites history.
 
 Each probe is a conversation, a turn as the template itself writes it, and the messages to append. The renderer bridges
-it or refuses, as it would in a run. Where it refuses, the texts before and after are compared, to find the turn and the
-line of the template that write the first character that differs.
+the turn or refuses, as in a run. If it refuses, the renderings before and after are compared, to find the turn that
+changed and the line of the template that writes the first differing character.
 """
 
 from __future__ import annotations
@@ -28,36 +27,37 @@ _Lines = Sequence[tuple[str, int]]
 _Messages = list[Message]
 
 _SHOWN_BY_TEXTS = (BreakReason.THOUGHT_DROPPED, BreakReason.FORMAT_UNKNOWN)
-"""Reasons that show in what the template writes."""
+"""Reasons that are visible as a difference between two renderings."""
 _EXCERPT = 40
-"""Characters that are quoted of each text."""
+"""Number of characters quoted from each text."""
 _WORD_BEFORE = re.compile(r"(<?[^\s<>]*)\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BridgeProbe:
-    """One probe, and what came of it."""
+    """One probe and its outcome."""
 
     appended: str
-    """What follows the sampled turn: a key of `APPENDED`."""
+    """The kind of messages after the sampled turn: a key of `APPENDED`."""
     situation: str
-    """What the conversation is like: a key of `SITUATIONS`."""
+    """The kind of conversation: a key of `SITUATIONS`."""
     outcome: Outcome
-    """`left out`: the template does not write the appended messages. `raises`: it refuses the conversation."""
+    """`bridged`, `refused` (a break), `left out` (the template does not write the appended messages), or `raises` (the
+    template refuses the conversation)."""
     turn: int | None = None
-    """Refused: the turn, counted from 0, at which the texts part."""
+    """If refused: the turn, counted from 0, where the renderings first differ."""
     line: int | None = None
-    """Refused: the line of the template that writes something else there than before."""
+    """If refused: the line of the template that writes the difference."""
     reason: str = ""
-    """Refused: both texts from there on. Raises: what the template says."""
+    """If refused: excerpts of both renderings from there on. If it raises: the template's error."""
 
 
 def probe_bridges(renderer: TemplateRenderer, tokenizer: EscapingTokenizer) -> list[BridgeProbe]:
-    """Every kind of appended message in every situation, in the order of `APPENDED` and `SITUATIONS`.
+    """Probe every kind of appended message in every situation, in the order of `APPENDED` and `SITUATIONS`.
 
     Args:
-        renderer: Of the template.
-        tokenizer: What the renderer encodes with.
+        renderer: The template's renderer.
+        tokenizer: The tokenizer that the renderer encodes with.
     """
     return [
         _ProbePlayer(renderer, tokenizer, appended, situation).outcome()
@@ -80,7 +80,7 @@ class _ProbePlayer:
         self._stops = "|".join(map(re.escape, renderer.end_texts))
 
     def outcome(self) -> BridgeProbe:
-        """Bridged, or why not."""
+        """Play the probe."""
         try:
             before = self._lines(self._messages)
             sampled = self._sampled(_text(before))
@@ -116,10 +116,10 @@ class _ProbePlayer:
         )
 
     def _sampled(self, kept: str) -> str | None:
-        """The turn as the template writes it, through the token that ends it; None if it does not keep the prompt.
+        """The turn as the template writes it, up to the token that ends it; None if it changes the prompt before it.
 
-        Some templates write an empty block of thinking in the last turn of all, which a turn without thinking is
-        sampled without. So that one is taken as it stands above the appended messages.
+        Some templates write an empty thinking block into the last turn, which a model that does not think would not
+        sample. So a turn without thinking is preferably taken from its rendering before the appended messages.
         """
         alone = _text(self._lines([*self._messages, self._reply], prompt=False))
         above = _text(self._lines([*self._messages, self._reply, *self._new]))
@@ -133,7 +133,7 @@ class _ProbePlayer:
         return self._renderer.write_lines(messages, self._tools, prompt)
 
     def _refused(self, before: _Lines, sampled: str, after: _Lines) -> BridgeProbe:
-        """Where the prompt and the turn part from what the template writes of them later."""
+        """Find where the prompt and the turn differ from what the template writes for them later."""
         kept, now = _text(before) + sampled, _text(after)
         at, there = _parting(kept, now, exact=len(kept) - len(sampled))
         if at == len(kept):
@@ -152,7 +152,7 @@ class _ProbePlayer:
 
 
 def _parting(kept: str, now: str, *, exact: int) -> tuple[int, int]:
-    """Where two texts differ first, in each of them; from `exact` on, white space aside."""
+    """The indices, in each text, of the first difference. From `exact` on, white space is ignored."""
     at = there = 0
     while at < len(kept):
         if at >= exact and kept[at].isspace():
@@ -167,9 +167,9 @@ def _parting(kept: str, now: str, *, exact: int) -> tuple[int, int]:
 
 
 def _line(lines: _Lines, place: int) -> int | None:
-    """The line that writes the character at a place; the last line for a text that ends before it."""
+    """The template line that writes the character at an index, or the last line if the text is shorter."""
     line = None
-    for text, line in lines:  # noqa: B007  the last one is meant
+    for text, line in lines:  # noqa: B007  the last value is used after the loop
         place -= len(text)
         if place < 0:
             break
@@ -181,14 +181,14 @@ def _text(lines: _Lines) -> str:
 
 
 def _quoted(text: str, at: int) -> str:
-    """The text from a place on, or from the word or tag that it is in."""
+    """An excerpt of the text that starts with the word or tag around an index."""
     start = at - len(_WORD_BEFORE.search(text[max(at - _EXCERPT, 0) : at])[0])  # type: ignore[index]  # finds "" too
     text = text[start:].replace(BREAK, "")
     return repr(text[:_EXCERPT]) + ("..." if len(text) > _EXCERPT else "") if text else "nothing"
 
 
 def _turn(number: int, *, num_calls: int = 0, thinks: bool = False) -> Message:
-    """A turn that ends with its `_words`, in its text or in its calls."""
+    """A turn that ends with the unique words `_words(number)`, in its text or in its calls."""
     calls = [
         {
             "id": f"zqcall00{call}",
@@ -236,7 +236,7 @@ APPENDED: Mapping[str, tuple[int, _Messages]] = {
     "a user's message": (0, [_said("user", 1)]),
     "a system message": (0, [_said("system", 1)]),
 }
-"""(calls of the sampled turn, what is appended to it)"""
+"""(number of calls in the sampled turn, messages appended to it)"""
 
 SITUATIONS: Mapping[str, tuple[_Messages, list[dict[str, Any]] | None, bool]] = {
     "plain": ([_ASK], None, False),
@@ -248,4 +248,4 @@ SITUATIONS: Mapping[str, tuple[_Messages, list[dict[str, Any]] | None, bool]] = 
     "an earlier turn thought": ([_ASK, _turn(0, thinks=True), _said("user", 2)], None, False),
     "thinks before every call": ([_ASK, _turn(0, num_calls=1, thinks=True), _said("tool")], _TOOLS, True),
 }
-"""(messages before the sampled turn, the tools that are shown, whether the turn thinks)"""
+"""(messages before the sampled turn, tools in the prompt, whether the turn thinks)"""

@@ -1,14 +1,13 @@
-"""Gives calls the ids that a chat format wants, where it writes ids.
+"""Gives calls the ids that a chat format requires.
 
-Kimi writes a call as its id and its arguments: the tool's name stands in the id, `functions.look:0`, where 0 counts the
-calls of the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our own ids
-(`call_0`) and those of other servers hold no name, or are refused. Which of the two a format does is found by
-rendering.
+Kimi writes a call as its id and its arguments. The tool's name is part of the id, `functions.look:0`, where 0 counts
+the calls of the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our own ids
+(`call_0`) and those of other servers fit neither form. What a format requires is found by rendering.
 
-An id that has the format's form stays as it is: it was sampled, and is in the ids of the prompt.
+An id that already has the format's form is kept, because it was sampled and is in the ids of the prompt.
 
-Many formats write no ids (Qwen, GLM, Llama). There the answers of tools stand in the order of the calls, whatever order
-they came in: a model takes the first answer for that to its first call.
+Many formats write no ids (Qwen, GLM, Llama). For these, tools' answers are sorted into the order of the calls, because
+a model assumes that the first answer belongs to its first call.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True)
 class CallIds:
-    """The ids of calls in one chat format."""
+    """The form of call ids in one chat format."""
 
     form: Literal["as_given", "unwritten", "named", "nine"]
-    """named: `functions.NAME:INDEX`; nine: nine letters and digits; as_given: the format takes any id; unwritten: it
-    writes none, and only its place says which call an answer is to."""
+    """named: `functions.NAME:INDEX`. nine: nine letters and digits. as_given: any id. unwritten: the format writes no
+    ids, and an answer belongs to a call by its position."""
 
     def rewritten(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """A conversation with the format's ids. The answers of tools name the same calls as before.
+        """A conversation with ids in the format's form. Tools' answers refer to the same calls as before.
 
-        An answer that names no call of the turn before it belongs to the call that no other answer names, where there
-        is one such answer and one such call. Where no call is left it answers one that could not be read.
+        An answer with an unknown id belongs to the only call without an answer, if there is exactly one of each. If
+        every call has its answer, the unknown id refers to a call that could not be parsed.
 
         Raises:
-            EnvironmentFault: an answer that may belong to several calls, or follows no turn.
+            EnvironmentFault: an answer may belong to several calls, or follows no turn.
         """
         if self.form == "as_given" or not any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
@@ -65,15 +64,15 @@ class CallIds:
     def continuing(
         self, messages: Sequence[Message], said: SampledReply, new: Sequence[Message]
     ) -> tuple[Sequence[ToolCall], Sequence[Message]]:
-        """The calls of a sampled turn with the ids that it was sampled with, and the new messages with the same.
+        """The calls of a sampled turn with the ids as sampled, and the new messages that refer to these ids.
 
         Args:
-            messages: Those before the turn.
-            said: The turn.
-            new: Those behind it.
+            messages: The messages before the turn.
+            said: The sampled turn.
+            new: The messages after the turn.
 
         Raises:
-            EnvironmentFault: as of `rewritten`.
+            EnvironmentFault: as `rewritten`.
         """
         if self.form == "as_given" or not any(message.get("role") == "tool" for message in new):
             return said.calls, new
@@ -92,11 +91,11 @@ class CallIds:
         return calls, self._answers(new, len(messages) + 1, given, own, num_calls + len(own))
 
     def sampled(self, call: ToolCall) -> ToolCall:
-        """A sampled call; an id that is not of the form that the format takes is left out."""
+        """A sampled call, without its id if that does not have the format's form."""
         return replace(call, id="") if self.form == "nine" and not self._is_own(call.id, "") else call
 
     def _turn(self, turn: Message, num_before: int, used: set[str]) -> tuple[Message, list[str], list[str]]:
-        """A turn with the format's ids, those that its calls had, and those that they have now."""
+        """(the turn with ids in the format's form, the calls' previous ids, their new ids)."""
         calls = cast(Any, turn.get("tool_calls") or ())
         given = _ids([turn])
         own = [
@@ -109,7 +108,7 @@ class CallIds:
         return cast(Message, {**turn, "tool_calls": changed}), given, own
 
     def _own(self, given: str, name: str, index: int, used: set[str]) -> str:
-        """The id of a call in the format's form; `used` are those that other calls have."""
+        """The id of a call in the format's form: the given one, or a new one that is not in `used`."""
         if self._is_own(given, name):
             return given
         while (made := f"functions.{name}:{index}" if self.form == "named" else f"call{index:05d}") in used:
@@ -125,13 +124,13 @@ class CallIds:
     def _answers(
         self, messages: Sequence[Message], place: int, given: Sequence[str], own: Sequence[str], num_calls: int
     ) -> list[Message]:
-        """The messages behind a turn, of which those of tools name its calls by their own ids.
+        """The messages after a turn, with tools' answers that refer to the calls' new ids.
 
         Args:
-            messages: Up to the next turn.
-            place: The number of the first one.
-            given, own: The ids that the calls had, and have.
-            num_calls: Calls up to and including the turn's.
+            messages: The messages up to the next turn.
+            place: The index of the first of them in the conversation.
+            given, own: The previous and the new ids of the turn's calls.
+            num_calls: Number of calls in the conversation, up to and including the turn.
         """
         left, found, unknown = list(range(len(own))), list(messages), list[int]()
         for number, message in enumerate(messages):
@@ -153,7 +152,7 @@ class CallIds:
                 )
             found[unknown[0]] = _naming(first, own[left[0]])
             return found
-        for k, number in enumerate(unknown):  # they answer calls that could not be read
+        for k, number in enumerate(unknown):  # these answer calls that could not be parsed
             name = str(messages[number].get("name") or "")
             if name or self.form == "nine":
                 own_id = self._own(_named(messages[number]), name, num_calls + k, set(own))
@@ -162,7 +161,7 @@ class CallIds:
 
 
 def find_call_ids(render: Render) -> CallIds:
-    """Which ids a format wants, found by rendering calls."""
+    """Find by rendering calls which ids a format requires."""
     text = _written(render, "zqcall000")
     if text and "zqcall000" in text and NAME not in text:
         return CallIds("named")
@@ -172,7 +171,10 @@ def find_call_ids(render: Render) -> CallIds:
 
 
 def _written(render: Render, call_id: str) -> str:
-    """What a format writes of a call with this id, without the tool's name where it answers; "" where it refuses it."""
+    """What a format writes for a call with this id and its answer, or for the call alone; "" if it refuses both.
+
+    The answer has no `name`, so that the tool's name in the text can only come from the call.
+    """
     turn = calling()
     turn["tool_calls"][0]["id"] = call_id
     answer = {key: value for key, value in RESULT.items() if key != "name"} | {"tool_call_id": call_id}
@@ -180,12 +182,12 @@ def _written(render: Render, call_id: str) -> str:
 
 
 def _ids(messages: Sequence[Message]) -> list[str]:
-    """The ids of the calls of messages; "" where one has none."""
+    """The ids of the messages' calls; "" for a call without an id."""
     return [str(call.get("id") or "") for message in messages for call in cast(Any, message.get("tool_calls") or ())]
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
-    """The messages behind a turn, with the answers to its calls in the order of these."""
+    """The messages after a turn, with the answers sorted into the order of the calls. Other messages stay in place."""
     places = [
         number
         for number, message in enumerate(messages)
@@ -198,14 +200,14 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
 
 
 def _given(messages: Sequence[Message], is_own: Callable[[str, str], bool]) -> set[str]:
-    """The ids of calls that have the format's form already."""
+    """The call ids that already have the format's form."""
     calls = (call for message in messages for call in cast(Any, message.get("tool_calls") or ()))
     return {str(call.get("id")) for call in calls if is_own(str(call.get("id") or ""), call["function"]["name"])}
 
 
 def _refuse_answers(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
-        if message.get("role") == "tool" and isinstance(message.get("content"), str):  # else it is refused for that
+        if message.get("role") == "tool" and isinstance(message.get("content"), str):  # else refused for its content
             raise EnvironmentFault(
                 f"message {number} has tool_call_id = {_named(message)!r}, and no turn with a call "
                 "stands before it; expected the id of a call"

@@ -1,7 +1,7 @@
-"""Refuses tools that a chat format cannot call: those of which it writes no call that could be read back.
+"""Refuses tools that a chat format cannot call, because a written call could not be parsed back.
 
-Formats that write a call as JSON take any name. Others end a name at a space, a quote, a bracket or "<", and those that
-write Python take no parameter that is no name there: a model that is shown `get weather` could not call it.
+Formats that write calls as JSON accept any name. Others end a name at a space, a quote, a bracket or "<", and those
+that write Python need parameters that are Python identifiers. A model that is shown `get weather` could not call it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from verbatim.models.renderers.probe_messages import ASK, NAME, VALUE, calling
 from verbatim.models.renderers.renderer import Schemas
 
 Write = Callable[[Sequence[Any], bool], Int32]
-"""(messages, add_generation_prompt) -> ids; raises EnvironmentFault where the format refuses them."""
+"""(messages, add_generation_prompt) -> ids. Raises EnvironmentFault if the format refuses the messages."""
 Read = Callable[[Int32, Int32], Sequence[ToolCall]]
-"""(completion, prompt) -> the calls in it"""
+"""(completion ids, prompt ids) -> the calls in the completion."""
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Names that every format takes, if they are no words of Python's own."""
+"""Names that every format accepts, except Python's keywords."""
 _KNOWN = 1024
 _KEY = "zqat"
 
 
 class CallableTools:
-    """Which names one chat format takes, found by writing a call and reading it.
+    """Which tool and parameter names one chat format accepts, found by writing a call and parsing it.
 
     Args:
-        write: The format.
-        read: Reads what it writes.
-        who: Its name, for people.
+        write: Renders messages with the format.
+        read: Parses the format's calls.
+        who: The format's name, for messages.
     """
 
     def __init__(self, write: Write, read: Read, who: str) -> None:
@@ -44,11 +44,10 @@ class CallableTools:
         self._is_read_back: Callable[[str, str], bool] = lru_cache(maxsize=_KNOWN)(self._comes_back)
 
     def refuse(self, tools: Schemas) -> None:
-        """Refuse a tool that could not be called: its name, or that of a parameter that it requires, would not be read
-        back.
+        """Refuse a tool whose name, or the name of a required parameter, would not be parsed back.
 
         Raises:
-            EnvironmentFault: names the tool, and says what to call it.
+            EnvironmentFault: a tool cannot be called; the message suggests another name.
         """
         for place, tool in enumerate(tools or ()):
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -71,11 +70,11 @@ class CallableTools:
     def _takes(self, name: str, key: str) -> bool:
         if all(_PLAIN.fullmatch(given) and not keyword.iskeyword(given) for given in (name, key)):
             return True
-        # Where not even a plain call is read, it is not for the names.
+        # If not even a call with plain names is parsed, the names are not at fault.
         return self._is_read_back(name, key) or not self._is_read_back(NAME, _KEY)
 
     def _comes_back(self, name: str, key: str) -> bool:
-        """Whether a call is read as it is written."""
+        """True if a call with these names is parsed as it was written."""
         turn = calling()
         turn["tool_calls"][0]["function"] = {"name": name, "arguments": {key: VALUE}}
         try:
@@ -90,14 +89,14 @@ class CallableTools:
 
 
 def _required(function: Mapping[str, Any]) -> list[str]:
-    """The parameters that a tool requires. Schemas come from outside: one that is malformed requires none."""
+    """The parameters that a tool requires. Schemas come from environments; a malformed one requires none."""
     parameters = function.get("parameters")
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
     return [key for key in required if isinstance(key, str)] if isinstance(required, (list, tuple)) else []
 
 
 def _plain(name: str) -> str:
-    """A name that every format takes.
+    """A similar name that every format accepts.
 
     >>> _plain("get weather"), _plain("2 + 2"), _plain("!")
     ('get_weather', 'n_2_2', 'n')

@@ -1,7 +1,7 @@
-"""Compiles a model's chat template and renders with it, within a budget.
+"""Compiles a model's chat template and renders with it, within a budget of steps, characters and time.
 
-Everything that renders a model's template goes through here: recognising it, checking it, bridges, every turn of every
-episode, the server and the doctor.
+All rendering of templates goes through this module: family detection, checks, bridges, every turn of every episode, the
+server and the doctor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from verbatim.models.renderers.metering.program import compiled
 
 MAX_SOURCE = 400_000
 """The longest template source, in characters; published templates have about 10,000."""
-_MEND = "mend the model's chat_template.jinja"
+_MEND = "fix the model's chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names under which messages carry reasoning; templates read the first or the second."""
+"""The field names under which messages carry reasoning. Templates read the first or the second."""
 
 
 def compile_template(source: str, name: str = "") -> jinja2.Template:
@@ -36,7 +36,7 @@ def compile_template(source: str, name: str = "") -> jinja2.Template:
     """
     called = _called(name)
     if not isinstance(source, str):
-        raise ModelError(f"{called} is of type {type(source).__name__}; expected Jinja's text; {_MEND}")
+        raise ModelError(f"{called} is of type {type(source).__name__}; expected Jinja source; {_MEND}")
     if not source.strip():
         raise ModelError(f"{called} is empty; expected a template that writes messages as a prompt")
     if len(source) > MAX_SOURCE:
@@ -47,7 +47,7 @@ def compile_template(source: str, name: str = "") -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {cut(str(error.message))}"
         raise ModelError(f"{called} is not valid Jinja ({where}); {_MEND}") from error
-    except Exception as error:  # deep nesting and huge numbers end compilers in many ways
+    except Exception as error:  # any type: deep nesting and huge numbers break the compiler in many ways
         raise ModelError(f"{called} cannot be compiled ({error_text(error)}); {_MEND}") from error
 
 
@@ -81,7 +81,7 @@ class ChatTemplate:
     def lines(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
     ) -> list[tuple[str, int]]:
-        """Render the messages; each piece of text with the line of the template that wrote it.
+        """Render the messages to pieces of text, each with the line of the template that wrote it.
 
         Raises:
             EnvironmentFault: as `text`.
@@ -91,7 +91,7 @@ class ChatTemplate:
 
         def noted(pieces: Iterator[str]) -> Iterator[str]:
             for piece in pieces:
-                line = pieces.gi_frame.f_lineno  # type: ignore[attr-defined]  # Jinja's programs are generators
+                line = pieces.gi_frame.f_lineno  # type: ignore[attr-defined]  # a compiled template is a generator
                 found.append((piece, self.program.get_corresponding_lineno(line)))
                 yield piece
 
@@ -121,7 +121,7 @@ class ChatTemplate:
             assert isinstance(context, MeteredContext)
             context.meter = meter
             text = meter.whole(passed(self.program.root_render_func(context)))
-            text.encode()  # half a surrogate pair, which a template may write, is no text
+            text.encode()  # raises on half a surrogate pair, which a template may write
         except (Overrun, RecursionError, MemoryError) as error:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__
             raise TemplateFault(
@@ -137,7 +137,7 @@ class ChatTemplate:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as `transformers` passes it: without None fields, its reasoning under the names templates read."""
+    """The message as `transformers` passes it: without None fields, reasoning under the names that templates read."""
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -1,4 +1,4 @@
-"""Says of a renderer which kinds of turn continue as they were sampled, and why others are rendered anew."""
+"""Reports which kinds of turn a renderer continues as they were sampled, and why it breaks at the others."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = 
     "a user's message, after a thought": ((), "zq", [ASK]),  # type: ignore[list-item]
     "a system message": ((), None, [SYSTEM]),  # type: ignore[list-item]
 }
-"""What follows a turn: (its calls, its thought, the new messages)."""
+"""The kinds of turn: (its calls, its thought, the messages after it)."""
 
 
 def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:
-    """Each kind that the format writes, and why its prompt is rendered anew; None: it continues what was sampled."""
+    """Each kind of turn that the format writes, with the reason for its break, or None if the prompt extends it."""
     nothing = np.empty(0, dtype=np.int32)
     for kind, (calls, thought, new) in KINDS.items():
         tools = [TOOL] if calls else None
@@ -38,7 +38,7 @@ def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]
 
 
 def told(renderer: Renderer, thinking_retention: ThinkingRetention, history: History) -> Iterator[str]:
-    """For people: the renderer with its settings, then a sentence for each kind of turn."""
+    """Lines for display: the renderer with its settings, then a sentence for each kind of turn."""
     yield f'renderer "{renderer.name}", thinking_retention = "{thinking_retention}", history = "{history}":'
     for kind, reason in continuations(renderer):
         outcome = "continues what was sampled" if reason is None else f"starts a new sample: {reason.sentence}"

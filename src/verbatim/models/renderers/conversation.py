@@ -1,11 +1,10 @@
-"""The handle by which a renderer continues a prompt: the messages, the tools, the ids and what was read of them.
+"""A conversation: the handle on a prompt that a renderer can continue, with its messages, tools, ids and parsed reply.
 
     conversation = Conversation.open(renderer, messages, tools)         # P: rendered
-    conversation = conversation.answered(completion_ids, parsed)        # C: sampled, and how it was read
-    conversation = conversation.continued(new_messages)                 # P + C + B, or rendered anew, with the reason
+    conversation = conversation.answered(completion_ids, parsed)        # C: sampled and parsed
+    conversation = conversation.continued(new_messages)                 # P + C + B, or rendered again, with the reason
 
-Its owner is the episode or session that plays it. It is never changed, so several requests may continue the same one,
-and nothing depends on which array object holds the ids.
+The episode or gateway session owns it. A conversation is immutable, so several requests may continue the same one.
 """
 
 from __future__ import annotations
@@ -22,51 +21,54 @@ from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.renderer import ParsedResponse, Renderer, Schemas
 
 ThinkingRetention = Literal["tool_cycle", "all"]
-"""At a user's message, whether thoughts go where the format drops them, or stay."""
+"""What happens to earlier thoughts at a user's message. "tool_cycle": they go if the format drops them there. "all":
+they stay."""
 History = Literal["verbatim", "template"]
-"""Whether prompts continue what was sampled, or are rendered every time, as a chat endpoint does."""
+"""Whether prompts continue what was sampled, or are rendered from messages every time, as a chat endpoint does."""
 
 
 class BreakReason(StrEnum):
-    """Why a prompt was rendered anew. The values are stable. Those from `control_token` to `format_unknown` are (a) to
-    (g) of the rule in `bridge`."""
+    """Why a prompt does not continue the previous turn. The values are stable.
+
+    `control_token` to `format_unknown` are (a) to (g) of the rule in `bridge`.
+    """
 
     CONTROL_TOKEN = "control_token"
-    """The completion holds, before its end, a control token that opens or closes a turn."""
+    """The completion contains, before its end, a control token that opens or closes a turn."""
     OTHER_END = "other_end"
     """The completion ended with a token that the format does not write between this turn and the new messages."""
     OPEN_THOUGHT = "open_thought"
-    """The completion ended while a thought was open."""
+    """The completion ended inside a thought."""
     TOOLS_CHANGED = "tools_changed"
-    """The tools are others than the prompt shows."""
+    """The tools differ from those in the prompt."""
     OTHER_MESSAGES = "other_messages"
-    """The new messages are not all of tools and users."""
+    """Some new message comes neither from a tool nor from a user."""
     THOUGHT_DROPPED = "thought_dropped"
-    """The user has spoken, and the format drops a thought that was sampled before."""
+    """A user's message follows, and there the format drops a thought that was sampled before."""
     FORMAT_UNKNOWN = "format_unknown"
-    """It is not known what the format writes behind this turn."""
+    """It is not known what the format writes after this turn."""
     HISTORY_TEMPLATE = "history_template"
-    """`history = "template"`: every prompt is rendered."""
+    """`history = "template"`: every prompt is rendered from its messages."""
     HISTORY_EDITED = "history_edited"
-    """Earlier messages are not what they were."""
+    """Earlier messages were changed."""
 
     @property
     def sentence(self) -> str:
-        """The reason in words."""
+        """The reason in words, for messages."""
         return _SENTENCES[self]
 
     @property
     def advice(self) -> str:
-        """What to change for such turns to become fewer."""
+        """What to change to have fewer of these breaks."""
         return _ADVICE[self]
 
 
 _SENTENCES: Mapping[BreakReason, str] = {
-    BreakReason.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside of its own",
+    BreakReason.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside its own turn",
     BreakReason.OTHER_END: "the model ended its turn with a token that the format does not write there",
     BreakReason.OPEN_THOUGHT: "the model ended its turn inside of a thought",
     BreakReason.TOOLS_CHANGED: "the environment shows other tools than before",
-    BreakReason.OTHER_MESSAGES: "the environment appended a message that is not of a tool or a user",
+    BreakReason.OTHER_MESSAGES: "the environment appended a message that is neither a tool's nor a user's",
     BreakReason.THOUGHT_DROPPED: "the user has spoken, and the format drops what was thought before; with "
     'orchestrator.renderer.thinking_retention = "all" it stays',
     BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes behind such a turn",
@@ -92,68 +94,68 @@ _ADVICE: Mapping[BreakReason, str] = {
 
 
 class ContinuesConversations(Protocol):
-    """A renderer that continues a conversation by its handle, and says why where it does not.
+    """A renderer that continues a conversation by its handle, and reports the reason if it cannot.
 
-    For one without these methods `bridge_to_next_turn` is asked.
+    Renderers without these methods continue by `bridge_to_next_turn`.
     """
 
     def continue_conversation(
         self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | BreakReason:
-        """The next prompt, or why it has to be rendered anew."""
+        """The ids of the next prompt, or why it cannot continue what was sampled."""
 
     def holds_thoughts(self, messages: Sequence[Message]) -> bool:
-        """Whether the rendering of these messages holds a thought that is not empty, behind the last user's message."""
+        """True if the rendering of these messages contains a non-empty thought after the last user's message."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledReply:
-    """A sampled turn."""
+    """A sampled turn and its parse."""
 
     completion_ids: Int32
-    """As sampled, the token that ended it included."""
+    """The ids as sampled, including the token that ended the turn: int32 [C]."""
     message: Message
-    """What it reads as."""
+    """The assistant message that stands for the turn in later prompts."""
     calls: tuple[ToolCall, ...]
-    """Its readable calls, with the ids that answers name."""
+    """The well-formed calls, with the ids that tool answers refer to."""
     parsed: ParsedResponse
-    """How the ids were read."""
+    """The renderer's parse of the ids."""
 
     @property
     def thinks(self) -> bool:
-        """Whether something was thought; an empty block is no thought."""
+        """True if the turn has a thought; an empty thinking block does not count."""
         return bool((self.parsed.reasoning_content or "").strip())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
-    """A prompt with everything that is needed to continue it. Never changed."""
+    """A prompt with everything that is needed to continue it. Immutable."""
 
     renderer: Renderer
-    """Made the prompt."""
+    """The renderer that made the prompt."""
     messages: tuple[Message, ...]
-    """What the prompt says, the sampled turns as they were read."""
+    """The messages of the prompt; sampled turns as they were parsed."""
     tools: Schemas
-    """The schemas that it shows."""
+    """The tool schemas in the prompt."""
     prompt_ids: Int32
     """The prompt: int32 [P]."""
     thinks: bool = False
-    """Whether the prompt holds a thought that is not empty, behind its last user's message."""
+    """True if the prompt contains a non-empty thought after its last user's message."""
     said: SampledReply | None = None
-    """The turn that was sampled after the prompt; None: none yet."""
+    """The turn that was sampled after the prompt, or None before sampling."""
     extends: bool = False
-    """Whether the prompt continues the turn before it, as it was sampled."""
+    """True if the prompt extends the turn before it, exactly as it was sampled."""
     broken: BreakReason | None = None
-    """Why it does not; None where it does, or where there is no turn before it."""
+    """Why the prompt does not extend the turn before it. None: it does, or there is no turn before it."""
 
     @classmethod
     def open(
         cls, renderer: Renderer, messages: Sequence[Message], tools: Schemas = None, broken: BreakReason | None = None
     ) -> Self:
-        """Render a prompt.
+        """Render a prompt from its messages.
 
         Raises:
-            EnvironmentFault: messages that the format refuses.
+            EnvironmentFault: the format refuses the messages.
             ModelError: the format would leave out a part of them.
         """
         ids = renderer.render_ids(messages, tools, add_generation_prompt=True)
@@ -169,13 +171,13 @@ class Conversation:
         message: Message | None = None,
         calls: Sequence[ToolCall] | None = None,
     ) -> Self:
-        """The conversation with a sampled turn.
+        """The conversation with a sampled turn added.
 
         Args:
-            completion_ids: As sampled, the token that ended it included: int32 [C].
-            parsed: How the renderer read them; None: it reads them now.
-            message: What stands for the turn in later messages; None: what was read.
-            calls: The attempted calls with the ids that answers will name; None: as they were read.
+            completion_ids: The ids as sampled, including the token that ended the turn: int32 [C].
+            parsed: The renderer's parse of the ids. None: parse them now.
+            message: The message that stands for the turn in later prompts. None: the parsed one.
+            calls: The attempted calls with the ids that tool answers will refer to. None: the parsed ones.
         """
         if parsed is None:
             parsed = self.renderer.parse_response(completion_ids, self.prompt_ids, self.tools)
@@ -189,18 +191,22 @@ class Conversation:
         return dataclasses.replace(self, said=said)
 
     def retold(self, messages: Sequence[Message]) -> Self:
-        """The same conversation, with these messages up to the sampled turn and its own: for an owner that keeps them
-        elsewhere."""
+        """The same conversation with its messages replaced, for an owner that keeps them elsewhere.
+
+        The last of `messages` stands for the sampled turn. The ids stay.
+        """
         assert self.said is not None
         said = dataclasses.replace(self.said, message=messages[-1])
         return dataclasses.replace(self, messages=tuple(messages[:-1]), said=said)
 
     def continued(self, new_messages: Sequence[Message], tools: Schemas = None) -> Self:
-        """The next prompt: the ids of this one and of its turn unchanged, then what the format writes behind them; or
-        rendered anew, with the reason.
+        """The conversation with the next prompt.
+
+        Its ids are those of this prompt and its turn, unchanged, followed by what the format writes after them. If that
+        is not possible, the prompt is rendered from its messages, and `broken` has the reason.
 
         Raises:
-            EnvironmentFault: messages that the format refuses.
+            EnvironmentFault: the format refuses the messages.
             ModelError: the format would leave out a part of them.
         """
         following = self.bridged(new_messages, tools)
@@ -211,7 +217,7 @@ class Conversation:
         return following
 
     def bridged(self, new_messages: Sequence[Message], tools: Schemas = None) -> Self | BreakReason:
-        """As `continued`, but where the prompt has to be rendered anew only the reason."""
+        """Like `continued`, but returns the reason instead of rendering the prompt from its messages."""
         assert self.said is not None, "nothing was sampled yet"
         ids = self._next_ids(new_messages, tools)
         if isinstance(ids, BreakReason):
@@ -235,16 +241,17 @@ class Conversation:
             return BreakReason.TOOLS_CHANGED
         before = np.concatenate([self.prompt_ids, self.said.completion_ids])
         ids = self.renderer.bridge_to_next_turn(self.prompt_ids, self.said.completion_ids, new_messages, tools)
+        # Checked, because another author's bridge may re-tokenise what was sampled.
         if ids is None or not np.array_equal(ids[: len(before)], before):
             return BreakReason.FORMAT_UNKNOWN
         return ids
 
 
 def _continues(renderer: Renderer) -> TypeGuard[ContinuesConversations]:
-    """Asked in every turn, where `isinstance` of a protocol is slow."""
+    """True if the renderer has both methods. `isinstance` with a protocol would be slow, and this runs every turn."""
     return hasattr(renderer, "continue_conversation") and hasattr(renderer, "holds_thoughts")
 
 
 def same_tools(before: Schemas, now: Schemas) -> bool:
-    """Whether two prompts show the same schemas; an empty list is none."""
+    """True if two prompts have the same tool schemas. An empty list equals None."""
     return before is now or list(before or ()) == list(now or ())

@@ -1,6 +1,6 @@
 """Finds the syntax of a model's tool calls by rendering calls with its chat template.
 
-The template is given calls with known names and arguments, and what stands around those is the syntax.
+The template renders calls with known, unique names and arguments. The text around these is the syntax.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _HOSTILE = (r"zq\b", """zq"'<&""")
 _NUMBERS = (7340051, 7340053)
 _WORDS = (True, None)
 _LONGEST = 50_000
-"""The longest rendering of two calls that is searched, in characters."""
+"""The longest rendering that is searched, in characters."""
 
 
 def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -> ToolSyntax | None:
-    """The syntax in which a format writes tool calls; None if it writes no calls, or none in a known form.
+    """The syntax in which a format writes tool calls; None if it writes no calls, or in an unknown form.
 
     Args:
-        render: The format.
-        stops: The tokens that end a turn; they are not part of a call.
-        marks: Tokens that may stand before and behind texts, in the form `marked`.
+        render: Renders with the format.
+        stops: The texts of the tokens that end a turn; they are not part of a call.
+        marks: The tokens that may be the marks around texts, in the form `marked`.
     """
 
     def marked(single: str, double: str) -> ToolSyntax | None:
@@ -55,7 +55,7 @@ def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -
 
 
 def _ids(number: int) -> list[str]:
-    """The ids of calls of which they are the names too, in a format that writes nothing else."""
+    """Call ids that contain the tool's name, for formats that write a call's id instead of its name (Kimi)."""
     return [f"functions.{name}:{place}" for place, name in enumerate(_NAMES[:number])]
 
 
@@ -75,8 +75,10 @@ def _named(text: str) -> str:
 
 
 def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax:
-    """The syntax with how it writes values that are no texts: what stands before them, where that is something else,
-    and whether their words are Python's."""
+    """The syntax, completed by how it writes values that are not texts.
+
+    That is the text before such a value, if it differs, and whether null and booleans are Python's words.
+    """
     if syntax.tags is None:
         return syntax
     numbers, words = (_written(render, _calls(1, False, values), stops) or "" for values in (_NUMBERS, _WORDS))
@@ -86,7 +88,7 @@ def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> To
 
 
 def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax | None:
-    """The syntax, if texts with quotes and backslashes are read back as they were written, or at least as no others."""
+    """The syntax, if texts with quotes and backslashes are parsed back as written; None if they come back changed."""
     if not syntax.opens and syntax.form != "whole":
         return None
     text = _written(render, _calls(1, syntax.named_by_id, _HOSTILE), stops) or ""
@@ -99,7 +101,7 @@ def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSy
 
 
 def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) -> str | None:
-    """The text that every rendering of these calls has, with and without content; None if the calls are not written."""
+    """The text that the renderings of these calls share, with and without content; None if the calls are missing."""
     texts = []
     for content in (_CONTENT, "", None):
         ask = {"role": "user", "content": "zqquestion"}
@@ -116,7 +118,7 @@ def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) 
 
 
 def _whole_tags(text: str, end: int) -> int:
-    """The last place up to `end` that is not within a tag."""
+    """The last index up to `end` that is not inside a tag."""
     start = text.rfind("<", 0, end)
     return end if start < 0 or ">" in text[start:end] else start
 
@@ -152,7 +154,7 @@ def _derive_named(single: str, double: str) -> ToolSyntax | None:
     second = _object(double, is_arguments, first[1]) if first else None
     between = double[first[1] : double.rfind(_NAMES[1], 0, second[0])] if first and second else None
     after_name, has_id, after_id = single[name + len(_NAMES[0]) : found[0]].strip().partition(_CALL_ID + "0")
-    if has_id and not (after_name.strip() and after_id.strip()):  # nothing would tell where a name or an id stops
+    if has_id and not (after_name.strip() and after_id.strip()):  # the end of a name or an id could not be found
         return None
     return ToolSyntax(
         form="named",
@@ -181,7 +183,7 @@ def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
         padding=(value[len(value.rstrip()) :], ends[: len(ends) - len(ends.lstrip())]),
         gap=ends[len(ends.rstrip()) :],
     )
-    if not (tags.value and tags.ends):  # nothing would tell where a key or a value stops
+    if not (tags.value and tags.ends):  # the end of a key or a value could not be found
         return None
     ends = tags.ends
     end = double.find(ends, double.find(_VALUES[1])) + len(ends)
@@ -212,7 +214,7 @@ def _derive_marked(single: str, double: str, marks: Sequence[str]) -> ToolSyntax
 
 
 def _around(before: str, after: str, between: str | None) -> dict[str, Any]:
-    """The text that opens and closes each call: what the first and the second have in common."""
+    """The text that opens and closes each call, found as what the first and the second call have in common."""
     if between is None:
         return {"before": "", "opens": before.strip(), "closes": after.strip()}
     opens = _from_tag(before.rstrip(), len(_shared_end(before.rstrip(), between.rstrip())))
@@ -223,7 +225,7 @@ def _around(before: str, after: str, between: str | None) -> dict[str, Any]:
 
 
 def _from_tag(text: str, shared: int) -> str:
-    """The last `shared` characters, without what is the end of a tag that begins before them."""
+    """The last `shared` characters, without the rest of a tag that begins before them."""
     end = text[len(text) - shared :]
     if shared == len(text) or end[:1] in ("", "<", "[") or text[-shared - 1].isspace():
         return end.strip()
@@ -242,7 +244,7 @@ def _shared_end(a: str, b: str) -> str:
 def _object(
     text: str, wanted: Callable[[Mapping[str, Any]], bool], start: int = 0
 ) -> tuple[int, int, dict[str, Any]] | None:
-    """The first JSON object of a kind in a text: (start, end, value)."""
+    """(start, end, value) of the first JSON object in a text that is `wanted`; None if there is none."""
     for brace in re.compile("{").finditer(text, start):
         try:
             value, end = json.JSONDecoder().raw_decode(text, brace.start())

@@ -1,4 +1,4 @@
-"""Decides whether a renderer fits a model: compares probe dialogues id by id with the model's own chat template."""
+"""Decides whether a renderer fits a model, by comparing the ids of probe dialogues with those of its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, Esca
 
 
 def family_by_name(tokenizer: EscapingTokenizer) -> str | None:
-    """The family of the published model that the tokenizer was loaded as; None for any other name, or a folder."""
+    """The family of the published model whose name the tokenizer was loaded under; None for other names and folders."""
     family: str | None = MODEL_RENDERER_MAP.get(str(tokenizer.name_or_path))
     return family
 
@@ -26,7 +26,7 @@ def family_by_name(tokenizer: EscapingTokenizer) -> str | None:
 def first_difference(renderer: Renderer, tokenizer: EscapingTokenizer) -> str | None:
     """The subject of the first probe that a renderer renders differently from the model's chat template, or None.
 
-    Where the template refuses a dialogue, the renderer has to refuse it too. Without a template nothing differs.
+    A renderer has to refuse the dialogues that the template refuses. Without a template the result is None.
     """
     if not tokenizer.chat_template or getattr(renderer, "renders_by_template", False):
         return None
@@ -38,14 +38,14 @@ def first_difference(renderer: Renderer, tokenizer: EscapingTokenizer) -> str | 
 
 
 _MOST_COMPLETIONS = 200
-"""The most completions tried for one field of a message; published templates have about ten."""
+"""Largest number of completions tried for one field of a message. Published templates have about ten."""
 
 
 def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
-    """Refuse a renderer that encodes past the escaping, in any field of a message or of a tool.
+    """Refuse a renderer that bypasses the escaping in any field of a message or tool.
 
     Raises:
-        ModelError: untrusted text changed the control tokens of the prompt, or did not come back from the ids.
+        ModelError: untrusted text changed the control tokens of the prompt, or could not be decoded from the ids.
     """
     every = f"x{ESCAPE.join([*tokenizer.control_tokens, ''])}x"
     ids = _ids(renderer, *_spoken(lambda field: every), True)
@@ -55,7 +55,7 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
         )
     bare = [token.strip() for token in tokenizer.control_tokens]
     edges = f"x{''.join(sorted({end for token in bare for end in (token[0], token[-1])}))}x"
-    # What a template does to one control token it does to the others.
+    # Eight are enough: a template treats all control tokens alike.
     disguised = f"x{' '.join(map(_disguises, list(tokenizer.control_tokens)[:8]))}x"
     dialogues: Sequence[_Dialogue] = (_spoken, _instructed, _answered, _called)
     for dialogue in dialogues:
@@ -77,7 +77,7 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
                 if number == _MOST_COMPLETIONS:
                     raise ModelError(
                         f'renderer "{renderer.name}" writes text between pieces of special tokens in more '
-                        f"places than can be looked at; {_instead(renderer)}"
+                        f"places than can be checked; {_instead(renderer)}"
                     )
                 _compare(renderer, tokenizer, dialogue, {field: inside}, own)
 
@@ -91,7 +91,7 @@ def _compare(
 ) -> None:
     ids = _ids(renderer, *dialogue(lambda field: hostile.get(field, _PLAIN[field])), True)
     if ids is None:
-        return  # refused is guarded
+        return  # refusing the text is safe
     found = _control_counts(tokenizer, ids)
     if found == own:
         return
@@ -108,13 +108,13 @@ def _control_counts(tokenizer: EscapingTokenizer, ids: Sequence[int]) -> Counter
 
 
 def _disguises(token: str) -> str:
-    """Spellings of a control token that a template could turn into the token."""
+    """Spellings of a control token that a template's filters could turn into the token."""
     escaped = "".join(f"\\u{ord(character):04x}" for character in token)
     return " ".join((html.escape(token), escaped, token.lower(), token.upper(), token[::-1], "\n".join(token)))
 
 
 def _completions(tokenizer: EscapingTokenizer, text: str, word: str) -> Iterator[str]:
-    """Texts that, in the place of a word, would complete a control token with the text around them."""
+    """Texts that, in place of `word`, would form a control token together with the text around it."""
     tokens = {token: token.lower() for token in tokenizer.control_tokens}
     reach = max(map(len, tokens), default=0)
     places = [found.span() for found in re.finditer(re.escape(word), text)]
@@ -127,12 +127,12 @@ def _completions(tokenizer: EscapingTokenizer, text: str, word: str) -> Iterator
 
 def _instead(renderer: Renderer) -> str:
     if getattr(renderer, "renders_by_template", False):
-        return "its chat template has to write the content of messages as it is, where that is text"
+        return "its chat template has to write the text of messages unchanged"
     return 'use renderer = "template"'
 
 
 def _ids(renderer: Renderer, messages: Sequence[Message], tools: Schemas, generation: bool) -> list[int] | None:
-    """The ids that a renderer returns, even if it leaves out tools; None where it refuses the dialogue."""
+    """The ids that a renderer writes, even if it leaves out tools; None if it refuses the dialogue."""
     write = getattr(renderer, "write_ids", renderer.render_ids)
     try:
         ids: list[int] = write(messages, tools, generation).tolist()
@@ -144,9 +144,9 @@ def _ids(renderer: Renderer, messages: Sequence[Message], tools: Schemas, genera
 def _template_ids(
     tokenizer: EscapingTokenizer, messages: Sequence[Message], tools: Schemas, generation: bool
 ) -> list[int] | None:
-    """The ids that the chat template gives; None where it refuses the dialogue.
+    """The ids that the chat template writes; None if it refuses the dialogue.
 
-    Some templates (DeepSeek's) want a call's arguments as JSON text: they are asked a second time.
+    Some templates (DeepSeek's) require a call's arguments as JSON text, so that form is tried second.
     """
     for variant in (messages, [_with_text_arguments(message) for message in messages]):
         try:
@@ -170,7 +170,7 @@ _Dialogue = Callable[[_Words], tuple[list[Message], list[dict[str, Any]] | None]
 _FIELDS = ("system", "user", "user name", "answer", "thought", "call id", "function", "key", "value", "deep key",
            "deep value", "result", "result name", "tool", "description", "property", "choice")  # fmt: skip
 _PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
-"""A word for each field, unique in a prompt. Some templates insist on call ids of nine such characters."""
+"""A word for each field, unique in a prompt: nine characters, because some templates require call ids of nine."""
 
 
 def _spoken(words: _Words) -> tuple[list[Message], None]:
@@ -188,7 +188,7 @@ def _answered(words: _Words) -> tuple[list[Message], None]:
 
 
 def _called(words: _Words) -> tuple[list[Message], list[dict[str, Any]]]:
-    """A dialogue with text in every field that can hold text."""
+    """A dialogue with text in every field that can contain text."""
     name, answer, thought = words("function"), words("answer"), words("thought")
     arguments = {words("key"): words("value"), "deep": [{words("deep key"): [words("deep value")]}]}
     call = {"id": words("call id"), "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -251,4 +251,4 @@ PROBES: Sequence[tuple[str, Sequence[Message], Schemas]] = (
     ("an answer after tools", [_ASK, _TALKS, _SEES, _SEES, _ANSWER, _THANK], _TOOLS),
     ("thinking between tools", [_ASK, _CALLS, _SEES, _TALKS, _SEES, _SEES, _THOUGHT], _TOOLS),
 )
-"""(what it is about, messages, tools): together they exercise everything that chat templates do differently."""
+"""(subject, messages, tools). Together they cover everything in which published chat templates differ."""

@@ -1,4 +1,4 @@
-"""Renders gpt-oss: OpenAI's harmony format, by the chat template with the local tokenizer (nothing is downloaded)."""
+"""Renders gpt-oss in OpenAI's harmony format, by its chat template and local tokenizer (nothing is downloaded)."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ _RECIPIENT = re.compile(r"\s*\bto=functions\.([^\s<]*)")
 _HEADER = re.compile(
     r"\s*(?:assistant)?\s*<\|channel\|>\s*(?:commentary|analysis)\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
 )
-"""The header of a call's message, without its recipient."""
+"""The header of a call's message, after its recipient was removed."""
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
 class HarmonyRenderer(ContinuingRenderer):
-    """Harmony for one tokenizer.
+    """The harmony format for one tokenizer.
 
-    The family of the package `renderers` encodes with a vocabulary that `openai-harmony` downloads, and writes another
-    prompt than the chat template does (`<|start|>assistant<|channel|>analysis<|message|>`). Here the ids are those
-    of the chat template, on every machine.
+    The gpt-oss family of the package `renderers` is not used: it encodes with a vocabulary that `openai-harmony`
+    downloads, and its prompt differs from the chat template's (`<|start|>assistant<|channel|>analysis<|message|>`).
+    Here the ids are those of the chat template, on every machine.
 
-    A completion holds one message after the other, each with its header, and ends with `<|return|>` after an
-    answer or `<|call|>` after a call:
+    A completion is a sequence of messages, each with a header. It ends with `<|return|>` after an answer or `<|call|>`
+    after a call:
 
         <|channel|>analysis<|message|>Look first.<|end|><|start|>assistant<|channel|>commentary to=functions.look
         <|constrain|>json<|message|>{"place": "Bonn"}<|call|>
 
-    Prompts continue by the rule in `bridge`. As history the template closes an answer with `<|end|>`, so one that was
-    sampled with `<|return|>` is always rendered anew.
+    Prompts continue by the rule in `bridge`. In history the template closes an answer with `<|end|>`, so an answer that
+    was sampled with `<|return|>` always breaks (`other_end`).
 
     Raises:
         ModelError: the tokenizer lacks harmony's tokens, or its chat template writes another format.
     """
 
     renders_by_template = True
-    """It renders with the chat template, so the two need no comparison."""
+    """The renderer uses the chat template, so the two are not compared."""
 
     def __init__(self, tokenizer: Any, name: str = "gpt-oss", **kept: Any) -> None:
         super().__init__(tokenizer, name, **kept)
@@ -83,17 +83,17 @@ class HarmonyRenderer(ContinuingRenderer):
         self.stop_token_ids = turn_ends(own, self.tokenizer, name)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """As `render_ids`."""
+        """Like `render_ids`, even if the template leaves out a part of the messages."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
         return np.asarray(self.tokenizer.encode(text), dtype=np.int32)
 
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Read a completion; never raises on what a model may sample. Text without any header is content."""
+        """Parse a completion. Never raises on anything that a model may sample. Text without a header is content."""
         ids = completion_ids.tolist()
         stop = self._end_of_turn(ids)
-        # A call is only whole with its own close.
+        # `<|call|>` is kept: without it a call counts as unclosed.
         ids = ids[: stop + 1] if ids[stop : stop + 1] == [self._ids["call_id"]] else ids[:stop]
         if self._ids["message_id"] not in ids:
             return ParsedResponse(content=self.tokenizer.decode(ids))
@@ -102,7 +102,7 @@ class HarmonyRenderer(ContinuingRenderer):
         )
 
     def _calls(self, ids: list[int]) -> list[ToolCall]:
-        """Every attempted call: a message with a recipient among the functions."""
+        """Every attempted call: each message whose recipient is a function."""
         calls = []
         for message in self._sampled.of(ids).split("<|start|>"):
             header, found, body = message.partition("<|message|>")
@@ -117,7 +117,10 @@ class HarmonyRenderer(ContinuingRenderer):
         return None if text is None else self.tokenizer.encode(text)
 
     def _holds_turn_token(self, body: list[int]) -> bool:
-        """A turn is several messages: each that it begins has to be the assistant's own."""
+        """True if a message inside the turn is not the assistant's own, or the turn is closed before its end.
+
+        A harmony turn consists of several messages, so `<|start|>` alone does not open another turn.
+        """
         starts = [place for place, token in enumerate(body) if token == self._ids["start_id"]]
         begun = (body[place + 1 :] for place in starts)
         return any(after[: len(self._role)] != self._role for after in begun) or not self._closing.isdisjoint(body)
@@ -134,13 +137,13 @@ class HarmonyRenderer(ContinuingRenderer):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes, marked by the escaping; `marked` as of `SpecialTokenEscaper.messages`."""
+        """What the template writes for the escaped messages; `marked` is that of `SpecialTokenEscaper.messages`."""
         escaper = self.tokenizer.escaper
         fields = [_as_template_reads(message) for message in escaper.messages(messages, marked)]
         return self.tokenizer.chat_text(fields, escaper.tools(tools), add_generation_prompt)
 
     def _check_format(self) -> None:
-        """Check that a call which the chat template writes is read back as the same call."""
+        """Check that a call written by the chat template is parsed back as the same call."""
         ask: Message = {"role": "user", "content": "x"}
         call: Message = {
             "role": "assistant",
@@ -169,14 +172,14 @@ class HarmonyRenderer(ContinuingRenderer):
 
 @dataclass(frozen=True)
 class _Parser:
-    """The package's own parser of harmony, in the shape of a family."""
+    """The package's harmony parser behind the interface of a family, for `read_completion`."""
 
     tokenizer: EscapingTokenizer
-    """Decodes names and bodies."""
+    """The tokenizer that decodes names and bodies."""
     header: list[int]
-    """How the generation prompt begins the first message."""
+    """The ids with which the generation prompt begins the first message; completions lack them."""
     ids: Mapping[str, int]
-    """Harmony's tokens, by the names of the parser's arguments."""
+    """The ids of harmony's tokens, by the parser's argument names."""
 
     def parse_response(self, ids: list[int], **_: Any) -> Any:
         header = [] if ids[0] == self.ids["start_id"] else self.header
@@ -184,11 +187,11 @@ class _Parser:
 
 
 def _call(header: str, body: str, raw: str) -> ToolCall:
-    """A call, if nothing is in its header but what belongs there, and its body is one JSON object.
+    """Parse a call. It is well-formed if its header has only the expected parts and its body is one JSON object.
 
     Args:
-        header: Before `<|message|>`, as `sampled_text.hide` leaves it.
-        body: Behind it, up to the next message.
+        header: The text before `<|message|>`, as `sampled_text.hide` returns it.
+        body: The text after it, up to the next message.
         raw: The body as it was sampled, without control tokens.
     """
     recipients = _RECIPIENT.findall(header)
@@ -204,9 +207,9 @@ def _call(header: str, body: str, raw: str) -> ToolCall:
 
 
 def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasoning under the name that the template reads, and arguments as a value.
+    """The message as the template reads it: reasoning as `thinking`, and arguments as a value.
 
-    A call goes with one text before it, the analysis: what was said aloud before a call is added to it.
+    The template writes only one text before a call, the analysis. So content next to a call is appended to it.
     """
     fields = dict(message)
     thinking = fields.pop("reasoning_content", None)

@@ -1,15 +1,16 @@
-"""Writes tools in the Hermes format as plain messages, so that a chat template without tools can carry them.
+"""Writes tools in the Hermes format into plain messages, for chat templates without tools.
 
-The messages are wrapped before the template sees them, behind the escaping, so that the tags are ours and the text
+Messages are rewritten after escaping and before the template sees them, so that the tags are trusted and the text
 inside them is not:
 
-- the schemas of the tools join the system message, or the first user's message where the template has no system role;
-- a call is text of the assistant: `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
-- the answers to one turn are one message: `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`,
-  of the role `tool`, or of the user where the template does not write that role as it is.
+- the tool schemas join the system message, or the first user's message if the template has no system role;
+- a call becomes text of the assistant: `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
+- the answers to one turn become one message,
+  `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`, with the role `tool`, or `user` if the
+  template does not write the role `tool` unchanged.
 
-Answers, arguments and schemas are JSON, in which a tag is written `\\u003c/tool_response>`: no text can close the block
-that it is in, and it reads back as it was.
+Answers, arguments and schemas are JSON, in which a tag is written as `\\u003c/tool_response>`. So no text can close its
+own block, and parsing returns the original.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, LITE
 from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 SYNTAX = ToolSyntax(form="whole", before="", opens="<tool_call>", closes="</tool_call>")
-"""The syntax of calls."""
+"""The syntax of Hermes calls."""
 TAGS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _ANSWER_TAGS, _TOOLS_TAGS = TAGS[4:], TAGS[:2]
 
@@ -49,23 +50,23 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat:
-    """The messages in which one chat template can carry tools and their answers. All texts are escaped."""
+    """The messages into which tools and their answers are written for one chat template. All texts are escaped."""
 
     opening: Literal["system", "user"]
-    """The role whose first message holds the schemas."""
+    """The role whose first message contains the schemas."""
     answering: Literal["tool", "user"]
-    """The role of the messages that hold tools' answers."""
+    """The role of the messages that contain tools' answers."""
     plain_tags: frozenset[str] = frozenset(TAGS)
-    """Tags that are text for the tokenizer. The others are tokens, which text cannot become."""
+    """Tags that are ordinary text for the tokenizer. The others are control tokens, which text cannot become."""
 
     def wrap(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[dict[str, Any]]:
-        """Rewrite messages to roles and texts only.
+        """Rewrite messages so that they contain only roles and texts.
 
         Example, `opening="system"`: one user's message "hi" and a tool become a system message with the schemas and
         the user's message.
 
         Raises:
-            EnvironmentFault: a user's text holds a tag that would pass for ours, or the schemas have no place.
+            EnvironmentFault: a user's text contains a tag that would pass for ours, or no message can take the schemas.
         """
         written: list[dict[str, Any]] = []
         in_answers = False
@@ -110,7 +111,7 @@ class HermesFormat:
         return [*written[:first], wrapped, *written[first + 1 :]]
 
     def _refuse_tags(self, text: str, number: int, *, with_tools: bool) -> None:
-        """Where users share a role with our blocks, refuse user text that holds a tag of a block."""
+        """Refuse user text with a tag of a block that is written into messages of the same role."""
         ours = [
             *(_ANSWER_TAGS if self.answering == "user" else ()),
             *(_TOOLS_TAGS if self.opening == "user" and with_tools else ()),
@@ -120,12 +121,12 @@ class HermesFormat:
         if found is not None:
             raise EnvironmentFault(
                 f'message {number} (user) holds {found}, which with tools = "hermes" and this chat template would pass '
-                "for what a tool says; take it out of the text"
+                "for a tool's output; remove it from the text"
             )
 
 
 def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
-    """Find by rendering where a chat template can carry tools and their answers.
+    """Find by rendering which messages of a chat template can carry tools and their answers.
 
     Args:
         render: The chat template.
@@ -140,7 +141,7 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
     showing = [made for made in formats if _shows(render, made)]
     if not showing:
         raise _no_room("the tools' schemas in a system message or a user's message as they are")
-    # A template that moves the system message along with the newest question would rewrite the history every turn.
+    # Some templates move the system message to the newest question. Schemas there would rewrite history every turn.
     opening = next((made.opening for made in showing if _keeps(render, made)), showing[0].opening)
     answerings: Sequence[Literal["tool", "user"]] = ("tool", "user")
     for answering in answerings:
@@ -163,7 +164,7 @@ def _answers(render: Render, made: HermesFormat) -> bool:
     called = calling(num_calls=2)
     for later in ([], [ANSWER, ASK]):
         text = tried(render, made.wrap([ASK, called, RESULT, RESULT, *later], None), None, True)
-        # A template that puts its own tags around the answers of tools would double ours.
+        # The count excludes templates that wrap tools' answers in tags of their own, which would double ours.
         own = [_call(call) for call in called["tool_calls"]] + [f"{_answer(RESULT)}\n{_answer(RESULT)}"]
         if not all(part in text for part in own) or text.count("<tool_response>") != 2:
             return False
@@ -193,5 +194,5 @@ def _answer(message: Mapping[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON text that contains none of the tags and reads back as the same value."""
+    """JSON text that contains none of the tags and parses back to the same value."""
     return _TAG_START.sub(r"\\u003c", json.dumps(value, ensure_ascii=False))

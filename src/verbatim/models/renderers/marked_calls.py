@@ -1,9 +1,9 @@
-"""Reads calls in which texts stand between marks and keys without quotes, as Gemma 4 writes them:
+"""Parses calls whose keys have no quotes and whose texts are between marks, as Gemma 4 writes them:
 
     look{at:<|"|>Bonn<|"|>,days:[1,2],deep:{warm:true}}
 
-A text may hold anything: in sampled ids the mark is a token, and what only looks like one is a text. A key cannot hold
-what ends it.
+A text may contain anything: in sampled ids the mark is a control token, and text that merely looks like it is hidden
+(`sampled_text`). A key cannot contain the characters that end it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _NAME = re.compile(r"""[^\s<>"'={}]+""")
 _KEY = r"[^\s:,{}\[\]](?:[^:,{}\[\]]*[^\s:,{}\[\]])?"
 _LITERAL = r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?)(?=[,}\]])"
 _PIECE = re.compile(rf"({_KEY}):|{_LITERAL}|[{{}}\[\],]")
-"""What may stand beside texts."""
+"""The syntax that is allowed outside texts."""
 
 
 def marked_call(text: str, mark: str) -> ToolCall:
-    """The call of which this is all the text.
+    """Parse one call.
 
     Args:
-        text: Between the marks of the call, as `sampled_text.hide` leaves it.
-        mark: Before and behind a text.
+        text: The text between the marks of the call, as `sampled_text.hide` returns it.
+        mark: The mark before and after each text.
     """
     raw = shown(text.strip())
     name, brace, arguments = text.partition("{")
@@ -41,7 +41,7 @@ def marked_call(text: str, mark: str) -> ToolCall:
 
 
 def _as_json(text: str, mark: str) -> str:
-    """The same value in JSON; empty where something stands beside the texts that the format does not write.
+    """The value as JSON; "" if there is something outside the texts that the format does not write.
 
     >>> _as_json('{at:|Bonn|,days:[1,2]}', "|")
     '{"at":"Bonn","days":[1,2]}'

@@ -1,15 +1,15 @@
-"""No message is lost between messages and ids: what a chat format does not write is folded, or refused by its field.
+"""Ensures that no message is lost in rendering: what a chat format does not write is folded or refused.
 
-Many chat templates write the first system message only, know no role `developer`, or raise "System message must be at
-the beginning". What a format writes is found by rendering (`message_windows`), and then
+Many chat templates write only the first system message, do not know the role `developer`, or raise "System message must
+be at the beginning". What a format writes is found by rendering (`message_windows`). Then
 
-- a system or developer message that it writes where it stands stays as it is;
+- a system or developer message that the format writes in its place stays as it is;
 - those before the first other message become one system message, joined by an empty line;
-- any other becomes a user's message in its place, and a part of the user's message beside it where the format takes no
-  two users in a row. It is never moved to the front: a prompt goes on extending what was sampled before;
-- so does a tool's answer behind a turn of which no call was read, on a format that writes answers only to calls
-  (gpt-oss, Gemma 4);
-- who speaks, a message's `name`, is refused where the format does not write it, but for a tool's, which its call has;
+- any other becomes a user's message in its place. If the format does not allow two user messages in a row, it becomes
+  part of the adjacent one. It is never moved to the front, so that the prompt still extends what was sampled before;
+- a tool's answer after a turn without a readable call is treated the same way, if the format writes answers only to
+  calls (gpt-oss, Gemma 4);
+- a message's `name` is refused if the format does not write it, except a tool's, which is also in its call;
 - everything else that would be lost is refused with the name of its field: `messages[3].content`.
 
 Example, a format that writes one system message, and no two users in a row:
@@ -17,8 +17,8 @@ Example, a format that writes one system message, and no two users in a row:
     system "Be brief."  developer "In German."  user "Hi"  assistant "Hallo"  system "It is late."  user "And now?"
     system "Be brief.\\n\\nIn German."  user "Hi"  assistant "Hallo"  user "It is late.\\n\\nAnd now?"
 
-Two things are left to the format. Thoughts go where it drops them (`bridge`), and with them a text beside a call that
-it writes as a thought (gpt-oss). Inside of a turn the order is its own: Gemma 4 writes the text behind the calls and
+Two things are left to the format. It may drop thoughts (`bridge`), and with them the text next to a call if it writes
+that text as a thought (gpt-oss). And it decides the order inside a turn: Gemma 4 writes the text after the calls and
 their answers.
 """
 
@@ -49,7 +49,8 @@ from verbatim.models.renderers.probe_messages import Render
 from verbatim.models.renderers.renderer import Schemas
 
 LaterSystem = Literal["fold", "refuse"]
-"""What becomes of a system or developer message that the format does not write: see above, or an EnvironmentFault."""
+"""What happens to a system or developer message that the format does not write: it is folded as described above, or
+refused with an EnvironmentFault."""
 _PLANS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**22, 64
 _FOLD = 'orchestrator.renderer.later_system = "fold" writes it in another message'
 
@@ -58,32 +59,35 @@ class Folded(NamedTuple):
     """A conversation as a format can write it."""
 
     messages: Sequence[Message]
-    """Those that are written."""
+    """The messages to write."""
     places: Sequence[int]
-    """Where each of them, or the first that it is made of, stands in what was given."""
+    """The index of each message (or of the first one folded into it) among the given messages."""
 
 
 class _WindowPlan(NamedTuple):
-    """How the system messages of one window, and answers to no call, are written. A run is several of them in a row."""
+    """How to write the system messages of one window, and the tool answers without a call.
+
+    A run is a series of adjacent messages of one of these kinds.
+    """
 
     leads: bool = False
-    """The first run becomes one system message."""
+    """True: the first run becomes one system message."""
     folded: frozenset[int] = frozenset()
-    """Runs that become a user's message."""
+    """The runs that become a user's message, by number."""
     joins: bool = False
-    """Such a message joins the users' messages beside it."""
+    """True: a folded message joins the adjacent user's messages."""
 
 
 _AS_GIVEN = _WindowPlan()
 
 
 class MessageSupport:
-    """What one chat format writes of messages.
+    """Folds or refuses the messages that one chat format does not write.
 
     Args:
-        render: The format, even where it leaves out a part.
-        who: Its name, for people.
-        later_system: What becomes of system messages that it does not write.
+        render: Renders with the format, even if it leaves out a part.
+        who: The format's name, for messages.
+        later_system: What to do with system messages that the format does not write.
     """
 
     def __init__(self, render: Render, who: str, later_system: LaterSystem) -> None:
@@ -92,10 +96,10 @@ class MessageSupport:
         self._plans: BoundedCache[MessageWindow, _WindowPlan | int] = BoundedCache(_PLANS, _BYTES)
 
     def folded(self, messages: Sequence[Message], tools: Schemas) -> Folded:
-        """The conversation with its system and developer messages where the format writes them.
+        """The conversation with its system and developer messages in a form that the format writes.
 
         Raises:
-            EnvironmentFault: one that it writes nowhere, or that `later_system` refuses; or a name that it leaves out.
+            EnvironmentFault: the format writes a message in no form, `later_system` refuses it, or a name is left out.
         """
         self._refuse_names(messages, 0)
         if not _may_fold(messages):
@@ -115,13 +119,13 @@ class MessageSupport:
     def appended(
         self, messages: Sequence[Message], turn: Message, new: Sequence[Message], tools: Schemas
     ) -> Sequence[Message]:
-        """New messages behind a sampled turn as they are written: what `folded` gives for the whole conversation.
+        """Fold the new messages after a sampled turn, with the same result as `folded` for the whole conversation.
 
         Args:
-            messages: Those before the turn, folded.
-            turn: The sampled one.
-            new: Those behind it.
-            tools: The schemas that are shown.
+            messages: The folded messages before the turn.
+            turn: The sampled turn's message.
+            new: The messages after the turn.
+            tools: The tool schemas in the prompt.
 
         Raises:
             EnvironmentFault: the format leaves one of them out.
@@ -138,15 +142,15 @@ class MessageSupport:
         return [*behind.messages, *new[end:]]
 
     def check(self, given: Folded, tools: Schemas, add_generation_prompt: bool) -> None:
-        """Refuse a folded conversation of which the format leaves out a part.
+        """Refuse a folded conversation if the format leaves out a part of it.
 
         Raises:
-            EnvironmentFault: names the field.
+            EnvironmentFault: a part would be lost; the message names the field.
         """
         for window, start, end in _windows(given.messages, tools, add_generation_prompt):
             lost = self._probes.lost(window)
             if lost is None or lost.nothing:
-                continue  # what the format refuses, it refuses in its own words
+                continue  # None: the format refuses the window itself, and its own error says why
             if window.turn is not None:
                 turn, name = given.messages[start], f"messages[{given.places[start]}]"
                 self._refuse_calls(turn, name, window.turn, lost)
@@ -161,7 +165,7 @@ class MessageSupport:
                 self._refuse_message(given.messages[first:end], given.places[first:end], lost)
 
     def naming(self, fault: EnvironmentFault, given: Folded, tools: Schemas, prompt: bool) -> EnvironmentFault:
-        """The format's refusal of a folded conversation, with the name of the message, if its shape tells."""
+        """The format's refusal of a folded conversation, with the refused message's index if its shape reveals it."""
         for window, start, end in _windows(given.messages, tools, prompt):
             if self._probes.lost(window) is not None:
                 continue
@@ -180,13 +184,16 @@ class MessageSupport:
         return fault
 
     def _refuses(self, window: MessageWindow, size: int) -> bool:
-        """Whether the format refuses the window with so many of the messages behind the turn."""
+        """True if the format refuses the window cut to the first `size` messages after the turn."""
         shorter = window._replace(roles=window.roles[:size], end="prompt" if size < len(window.roles) else window.end)
         return self._probes.lost(shorter) is None
 
     def _refused_call(self, window: MessageWindow, turn: Message) -> str:
-        """Of a refused window: the first call whose arguments are no JSON object, if it is not refused with objects; or
-        the second call, if one is not refused. Without either: ""."""
+        """The call for which a window is refused, as a field and an expectation; "" if no call is to blame.
+
+        It is the first call whose arguments are not a JSON object, if the window is accepted with objects; or the
+        second call, if the window is accepted with one.
+        """
         assert window.turn is not None
         kinds = [call_kind(call["function"].get("arguments")) for call in turn.get("tool_calls") or ()]
         odd = next((place for place, kind in enumerate(kinds) if kind != "object"), None)
@@ -200,7 +207,7 @@ class MessageSupport:
         return ""
 
     def _is_thought(self, window: MessageWindow) -> bool:
-        """Whether a text beside a call is written until the turn has an answer, as thoughts are."""
+        """True if the text next to a call disappears once another turn follows, as thoughts do."""
         if window.turn is None or not window.turn.calls or window.end != "more":
             return False
         lost = self._probes.lost(window._replace(end="prompt"))
@@ -225,7 +232,7 @@ class MessageSupport:
         raise EnvironmentFault(f"{field}: {self._who} writes {about}")
 
     def _refuse_message(self, messages: Sequence[Message], places: Sequence[int], lost: Lost) -> None:
-        """Refuse the first lost message; one without text has nothing to lose."""
+        """Refuse the first lost message that has text; a message without text loses nothing."""
         kinds = collapsed(message["role"] for message in messages)
         for number in lost.messages:
             role, place = kinds[number]
@@ -239,7 +246,7 @@ class MessageSupport:
     def _folded_behind(
         self, messages: Sequence[Message], first: int, about: tuple[bool, bool, str, Message | None]
     ) -> Folded:
-        """The messages between two turns, the first of which is number `first` of the conversation."""
+        """Fold the messages between two turns. `first` is the index of the first of them in the conversation."""
         given = Folded(messages, range(first, first + len(messages)))
         turn = about[-1]
         foldable = (*SYSTEM_ROLES, *(() if turn is None or turn.get("tool_calls") else ("tool",)))
@@ -261,7 +268,7 @@ class MessageSupport:
         return _apply(plan, given)
 
     def _refuse_names(self, messages: Sequence[Message], first: int, *, folding: Sequence[str] = ()) -> None:
-        """Refuse a name of who speaks that would be lost; messages of the roles in `folding` become parts of others."""
+        """Refuse a `name` that would be lost. Messages with a role in `folding` lose theirs by joining others."""
         for place, message in enumerate(messages, first):
             name, role = message.get("name"), message["role"]
             if not name or role == "tool" or (role not in folding and self._probes.writes_name(role)):
@@ -278,7 +285,7 @@ class MessageSupport:
         return ", and no user's message instead of it; say it elsewhere"
 
     def _plan(self, window: MessageWindow) -> _WindowPlan | int:
-        """How the system messages of a window are written; the place of one that is not."""
+        """How to write the system messages of a window, or the index of one that cannot be written."""
         return self._plans.of(window, self._found_plan, _BYTES_OF_A_ROLE * len(window.roles))
 
     def _found_plan(self, window: MessageWindow) -> _WindowPlan | int:
@@ -290,11 +297,11 @@ class MessageSupport:
             return _AS_GIVEN
         plan = next((plan for plan in _plans(window, set(missing)) if self._is_written(plan, window)), None)
         if plan is None and lost is None:
-            return _AS_GIVEN  # what the format refuses in every form, it refuses in its own words
+            return _AS_GIVEN  # the format refuses every form; its own error is reported when it is rendered
         return missing[0] if plan is None or self._later_system == "refuse" else plan
 
     def _folds_answers(self, window: MessageWindow) -> bool:
-        """Whether the answers of a window are to no call, on a format that writes those to a call."""
+        """True if the window's tool answers follow no call, and the format writes answers that follow one."""
         if "tool" not in window.roles or window.turn is None or window.turn.calls:
             return False
         call = TurnShape(has_text=False, thinks=False, calls=("object",))
@@ -308,7 +315,7 @@ class MessageSupport:
 
 
 def _plans(window: MessageWindow, missing: set[int]) -> Iterator[_WindowPlan]:
-    """The ways to fold a window, best first."""
+    """The ways to fold a window, the least invasive first."""
     runs = _runs(window.roles)
     hit = {number for number, (_, run) in enumerate(runs) if missing.intersection(run)}
     systems = hit | {number for number, (kind, _) in enumerate(runs) if kind == "system"}
@@ -322,7 +329,7 @@ def _plans(window: MessageWindow, missing: set[int]) -> Iterator[_WindowPlan]:
 
 
 def _apply(plan: _WindowPlan, given: Folded) -> Folded:
-    """Messages without a turn, written by a plan."""
+    """Apply a plan to the messages between two turns."""
     if plan == _AS_GIVEN:
         return given
     written: list[Message] = []
@@ -353,12 +360,12 @@ def _roles(plan: _WindowPlan, roles: Sequence[str]) -> tuple[str, ...]:
 
 
 def _joined(messages: Sequence[Message]) -> str:
-    """The texts of messages, an empty line between them."""
+    """The texts of messages, separated by empty lines."""
     return "\n\n".join(text for message in messages if (text := message.get("content") or ""))
 
 
 def _runs(roles: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Neighbours that are all system messages, all answers, or none of both: ("system", "tool" or "", their places)."""
+    """Runs of adjacent messages of one kind: (kind, their indices). The kind is "system", "tool", or "" for others."""
     kinds = ["system" if role in SYSTEM_ROLES else "tool" if role == "tool" else "" for role in roles]
     return [(kind, [place for place, _ in run]) for kind, run in groupby(enumerate(kinds), key=lambda item: item[1])]
 
@@ -368,13 +375,13 @@ def _below_system(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _role_before(messages: Sequence[Message], place: int) -> str:
-    """The role of the message before a place; "" where there is none but the system message that leads."""
+    """The role of the message before an index; "" if there is none, or only the leading system message."""
     return "" if place < 1 or (place == 1 and _below_system(messages)) else messages[place - 1]["role"]
 
 
 def _may_fold(messages: Sequence[Message]) -> bool:
-    """Whether there is a message that a format may have no place for: a system or developer message, or a tool's answer
-    behind a turn without calls."""
+    """True if some message may need folding: a system or developer message, or a tool's answer after a turn without
+    calls."""
     has_calls = True
     for message in messages:
         role = message["role"]
@@ -386,7 +393,7 @@ def _may_fold(messages: Sequence[Message]) -> bool:
 
 
 def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Iterator[tuple[MessageWindow, int, int]]:
-    """The windows of a folded conversation, each with its first message and the one behind its last."""
+    """The windows of a folded conversation, each with the index of its first message and the one after its last."""
     below = _below_system(messages)
     for first, turn, behind in turns(messages):
         start, end = first - (turn is not None), first + len(behind)

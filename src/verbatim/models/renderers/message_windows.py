@@ -1,16 +1,16 @@
-"""Finds by rendering which parts of messages a chat format writes, place by place.
+"""Finds by rendering which parts of messages a chat format writes.
 
-A conversation is cut into windows: an assistant's turn and the messages up to the next one. A window is known by its
-shape: the roles, whether the turn has text and a thought, the kinds of its calls, what stands before and behind it. For
-each shape one conversation of unique words is rendered, once, and the words are looked for: each has to be there, and
-in order (a turn's text only before the next message that is no tool's). Real text is never looked for: formats trim it,
-escape it, and a user may write it twice.
+A conversation is cut into windows: an assistant's turn and the messages up to the next turn. A window is identified by
+its shape: the roles, whether the turn has text and a thought, the kinds of its calls, and what precedes and follows it.
+For each shape one conversation of unique words is rendered, once. Every word has to appear in the rendering, and in
+order (a turn's text only has to come before the next message that is not a tool's). The real text is never searched
+for, because formats trim and escape it, and a user may write it twice.
 
-Example: the window [assistant with text and one call, tool, system] behind a user's message is rendered as
+Example: the window [assistant with text and one call, tool, system] after a user's message is rendered as
 
     user "zq question zq"  assistant "zqtextzq" zqlook(zqat="zqcalls0zq")  tool "zqw00zq"  system "zqw01zq"
 
-and lost are the words that the prompt lacks.
+and the parts whose words are missing from the prompt are lost.
 """
 
 from __future__ import annotations
@@ -28,78 +28,79 @@ from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, 
 from verbatim.models.renderers.responses import arguments_as_value
 
 CallKind = Literal["object", "json", "text"]
-"""Arguments that are a JSON object, JSON of another type, or no JSON."""
+"""The kind of a call's arguments: a JSON object, JSON of another type, or text that is not JSON."""
 T = TypeVar("T", bound=Hashable)
 
 SYSTEM_ROLES = ("system", "developer")
 _WINDOWS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**23, 64
-"""Shapes that are remembered, their bytes, and those of a role. Environments have a dozen; clients may send any."""
+"""Bounds of the cache of shapes: number, total bytes, and bytes per role. Environments use a dozen shapes, but clients
+may send any number."""
 MOST_ALIKE = 2
-"""Equal neighbours that are told apart: two tools' answers are written as three are."""
+"""Longer runs of equal messages are cut to this length: a format that writes two tools' answers also writes three."""
 _ROLES = 64
-"""Roles of which it is remembered whether names are written."""
+"""Number of roles for which `writes_name` is cached."""
 _SAYS = {"content": "zq says zq", "name": "zqwho"}
 
 
 class TurnShape(NamedTuple):
-    """What an assistant's message has."""
+    """The shape of an assistant's message."""
 
     has_text: bool
-    """Content beside white space."""
+    """True if its content is more than white space."""
     thinks: bool
-    """Reasoning beside white space."""
+    """True if its reasoning is more than white space."""
     calls: tuple[CallKind, ...]
-    """Its calls, with at most two equal neighbours."""
+    """The kinds of its calls, with runs of equal ones cut to two."""
 
 
 class MessageWindow(NamedTuple):
-    """The shape of a turn and the messages behind it."""
+    """The shape of a turn and the messages after it."""
 
     below_system: bool
-    """Whether the conversation begins with a system message."""
+    """True if the conversation begins with a system message."""
     has_tools: bool
-    """Whether schemas are shown."""
+    """True if the prompt has tool schemas."""
     before: str
-    """The role before the turn; "" where it is the first message, or the first behind a leading system message."""
+    """The role before the turn; "" if the turn is the first message, or the first after a leading system message."""
     turn: TurnShape | None
-    """None: the window opens the conversation."""
+    """The shape of the turn. None: the window is the start of the conversation, before any turn."""
     roles: tuple[str, ...]
-    """Of the messages behind the turn, with at most two equal neighbours."""
+    """The roles of the messages after the turn, with runs of equal ones cut to two."""
     end: Literal["prompt", "end", "more"]
-    """A generation prompt follows, nothing, or another turn."""
+    """What follows the window: a generation prompt, nothing, or another turn."""
 
 
 class Lost(NamedTuple):
     """What a format leaves out of a window."""
 
     text: bool
-    """The text of the turn."""
+    """True if the turn's text is lost."""
     calls: tuple[int, ...]
-    """Calls, by their places in the shape."""
+    """The lost calls, as indices into the shape's calls."""
     messages: tuple[int, ...]
-    """Messages behind the turn, by their places in the shape."""
+    """The lost messages after the turn, as indices into the shape's roles."""
 
     @property
     def nothing(self) -> bool:
-        """Whether all is written."""
+        """True if everything is written."""
         return not (self.text or self.calls or self.messages)
 
 
 class WindowProbes:
-    """What one chat format writes, by window; each is rendered once.
+    """Finds what one chat format writes, window by window. Each shape is rendered once and cached.
 
     Args:
-        render: The format.
+        render: Renders with the format.
     """
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self._found: BoundedCache[MessageWindow, Lost | None] = BoundedCache(_WINDOWS, _BYTES)
         self.writes_name: Callable[[str], bool] = lru_cache(maxsize=_ROLES)(self._writes_name)
-        """Whether the format writes who speaks in a message of this role: its field `name`."""
+        """True if the format writes the field `name` of a message with this role."""
 
     def lost(self, window: MessageWindow) -> Lost | None:
-        """What the format leaves out, or writes in another order; None where it refuses the window."""
+        """What the format leaves out or writes in another order; None if it refuses the window."""
         return self._found.of(window, self._probed, _BYTES_OF_A_ROLE * len(window.roles))
 
     def _writes_name(self, role: str) -> bool:
@@ -132,8 +133,10 @@ class WindowProbes:
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, Sequence[Message]]]:
-    """The turns of a conversation: (the place behind it, the turn, the messages behind it up to the next one); first,
-    where there is any, what stands before all turns, behind None."""
+    """The turns of a conversation as (index after the turn, the turn, the messages up to the next turn).
+
+    Messages before the first turn come first, with None as their turn.
+    """
     starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     ends = [*starts, len(messages)]
     if ends[0]:
@@ -143,7 +146,7 @@ def turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, Se
 
 
 def shape_of(message: Mapping[str, Any]) -> TurnShape:
-    """What an assistant's message has."""
+    """The shape of an assistant's message."""
     calls = collapsed(call_kind(call["function"].get("arguments")) for call in message.get("tool_calls") or ())
     return TurnShape(
         has_text=has_text(message.get("content")),
@@ -153,12 +156,12 @@ def shape_of(message: Mapping[str, Any]) -> TurnShape:
 
 
 def has_text(content: object) -> bool:
-    """Whether content holds more than white space, which formats trim."""
+    """True if content is more than white space, which formats trim."""
     return isinstance(content, str) and bool(content.strip())
 
 
 def call_kind(arguments: object) -> CallKind:
-    """The kind of a call's arguments; none at all are an object without members."""
+    """The kind of a call's arguments. Missing arguments count as an empty object."""
     value = arguments_as_value(arguments)
     if isinstance(value, Mapping):
         return "object"
@@ -166,7 +169,7 @@ def call_kind(arguments: object) -> CallKind:
 
 
 def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:
-    """Values with at most two equal neighbours, each with its place.
+    """The values with runs of equal ones cut to `MOST_ALIKE`, each with its original index.
 
     >>> collapsed(["tool", "tool", "tool", "user"])
     [('tool', 0), ('tool', 1), ('user', 3)]
@@ -179,7 +182,7 @@ def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:
 
 
 def _turn(window: MessageWindow) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
-    """The messages before the turn, the turn, and the words to look for: of its text, of its calls."""
+    """(messages before the turn, the turn, unique words of its text, unique words of its calls)."""
     shape = window.turn
     if shape is None:
         return [], [], [], []
@@ -197,7 +200,7 @@ def _turn(window: MessageWindow) -> tuple[list[dict[str, Any]], list[dict[str, A
 
 
 def _behind(roles: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages of these roles, each with a word of its own; tools answer the calls in order."""
+    """Messages with these roles, each with a unique word. Tools answer the calls in order."""
     messages: list[dict[str, Any]] = [{"role": role, "content": f"zqw{place:02}zq"} for place, role in enumerate(roles)]
     answers = [message for message in messages if message["role"] == "tool"]
     for number, message in enumerate(answers):
@@ -211,7 +214,7 @@ _BEFORE: Mapping[str, list[dict[str, Any]]] = {
     "assistant": [ASK, ANSWER],
     "tool": [ASK, calling(), {**RESULT, "content": "zq before zq"}],
 }
-"""What stands before a turn, by the role of the last message."""
+"""The messages before a turn, by the role of the last one."""
 
 
 def _call(number: int, kind: CallKind, word: str) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def _call(number: int, kind: CallKind, word: str) -> dict[str, Any]:
 
 
 def _missing(words: Sequence[str], shown: str, end: int) -> tuple[set[str], int]:
-    """The words that are not there behind a place and those before them; and the place of the last."""
+    """(words that do not appear in order after index `end`, index of the last word that does)."""
     missing = set[str]()
     for word in words:
         place = shown.find(word, end)

@@ -1,4 +1,4 @@
-"""Checks that what an environment returns are chat messages."""
+"""Checks that an environment's messages are valid chat messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from verbatim.models.renderers.responses import NOT_JSON, read_json
 _CALL = '{"type": "function", "function": {"name": "look", "arguments": {"at": "Bonn"}}}'
 
 _OF_TEXT = frozenset({"role", "content", "name", "tool_call_id"})
-"""Keys that hold a text."""
+"""Keys whose values are plain text."""
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse values that no chat template can read as messages; contents are checked by the template itself.
+    """Refuse values that no chat template can read as messages. Contents are checked by the template itself.
 
     Raises:
-        EnvironmentFault: names the first invalid message, and what was expected.
+        EnvironmentFault: a message is invalid; the text names the first one and what was expected.
     """
     if not isinstance(messages, (list, tuple)):
         raise EnvironmentFault(f"the messages are of type {type(messages).__name__}; expected a list of messages")
@@ -36,7 +36,7 @@ def _wrong(message: Any) -> str | None:
     if not isinstance(message, Mapping):
         return f'is of type {type(message).__name__}; expected a mapping, {{"role": "user", "content": "hi"}}'
     if message.keys() <= _OF_TEXT and "role" in message and all(type(value) is str for value in message.values()):
-        return None  # most messages of most conversations
+        return None  # fast path: most messages have only text fields
     if not isinstance(message.get("role"), str):
         found = f"a role of type {type(message['role']).__name__}" if "role" in message else "no role"
         return f'has {found}; expected "role", a text such as "user" or "tool"'
@@ -55,7 +55,7 @@ def _wrong(message: Any) -> str | None:
         return f"holds a key of type {type(odd).__name__}; expected JSON values, whose keys are texts"
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)) or not all(map(_is_call, calls)):
-        return f'has "tool_calls" that are none; expected a list of calls such as {_CALL}'
+        return f'has "tool_calls" that are not calls; expected a list of calls such as {_CALL}'
     if calls and message["role"] != "assistant":
         return f'has "tool_calls" and the role {message["role"]!r}; only a message of the assistant may call tools'
     if message.get("function_call") is not None:
@@ -68,7 +68,8 @@ def _wrong(message: Any) -> str | None:
 
 
 def _wrong_arguments(arguments: object) -> str | None:
-    """Describe what would be lost or changed of a call's arguments; text that is not JSON is written as it is."""
+    """Describe what rendering would lose or change in a call's arguments; None if nothing. Text that is not JSON is
+    written as it is."""
     if not isinstance(arguments, (str, Mapping)) and arguments is not None:
         return f"of type {type(arguments).__name__}; expected an object, or its JSON text"
     value = read_json(arguments) if isinstance(arguments, str) else arguments
@@ -84,14 +85,14 @@ def _wrong_arguments(arguments: object) -> str | None:
 
 
 def _arguments_of(message: Mapping[str, Any]) -> list[object]:
-    """What its calls, as far as they are calls, have as arguments; None for another one."""
+    """The arguments of each of a message's tool calls; None for an entry that is not a call."""
     calls = message.get("tool_calls")
     found = calls if isinstance(calls, (list, tuple)) else ()
     return [call["function"].get("arguments") if _is_call(call) else None for call in found]
 
 
 def is_deep(arguments: object) -> bool:
-    """Whether arguments, an object or its JSON text, are nested too deeply; text that is not JSON is never too deep."""
+    """True if arguments (an object or its JSON text) are nested too deeply. Text that is not JSON never is."""
     if isinstance(arguments, Mapping):
         return not is_shallow(arguments)
     if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") < MAX_DEPTH:

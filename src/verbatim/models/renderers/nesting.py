@@ -1,22 +1,25 @@
-"""How deep values are nested that messages hold and models sample."""
+"""Measures how deeply values in messages and sampled calls are nested."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 MAX_DEPTH = 64
-"""The deepest nesting of arguments; deeper values would overflow the stack of later readers."""
+"""Deepest accepted nesting. Deeper values could overflow the stack of later, recursive readers."""
 _LEAVES = frozenset({str, int, float, bool, type(None)})
-"""What most values are; to ask for `Mapping` takes many times as long."""
+"""Types without members. They are checked first, because `isinstance(value, Mapping)` takes many times as long."""
 
 
 def is_shallow(value: object) -> bool:
-    """Whether a value is nested less than `MAX_DEPTH` deep; one that holds itself is not."""
+    """True if a value is nested less than `MAX_DEPTH` deep. False for a value that contains itself."""
     return all(depth < MAX_DEPTH for depth, _ in enumerate(levels(value)))
 
 
 def levels(value: object) -> Iterator[list[object]]:
-    """The value, then all that is in it, then all that is in that, and so on; each object once a level."""
+    """The value, then its members, then their members, and so on.
+
+    Each object appears at most once per level, so that shared members do not grow exponentially.
+    """
     level = [value]
     while level:
         yield level

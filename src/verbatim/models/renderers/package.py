@@ -1,4 +1,4 @@
-"""Adapts the model families of the PyPI package `renderers` to our protocol: escaping, and exact."""
+"""Adapts the model families of the PyPI package `renderers` to our protocol, with escaping and exact continuation."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ from verbatim.models.renderers.tool_support import ToolSupport, name_of_tool, pr
 from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 _REMEMBERED = 64
-"""Conversations whose ids are cached; all episodes of a group begin with the same one."""
+"""Number of conversations whose ids are cached. It pays because all episodes of a group start with the same one."""
 
 _REMEMBERED_BRIDGES, _SHORT = 4096, 256
-"""Bridges whose ids are remembered, and the most ids that one may add: where episodes are short and examples few, the
-same turn comes again and again."""
+"""Number of cached bridges, and the largest number of ids in one. If episodes are short and examples few, the same turn
+recurs many times."""
 
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""The exceptions by which families refuse messages and schemas, on purpose or not: `"properties": null`."""
+"""Exceptions by which families refuse messages and schemas, on purpose or by accident (`"properties": null`)."""
 
 _DECLARE_IN_JSON = ("kimi-k2.5",)
-"""Families whose own form lacks words for some schemas: `oneOf`, `allOf`, `not`, `const`, no type at all, a `$ref` to
-anything but `#` and `#/$defs`. The tokenizer that the model is published with then declares all tools in JSON."""
+"""Families whose own notation for tools cannot express some schemas: `oneOf`, `allOf`, `not`, `const`, a missing type,
+or a `$ref` to anything but `#` and `#/$defs`. The model's published tokenizer declares all tools in JSON in that case,
+and so do we."""
 
 
 class PackageRenderer(ContinuingRenderer):
     """One family ("qwen3", ...) for one tokenizer.
 
-    Prompts continue by the rule in `bridge`; the family's own bridge says what is written behind a turn.
+    Prompts continue by the rule in `bridge`; the family's own bridge provides what is written after a turn.
 
     Raises:
         ModelError: the tokenizer lacks the family's tokens.
     """
 
     thread_safe = True
-    """Several threads may use it at once."""
+    """Several threads may use one renderer at once."""
 
     def __init__(self, tokenizer: Any, name: str = "qwen3", **kept: Any) -> None:
         super().__init__(tokenizer, name, **kept)
@@ -79,11 +80,11 @@ class PackageRenderer(ContinuingRenderer):
 
     @cached_property
     def _syntax(self) -> ToolSyntax | None:
-        """The syntax in which the family writes calls; None if it is none we know."""
+        """The syntax in which the family writes calls, or None if it is not a known one."""
         return derive(self.written, self.end_texts, marks=self._sampled.control_tokens)
 
     def _read_calls(self, ids: Sequence[int], tools: Sequence[Any]) -> tuple[str, Sequence[ToolCall]] | None:
-        """The calls of sampled ids that begin with the first one, as `ReadCalls`."""
+        """Parse the calls of sampled ids that begin with the first call: a `ReadCalls` function."""
         if self._syntax is None:
             return None
         behind, found = self._syntax.read(self._sampled.of(ids), tools)
@@ -101,8 +102,10 @@ class PackageRenderer(ContinuingRenderer):
         return find_call_ids(render)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """As `render_ids`, even if the family leaves out a part of the messages; read-only, since the episodes of a
-        group share them."""
+        """Like `render_ids`, even if the family leaves out a part of the messages.
+
+        The array is read-only, because the episodes of a group share it.
+        """
         if not messages:
             raise EnvironmentFault(
                 f'renderer "{self.name}" writes no conversation without messages; expected at least one'
@@ -122,7 +125,7 @@ class PackageRenderer(ContinuingRenderer):
         return ids
 
     def _family_ids(self, marked: Any, tools: Any, add_generation_prompt: bool) -> list[int]:
-        """What the family writes of marked messages and schemas."""
+        """The ids that the family writes for escaped messages and schemas."""
         try:
             ids = self._family.render_ids(marked, tools=tools, add_generation_prompt=add_generation_prompt)
         except _REFUSALS:
@@ -134,7 +137,7 @@ class PackageRenderer(ContinuingRenderer):
         return list(ids)
 
     def _refusal(self, error: Exception, messages: Sequence[Message], tools: Schemas) -> EnvironmentFault:
-        """What the environment is told where the family refuses."""
+        """The error for messages or tools that the family refuses. It names the tool if a single one is to blame."""
         said = f"{type(error).__name__}: {error}"
         refused = next((tool for tool in tools or () if not self._writes(tool)), None)
         if refused is not None:
@@ -150,7 +153,7 @@ class PackageRenderer(ContinuingRenderer):
         )
 
     def _writes(self, tool: Any) -> bool:
-        """Whether the family takes a tool's schema."""
+        """True if the family accepts a tool's schema."""
         escaper = self.tokenizer.escaper
         try:
             self._family_ids(escaper.messages([ASK]), escaper.tools([tool]), True)  # type: ignore[list-item]
@@ -161,10 +164,10 @@ class PackageRenderer(ContinuingRenderer):
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Read a completion; never raises on what a model may sample.
+        """Parse a completion. Never raises on anything that a model may sample.
 
-        With the schemas of the `tools`, arguments have the types that they declare; some formats do not tell the
-        number 5 from the text "5".
+        With `tools`, arguments get the types that the schemas declare; some formats write the number 5 and the text "5"
+        alike.
         """
         ids = completion_ids.tolist()
         turn = ids[: self._end_of_turn(ids)]
@@ -176,11 +179,11 @@ class PackageRenderer(ContinuingRenderer):
         return read(turn) if self._thoughts is None else self._thoughts.read(read, turn, prompt)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """Thinking and content with which every completion that begins with these ids is read.
+        """The (thinking, content) so far that further tokens cannot change.
 
-        Each family has marks of its own, so less is returned than could be: nothing from the first control token or
-        "<" on that is no mark of thinking, nothing of what might be a call without marks, and nothing of an answer that
-        begins with white space, which some families keep or leave out depending on what follows.
+        Each family has its own marks, so this is conservative. It omits everything from the first control token or "<"
+        on (except the marks of thinking), text that might be a call without marks, and an answer that begins with white
+        space, which some families keep or drop depending on what follows.
         """
         ids = completion_ids[: self._end_of_plain(completion_ids.tolist())]
         parsed = self.parse_response(ids, prompt_ids)
@@ -192,7 +195,7 @@ class PackageRenderer(ContinuingRenderer):
         return reasoning or "", settled(content, "<")
 
     def _end_of_plain(self, ids: list[int]) -> int:
-        """The place of the first control token that does not open or close the thinking."""
+        """The index of the first control token that does not open or close the thinking."""
         seen = set[int]()
         for place, token in enumerate(ids):
             if token in self._control_ids and (token not in self._thought_ids or token in seen):
@@ -202,8 +205,10 @@ class PackageRenderer(ContinuingRenderer):
 
     @cached_property
     def _takes_text_back(self) -> bool:
-        """Whether something that may follow makes a text no content: a mark that closes thinking which none has opened,
-        or the end of a header."""
+        """True if later tokens can turn text that was content into something else.
+
+        Two examples: a mark that closes thinking that was never opened, and the end of a header.
+        """
         alpha, beta, close = (self.tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
         later = [close, *([token] for token in self._control_ids.difference(self.stop_token_ids))]
         read = (self.parse_response(np.array([*alpha, *ids, *beta], dtype=np.int32)) for ids in later)
@@ -223,16 +228,16 @@ class PackageRenderer(ContinuingRenderer):
             )
             if len(found) <= _SHORT:
                 self._bridged.add(key, found)
-        # The family closes a thought that it takes to be open; ours was read.
+        # The family closes a thought that it believes to be open. Our own parse decides whether one is.
         closes = found[:1] == [self.tokenizer.control_tokens.get("</think>")]
         return found[1:] if closes and not conversation.said.parsed.thought_open else found
 
     def _behind_by_family(
         self, before: list[int], num_sampled: int, new_messages: Sequence[Message], tools: Schemas
     ) -> list[int]:
-        """What the family's bridge adds to ids that no token has ended; nothing where it makes none, or changes them.
+        """The ids that the family's bridge adds after an unended turn; empty if it refuses or changes earlier ids.
 
-        The family is the one that keeps thoughts: whether one may stay is decided before.
+        It uses the family that keeps all thoughts, because `bridge` has already decided that they may stay.
         """
         escaper = self.tokenizer.escaper
         num_prompt = len(before) - num_sampled
@@ -246,12 +251,12 @@ class PackageRenderer(ContinuingRenderer):
             return []
         added = list(rendered.token_ids[len(before) :])
         close = 1 if added[:1] == [self.tokenizer.control_tokens.get("</think>")] else 0
-        # A format without a close of its own: the family closes by the end of sequence, which is not in its histories.
+        # A format without a close: the family adds EOS as a close, although it does not write EOS in its histories.
         is_doubled = len(added) > close + 1 and self._own_stop_ids.issuperset(added[close : close + 2])
         return [*added[:close], *added[close + 1 :]] if is_doubled else added
 
     def _keeping_thoughts(self, config: Any) -> Any:
-        """The family configured to bridge over user messages whatever was thought; or as it is, where it cannot."""
+        """The family configured to keep thoughts at user messages, or as it is if it has no such setting."""
         try:
             return create_family(self.tokenizer, type(config)(thinking_retention="all"))
         except (NotImplementedError, ValueError):

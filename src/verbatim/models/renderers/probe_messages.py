@@ -1,4 +1,4 @@
-"""The messages with which renderers probe a chat template: texts that no template writes by itself."""
+"""The messages with which renderers probe a chat template. Their words (zq...) appear in no template's own text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from verbatim.core.errors import EnvironmentFault
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
-"""(messages, tools, with a generation prompt) -> text; raises EnvironmentFault where the format refuses them."""
+"""(messages, tools, add_generation_prompt) -> text. Raises EnvironmentFault if the format refuses the messages."""
 NAME, VALUE = "zqlook", "zqbonn"
-"""The tool, and what the argument of each call begins with."""
+"""The tool's name, and the prefix of each call's argument."""
 SYSTEM: dict[str, Any] = {"role": "system", "content": "zq system zq"}
 ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
@@ -30,7 +30,7 @@ TOOL: dict[str, Any] = {
 
 
 def tried(render: Callable[..., str], *given: Any) -> str:
-    """What a format writes; empty where it refuses it."""
+    """The text that a format writes, or "" if it refuses the messages."""
     try:
         return render(*given)
     except EnvironmentFault:
@@ -38,7 +38,7 @@ def tried(render: Callable[..., str], *given: Any) -> str:
 
 
 def calling(content: str = "", *, num_calls: int = 1) -> dict[str, Any]:
-    """A turn with calls. Some templates insist on call ids of nine letters and digits."""
+    """An assistant's message with calls. Their ids have nine letters and digits, as some templates require."""
     return {
         "role": "assistant",
         "content": content,

@@ -1,4 +1,4 @@
-"""Reads calls that are written as Python, `[look(at="Bonn")]`: as a syntax tree, never run."""
+"""Parses calls that are written as Python, `[look(at="Bonn")]`, as a syntax tree. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from verbatim.models.renderers.responses import check_call, unreadable
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _NAME = re.compile(r"""[^\s<>"'=()\[\]{},]+""")
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'" r'|"(?:[^"\\]|\\.)*"')
-"""One text on one line, without a prefix."""
+"""One string literal on one line, without a prefix."""
 _MASK = "zqname_"
 _KEYWORD = re.compile(rf"{_LITERAL.pattern}|(?<!\w)({'|'.join(keyword.kwlist)})(?=\s*(?:\(|=(?!=)))")
-"""A text, or a word of Python's own that stands where the name of a tool or of a parameter does: `from="Bonn"`."""
+"""A string literal, or a Python keyword in the place of a tool's or parameter's name: `from="Bonn"`."""
 _UNKNOWN = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\'\"abfnrtvxuUN0-7]")
-"""An escape that Python does not know; it would keep the backslash."""
+"""An escape that Python does not define. Python would keep its backslash in the text."""
 
 
 def python_calls(
     raw: str, quote: str = "", known: Callable[[str], frozenset[str]] = lambda _: frozenset()
 ) -> Sequence[ToolCall]:
-    """Every call of a list of calls, or of one call.
+    """Parse a list of calls, or a single call.
 
     Args:
         raw: The text between the marks.
-        quote: What stands around texts that the format writes as they are; empty where it escapes them. Where it does
-            not, and does not write this text either, one with a backslash may mean two things: its call is unreadable.
-        known: The parameters of a tool; empty where they are not known.
+        quote: The quote around texts, if the format writes them unescaped; "" if it escapes them. If a format without
+            escapes would not have written `raw`, a text with a backslash is ambiguous, and its call is unreadable.
+        known: Maps a tool's name to its parameters; empty if they are not known.
     """
     as_python = escaped(raw, quote, known) if quote else None
     if as_python is not None:
@@ -47,11 +47,11 @@ def _calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
     source = _KEYWORD.sub(lambda found: f"{_MASK}{found[0]}" if found[1] else found[0], raw)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python would quote odd escapes of the model's text on the console
+            warnings.simplefilter("ignore")  # Python would print warnings about escapes in the model's text
             tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [unreadable(raw, "invalid_json")]
-    if "#" in _LITERAL.sub("", raw):  # a comment is no part of a call
+    if "#" in _LITERAL.sub("", raw):  # a comment is not a part of a call
         return [unreadable(raw, "malformed_structure")]
     reader = _Reader(source, escapes)
     calls = []
@@ -65,19 +65,19 @@ def _calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
 
 
 class _Reader:
-    """Reads the values of one text."""
+    """Converts the syntax tree of one text to names and values."""
 
     def __init__(self, source: str, escapes: bool) -> None:
         self._lines, self._escapes = source.encode("utf-8", "surrogatepass").splitlines(), escapes
 
     def call(self, node: ast.expr) -> tuple[str, Iterator[tuple[str | None, ast.expr]]]:
-        """The name and the keywords of a call.
+        """The name and the keyword arguments of a call.
 
-        The name is the text before the bracket: models write `files.read(...)` and `get-weather(...)` too, and Python
-        would read letters of other forms as plain ones.
+        The name is the source text before the parenthesis, not the tree's: models also write `files.read(...)` and
+        `get-weather(...)`, and Python normalises Unicode letters in identifiers.
 
         Raises:
-            ValueError: it is no call, or has arguments without a name.
+            ValueError: the node is not a call, or has positional arguments.
         """
         call = node.right if isinstance(node, ast.BinOp) else node
         if not isinstance(call, ast.Call) or call.args:
@@ -88,15 +88,15 @@ class _Reader:
         return name, ((self._key(given), given.value) for given in call.keywords)
 
     def _key(self, given: ast.keyword) -> str | None:
-        """Its name, if that is as it was sampled; None for `**`."""
+        """The name of a keyword argument; None for `**`, or if Python's name differs from the sampled one."""
         written = self._lines[given.lineno - 1][given.col_offset :].decode("utf-8", "surrogatepass")
         return given.arg.removeprefix(_MASK) if given.arg and written.startswith(given.arg) else None
 
     def items(self, items: Iterable[tuple[object, ast.expr]]) -> dict[str, Any]:
-        """A JSON object of keys and of values that are Python.
+        """A JSON object from keys and syntax trees of values.
 
         Raises:
-            ValueError: a key that is no text (`**` has none) or is there twice, or a value that is not JSON.
+            ValueError: a key is not a text (`**` has none) or appears twice, or a value is not JSON.
         """
         values: dict[str, Any] = {}
         for key, value in items:
@@ -106,7 +106,7 @@ class _Reader:
         return values
 
     def _value(self, node: ast.expr) -> Any:
-        """A JSON value, written in Python or in JSON."""
+        """A JSON value, written in Python's or JSON's notation."""
         match node:
             case ast.Name(id=name) if name in _CONSTANTS and self._written(node) == name:
                 return _CONSTANTS[name]
@@ -126,11 +126,11 @@ class _Reader:
         raise ValueError(type(node).__name__)
 
     def _text(self, node: ast.Constant) -> str | None:
-        """A text: what JSON and Python write alike, and what only one of them knows; None for another constant.
+        """The value of a string literal in Python's or JSON's notation; None for another constant.
 
         Raises:
-            ValueError: it has a prefix, goes over several lines, is several side by side, or has a backslash of unknown
-                meaning.
+            ValueError: the literal has a prefix, spans several lines, consists of several adjacent literals, or has a
+                backslash whose meaning is unknown.
         """
         if not isinstance(node.value, str):
             return None
@@ -138,7 +138,7 @@ class _Reader:
         if _LITERAL.fullmatch(written) is None or ("\\" in written and not self._escapes):
             raise ValueError(written)
         try:
-            # JSON has escapes that Python lacks: "\/", and two halves of a character.
+            # Tried first, because JSON has escapes that Python lacks: "\/", and surrogate pairs.
             return str(json.loads(written))
         except ValueError:
             if _UNKNOWN.search(written):
@@ -146,18 +146,18 @@ class _Reader:
             return node.value
 
     def _number(self, node: ast.Constant) -> Any:
-        """A number as JSON writes it: Python knows 0x10, 1_000 and 00 too, which no format writes.
+        """A number in JSON's notation. Python also accepts 0x10, 1_000 and 00, which no format writes.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: the number is not in JSON's notation.
         """
         return json.loads(self._written(node))
 
     def _written(self, node: ast.expr) -> str:
-        """The text of an expression; nothing of one that goes over several lines."""
+        """The source text of an expression; "" if it spans several lines."""
         return self._between(node, node)
 
     def _between(self, first: ast.expr, last: ast.expr) -> str:
-        """The text from the start of one node to the end of another; nothing where it goes over several lines."""
+        """The source text from the start of one node to the end of another; "" if it spans several lines."""
         line = self._lines[first.lineno - 1] if first.lineno == last.end_lineno else b""
         return line[first.col_offset : last.end_col_offset].decode("utf-8", "surrogatepass")

@@ -1,10 +1,10 @@
-"""Escapes the texts of calls in Python for a format that writes them as they are, between quotes (LFM2.5):
+"""Escapes the texts in Python-style calls for formats that write them unescaped between quotes (LFM2.5):
 
     [edit(old='it's
     here', count=2)]
 
-is no Python. A text ends where its quote is followed by the next argument, or by the end of the call. In lists and
-objects such a format writes Python and JSON, with escapes.
+This is not valid Python. A text ends where its quote is followed by the next argument or the end of the call. Inside
+lists and objects these formats write Python and JSON with escapes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ _CALL = re.compile(rf"({_NAME})\(")
 _ARGUMENT = re.compile(rf"({_KEY})=")
 _BEGINS = re.compile(rf",\s*({_KEY})\s*=")
 _OTHER = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|[\[{]|[\]}]|[,)]|[^'"\[\]{},)]+""")
-"""A piece of a value that is no text."""
+"""A piece of a value that is not a text."""
 
 
 def escaped(source: str, quote: str, known: Callable[[str], frozenset[str]]) -> str | None:
-    """The same list of calls in Python with its texts escaped, as the format would have to write it; None where it does
-    not write this.
+    """A list of calls as valid Python, with its texts escaped; None if the format would not write `source`.
 
     Args:
         source: The text between the marks.
-        quote: Around the texts of arguments.
-        known: The parameters of a tool; empty where they are not known.
+        quote: The quote around the texts of arguments.
+        known: Maps a tool's name to its parameters; empty if they are not known.
 
     >>> print(escaped(r"[look(at='it's \\n', far=['a'])]", "'", lambda name: frozenset()))
     [look(at="it's \\\\n", far=['a'])]
@@ -58,7 +57,7 @@ def escaped(source: str, quote: str, known: Callable[[str], frozenset[str]]) -> 
 
 
 def _value(source: str, start: int, quote: str, ends: re.Pattern[str], known: frozenset[str]) -> tuple[str, int] | None:
-    """A value as Python, and where it ends."""
+    """A value as Python, and the index after it; None if it is not a value of this format."""
     if not source.startswith(quote, start):
         stop = _end_of_other(source, start)
         return None if stop is None else (source[start:stop], stop)
@@ -66,14 +65,14 @@ def _value(source: str, start: int, quote: str, ends: re.Pattern[str], known: fr
     if end is None:
         return None
     text = source[start + 1 : end.start()]
-    # It may be two arguments of which the first one has no end.
+    # Ambiguous: these may be two arguments, the first without its closing quote.
     if any(not known or found[1] in known for found in _BEGINS.finditer(text)):
         return None
     return json.dumps(text), end.end()
 
 
 def _end_of_other(source: str, start: int) -> int | None:
-    """Where a value that is no text ends. A text in other quotes is none that such a format writes."""
+    """The index after a value that is not a text. None for a text in other quotes, which the format does not write."""
     depth, place = 0, start
     while (piece := _OTHER.match(source, place)) is not None:
         if depth == 0 and (piece[0] in ",)" or piece[0][0] in "'\""):

@@ -1,4 +1,4 @@
-"""Defines the renderer protocol: messages to ids and back, the one place where text and tokens meet."""
+"""Defines the renderer protocol, the only place where text becomes ids and ids become text."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from verbatim.core.types import Int32, Message, ToolCall
 
 Schemas: TypeAlias = Sequence[Mapping[str, Any]] | None
-"""Schemas of tools, in OpenAI's format; None without tools."""
+"""Tool schemas in OpenAI's format. None: no tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedResponse:
-    """A completion, read as a message. Ids stay the truth; this is for people, tools and environments."""
+    """A completion parsed into a message, for people, tools and environments. Training uses the ids, never this."""
 
     content: str
-    """The text beside reasoning and tool calls."""
+    """The text outside reasoning and tool calls."""
     reasoning_content: str | None = None
-    """The thinking, if there was any."""
+    """The thinking, or None if there was none."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Every attempted call in order, each with its parse status."""
     thought_open: bool = False
-    """Whether the completion ends inside of its thinking."""
+    """True if the completion ends inside its thinking."""
 
     def message(self) -> Message:
-        """The assistant message, in OpenAI's chat format; only well-formed calls are in it."""
+        """The assistant message in OpenAI's chat format. It contains only the well-formed calls."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
@@ -45,15 +45,16 @@ class ParsedResponse:
 
 @runtime_checkable
 class Renderer(Protocol):
-    """A model's chat format. Text of users and tools never becomes a special token.
+    """A model's chat format. Text from users and tools never becomes a special token.
 
-    One with an attribute `thread_safe = True` renders long conversations on a thread, beside the event loop's own.
+    A renderer with the attribute `thread_safe = True` is called on a worker thread for long conversations, so that the
+    event loop stays free.
     """
 
     name: str
     """The family, or "template"."""
     stop_token_ids: tuple[int, ...]
-    """A sampled turn ends with one of these."""
+    """The ids that end a sampled turn."""
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -63,27 +64,27 @@ class Renderer(Protocol):
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Read a completion; never raises on what a model may sample.
+        """Parse a completion. Never raises on anything that a model may sample.
 
-        The schemas say what type an argument is where the format writes all of them as bare text.
+        `tools` give the arguments' types for formats that write all arguments as bare text.
         """
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The next prompt, as the previous turn's ids verbatim plus the new messages and the generation prompt.
+        """The next prompt: the previous turn's ids verbatim, then the new messages and the generation prompt.
 
-        None where the next prompt has to be rendered anew, and the next turn starts a new training sample.
+        None if the next prompt has to be rendered from its messages; the next turn then starts a new training sample.
         """
 
     def decode(self, ids: Int32) -> str:
-        """Text for people, special tokens included."""
+        """The text of ids for display, special tokens included."""
 
 
 @runtime_checkable
 class ReadsGrowingText(Protocol):
-    """A renderer that can read a completion while it grows."""
+    """A renderer that can parse a completion while it is being sampled."""
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """Thinking and content with which every completion that begins with these ids is read; may be less than what is
-        there already, never more."""
+        """The (thinking, content) so far that further tokens cannot change. It may be shorter than the text sampled so
+        far, never longer."""

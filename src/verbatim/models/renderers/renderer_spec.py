@@ -1,4 +1,4 @@
-"""Sends a renderer to another process: as its name and its tokenizer, from which it is made again there."""
+"""Sends a renderer to another process as its name, settings and tokenizer, and creates it again there."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from verbatim.models.renderers.renderer import Renderer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RendererSpec:
-    """What one of our renderers is made of."""
+    """The arguments that create one of our renderers."""
 
     name: str
-    """Its family."""
+    """The family, or "template"."""
     tools: Literal["hermes"] | None
-    """The format in which it writes tools; None: the model's own."""
+    """The format of tools. None: the model's own."""
     settings: Mapping[str, Any]
-    """`create_renderer`'s other ones."""
+    """The remaining keyword arguments of `create_renderer`."""
     tokenizer: Any
-    """The model's own, without the escaping that renderers put around it."""
+    """The model's own tokenizer, without the escaping that renderers wrap around it."""
     stop_token_ids: tuple[int, ...]
-    """The ids that end a turn where it comes from; it must have the same here."""
+    """The ids that end a turn in the sending process. The receiving process has to end turns with the same ids."""
 
     def make(self) -> Renderer:
-        """The same renderer.
+        """Create the renderer again.
 
         Raises:
-            UsageError: it ends turns differently here: a part of them is read from the model's folder.
+            UsageError: the renderer ends turns with other ids here. Some ids come from the model's folder, which may
+                differ between hosts.
         """
         renderer = create_renderer(self.name, self.tokenizer, self.tools, **self.settings)
         if renderer.stop_token_ids != self.stop_token_ids:
@@ -43,9 +44,9 @@ class RendererSpec:
 
 
 def renderer_spec(renderer: Any) -> Any:
-    """The spec of a renderer over a guarded tokenizer, whose caches stay behind; any other object as it is."""
+    """The spec of one of our renderers, which leaves its caches behind. Any other object is returned unchanged."""
     escaping: Any = getattr(renderer, "tokenizer", None)
-    if type(escaping).__name__ != "EscapingTokenizer":  # by name: its module is heavy, and loaded only where it is used
+    if type(escaping).__name__ != "EscapingTokenizer":  # compared by name, because importing its module is slow
         return renderer
     return RendererSpec(
         name=renderer.name,

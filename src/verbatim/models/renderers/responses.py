@@ -1,4 +1,4 @@
-"""Reads sampled tool calls: every attempt is kept, only well-formed ones count, bare text is typed by schemas."""
+"""Parses sampled tool calls: every attempt is recorded, only well-formed ones count, and schemas type bare text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ReadCalls: TypeAlias = "Callable[[Sequence[int], Sequence[Mapping[str, Any]]], tuple[str, Sequence[ToolCall]] | None]"
-"""(sampled ids from the first call on, schemas) -> (the text behind the calls, the calls); None where these are none in
-the family's format"""
+"""(sampled ids from the first call on, schemas) -> (the text after the calls, the calls), or None if there is no call
+in the family's format."""
 
 _LAST_OF_PROMPT = 64
-"""Tokens at the end of a prompt among which a format writes the mark that opens a thought."""
+"""Number of tokens at the end of a prompt that are searched for the mark that opens a thought."""
 _MAX_BITS = 14_000
-"""The largest integer, in bits; Python refuses to write longer ones (`sys.get_int_max_str_digits`)."""
+"""Size of the largest integer, in bits. Python refuses to convert much longer ones to text
+(`sys.get_int_max_str_digits`)."""
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _THOUGHT_MARK = re.compile(r"</?think(?::\w+)?>|<\|channel>|<channel\|>")
 _THOUGHT_END = re.compile(r"</think(?::\w+)?>|<channel\|>")
 _MOST_BRANCHES = 16
-"""How deep branches and references of a schema are looked into for the types of one argument."""
+"""How deeply branches and references of a schema are followed to find the types of an argument."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES: Mapping[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -54,20 +55,20 @@ def read_completion(
     *,
     has_thought_marks: bool = True,
 ) -> ParsedResponse:
-    """Content, reasoning and every attempted call of `ids`, which end before the token that closed the turn.
+    """Parse content, reasoning and every attempted call of `ids`, which end before the token that closed the turn.
 
-    A call inside of a thought that nothing closes is thinking, as in one that is closed. Most families' parsers would
-    end the thought there.
+    A call inside a thought is thinking, even if the thought is never closed. Most families' parsers would end an open
+    thought at the call.
 
     Args:
-        family: Its parser knows where the thinking ends and the calls begin.
-        tokenizer: The family's.
-        ids: Sampled.
+        family: The family of the package `renderers`; its parser finds the end of the thinking and the first call.
+        tokenizer: The family's tokenizer.
+        ids: The sampled ids.
         prompt_ids: The prompt, which may have opened the thinking.
-        tools: The schemas of the tools.
-        read_calls: Reads them from where the family's parser found the first one; where it finds none, those of that
-            parser are unreadable.
-        has_thought_marks: Whether thinking stands between marks; else a call stands outside of it by its form.
+        tools: The tool schemas.
+        read_calls: Parses the calls from the first one on. If it finds none, the calls that the family's parser found
+            are recorded as unreadable.
+        has_thought_marks: True if the format puts thinking between marks. False: a call's form shows it is outside.
     """
     try:
         parsed = family.parse_response(list(ids), prompt_ids=prompt_ids, tools=tools)
@@ -80,9 +81,9 @@ def read_completion(
         found = read_calls(ids[parsed.tool_calls[0].token_span[0] :], tools or ()) if attempts else None
         if found is not None:
             behind, attempts = found
-            if not content.endswith(behind):  # as the parsers of GLM leave it
+            if not content.endswith(behind):  # GLM's parsers already include the text after the calls
                 content = f"{content}\n{behind}" if content else behind
-    except Exception as error:  # noqa: BLE001  models sample what no parser foresaw (100,000 brackets): that call is unreadable
+    except Exception as error:  # noqa: BLE001  models sample what no parser foresaw, such as 100,000 brackets
         _log.debug("unreadable completion: %s: %s", type(error).__name__, error)
         return ParsedResponse(content="", tool_calls=(unreadable(tokenizer.decode(ids), "invalid_json"),))
     return ParsedResponse(
@@ -94,7 +95,10 @@ def read_completion(
 
 
 def _may_think(tokenizer: EscapingTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
-    """Whether the first call may stand in a thought: one was read, or a mark stands before it or ends the prompt."""
+    """True if the first call may be inside a thought: one was parsed, or a mark precedes the call or ends the prompt.
+
+    A cheap test that spares most completions the second parse in `_open_thought`.
+    """
     if parsed.reasoning_content is not None or parsed.reasoning_complete is False:
         return True
     first = parsed.tool_calls[0].token_span[0]
@@ -106,9 +110,9 @@ def _may_think(tokenizer: EscapingTokenizer, ids: Sequence[int], parsed: Any, pr
 def _open_thought(
     family: Any, tokenizer: EscapingTokenizer, ids: Sequence[int], call: int, prompt_ids: Sequence[int] | None
 ) -> str | None:
-    """The thought that nothing closes and that holds the first call, which begins at `ids[call]`; None without one.
+    """The unclosed thought that contains the first call, which begins at `ids[call]`; None if there is none.
 
-    Such a thought is open before the call, and before the mark that opens the section of all calls.
+    A thought contains the call if it is still open before the call, or before the mark that opens the calls' section.
     """
     marks = {i for token, i in tokenizer.control_tokens.items() if _THOUGHT_MARK.fullmatch(token) is None}
     section = next((place for place, i in enumerate(ids[:call]) if i in marks), call)
@@ -124,10 +128,10 @@ def _open_thought(
 
 
 def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -> ToolCall:
-    """Record a call; it is "ok" only with a text as name and a plain JSON object as arguments.
+    """Record a call. It is "ok" only if its name is a text and its arguments are a plain JSON object.
 
-    JSON that Python reads but others do not (NaN, half a surrogate pair, bottomless nesting) is not JSON here: it
-    would break whatever writes it down later.
+    JSON that Python accepts but others do not (NaN, half a surrogate pair, unbounded nesting) is not JSON here, because
+    it would break the code that serialises it later.
     """
     if status == "ok" and not (isinstance(name, str) and name and isinstance(arguments, dict)):
         status = "malformed_structure"
@@ -142,7 +146,7 @@ def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -
 
 
 def _refused(call: Any) -> ToolCall:
-    """What a family's parser took for a call, and is none in the family's own format."""
+    """Record what a family's parser found as a call, but is not one in the family's own format."""
     status: ParseStatus = call.status.value
     assert status in get_args(ParseStatus)
     return unreadable(call.raw, "malformed_structure" if status == "ok" else status)
@@ -154,12 +158,12 @@ def unreadable(raw: str, status: ParseStatus) -> ToolCall:
 
 
 NOT_JSON: Any = object()
-"""What `read_json` returns for a text that is no JSON."""
+"""The result of `read_json` for a text that is not JSON."""
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text, or `NOT_JSON`; an object that has a key twice is none, since one of the two would be
-    lost."""
+    """The value of a JSON text, or `NOT_JSON`. An object with a duplicate key is `NOT_JSON`, because one of the two
+    values would be lost."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError):
@@ -174,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def arguments_as_value(arguments: object) -> Any:
-    """The arguments of a message's call as a value: what their JSON text says; text that is no JSON as it is.
+    """The arguments of a message's call as a value: their JSON text parsed; text that is not JSON unchanged.
 
     >>> arguments_as_value('{"at": "Bonn"}'), arguments_as_value(None), arguments_as_value("at Bonn")
     ({'at': 'Bonn'}, {}, 'at Bonn')
@@ -186,7 +190,7 @@ def arguments_as_value(arguments: object) -> Any:
 
 
 def is_json(value: object) -> bool:
-    """Whether a value can be written as JSON text in UTF-8 and be nested less than `MAX_DEPTH` deep."""
+    """True if a value can be written as JSON text in UTF-8 and is nested less than `MAX_DEPTH` deep."""
     if type(value) in _SCALARS:
         return _is_json_item(value)
     if type(value) is dict and all(type(item) in _SCALARS for item in value.values()):  # as most arguments are
@@ -195,7 +199,7 @@ def is_json(value: object) -> bool:
 
 
 def _is_json_item(item: object) -> bool:
-    """Whether a value is JSON, whatever is in it."""
+    """True if a value is JSON by itself, its members not considered."""
     if isinstance(item, str):
         return item.isascii() or _SURROGATE.search(item) is None
     if isinstance(item, dict):
@@ -208,7 +212,7 @@ def _is_json_item(item: object) -> bool:
 def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
     """The JSON types that a parameter of a tool may have; empty if the schema declares none.
 
-    Schemas come from environments: one that is malformed says nothing.
+    Schemas come from environments; a malformed one declares no types.
 
     >>> look = {"name": "look", "parameters": {"properties": {"at": {"anyOf": [{"type": "null"}, {"type": "string"}]}}}}
     >>> sorted(types_of([{"type": "function", "function": look}], "look", "at"))
@@ -219,8 +223,10 @@ def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
 
 
 def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> Iterator[str]:
-    """The types that a schema names: its own, or else those of its values; those of its branches and of what it refers
-    to. `seen` are the references that were followed."""
+    """The types in a schema: its own (or those of its `const` or `enum`), and those of its branches and references.
+
+    `seen` holds the references that were already followed, because schemas may be recursive.
+    """
     if depth == _MOST_BRANCHES or not isinstance(schema, Mapping):
         return
     kinds = schema.get("type")
@@ -228,7 +234,7 @@ def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int =
     if kinds is None:
         for value in [schema["const"]] if "const" in schema else _list(schema.get("enum")):
             yield from type_names(value)
-    if schema.get("nullable") is True:  # of OpenAPI, from which some tools' schemas are made
+    if schema.get("nullable") is True:  # OpenAPI's form, from which some tools' schemas are generated
         yield "null"
     for branch in (branch for key in ("anyOf", "oneOf", "allOf") for branch in _list(schema.get(key))):
         yield from _types(branch, root, seen, depth + 1)
@@ -239,7 +245,7 @@ def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int =
 
 
 def type_names(value: object) -> frozenset[str]:
-    """The names of the JSON types that a value has; none where it is no JSON.
+    """The names of the JSON types that a value has; empty if it is not JSON.
 
     >>> sorted(type_names(5)), sorted(type_names(5.0)), sorted(type_names(None))
     (['integer', 'number'], ['number'], ['null'])
@@ -248,7 +254,7 @@ def type_names(value: object) -> frozenset[str]:
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> object:
-    """What a reference inside of a tool's parameters names, "#/$defs/Code"; None where that is nothing."""
+    """The target of a reference inside a tool's parameters, such as "#/$defs/Code"; None if it does not exist."""
     found: object = root if reference.startswith("#/") else None
     for step in reference.split("/")[1:]:
         found = _mapping(found).get(step.replace("~1", "/").replace("~0", "~"))

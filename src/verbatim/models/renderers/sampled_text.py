@@ -1,4 +1,8 @@
-"""The text of sampled ids, in which what only looks like a control token is not found as one."""
+"""Decodes sampled ids so that text that merely looks like a control token is not mistaken for one.
+
+A model may spell `<tool_call>` out of ordinary tokens. In the decoded text that would be indistinguishable from the
+control token, so `hide` marks it with a noncharacter, and `shown` removes the mark again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ _SHOWN = re.compile(f"{_HIDDEN}({_HIDDEN}?)")
 
 
 def hide(text: str, tokens: re.Pattern[str]) -> str:
-    """Sampled text in which what only looks like a control token is not found as one; `shown` undoes it."""
+    """Mark everything in a sampled text that looks like a control token, so that searches do not find it.
+
+    `shown` undoes it.
+    """
     hidden = text.replace(_HIDDEN, 2 * _HIDDEN)
     return tokens.sub(lambda found: found[0][0] + _HIDDEN + found[0][1:], hidden)
 
@@ -23,18 +30,18 @@ def shown(text: str) -> str:
 
 
 class SampledText:
-    """Reads ids of one tokenizer."""
+    """Decodes sampled ids of one tokenizer."""
 
     def __init__(self, tokenizer: EscapingTokenizer) -> None:
         self._tokenizer = tokenizer
         self.control_tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
-        """The longest first."""
+        """The texts of control tokens, longest first, so that the pattern prefers the longest match."""
         self.control = re.compile("|".join(map(re.escape, self.control_tokens)) or r"(?!)")
-        """Finds control tokens in a text."""
+        """Finds control tokens in a text. `(?!)` matches nothing, for a tokenizer without control tokens."""
         self._token_of = {i: token for token, i in tokenizer.control_tokens.items()}
 
     def of(self, ids: Sequence[int]) -> str:
-        """The text of ids as `hide` leaves it: only control tokens are found as such."""
+        """The text of ids with ordinary text hidden by `hide`, so that only real control tokens are found."""
         text, ordinary = "", list[int]()
         for i in [*ids, None]:
             if i is not None and i not in self._token_of:
@@ -47,5 +54,5 @@ class SampledText:
         return text
 
     def without_control(self, text: str) -> str:
-        """The sampled text for people, control tokens left out."""
+        """The sampled text for display, without control tokens."""
         return shown(self.control.sub("", text))

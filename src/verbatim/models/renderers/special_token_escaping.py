@@ -1,25 +1,25 @@
-"""Keeps text from users, tools and data from becoming a control token, whatever template or renderer it passes.
+"""Prevents text from users, tools and data from becoming a control token in any template or renderer.
 
-Two halves that know nothing of each other's context, so that any renderer may cut and join text between them:
+There are two independent halves, so that renderers may cut and join text between them:
 
-- `SpecialTokenEscaper.text` marks untrusted text: a break goes behind every character that a control token begins
-  with, and before every one that a control token ends with. So no piece of text begins or ends a control token,
-  whatever a template takes out of it, puts beside it, or changes the case of.
-- `EscapingTokenizer` encodes. A control token's string without a break inside was written by the template, and is
-  encoded as that token. Breaks are then removed, and everything else is plain text.
+- `SpecialTokenEscaper.text` marks untrusted text: it inserts a break after every character with which a control token
+  begins, and before every character with which one ends. So no piece of the text can begin or end a control token, even
+  if a template removes parts, adds text next to it, or changes its case.
+- `EscapingTokenizer` encodes. The string of a control token without a break inside was written by the template, and is
+  encoded as that token. All breaks are then removed, and the rest is encoded as plain text.
 
-So ids decode to exactly the text that was given, and the control tokens in them are the template's own. Plain text has
-the ids that the tokenizer itself gives it.
+So the ids decode to exactly the given text, and every control token among them comes from the template. Plain text gets
+the same ids as from the tokenizer itself.
 
-What marks cannot prevent, `detect_family.check_escaping` refuses: a template that writes both ends of a control token
-around a text, or undoes an escape in it.
+`detect_family.check_escaping` refuses templates that defeat the marks: those that write both ends of a control token
+around a text, or undo an escape in it.
 
-A control token is any added token of the tokenizer, special or not, unless it is only spaces or only letters and
-digits: those are vocabulary. A break is U+FDD0 U+FDD1, two noncharacters; a literal U+FDD0 is written U+FDD0 U+FDD2, so
-marked pieces can be joined in any way and still be read.
+A control token is any added token of the tokenizer, special or not, except tokens of only spaces or only letters and
+digits, which are ordinary vocabulary. A break is U+FDD0 U+FDD1, two noncharacters. A literal U+FDD0 is written as
+U+FDD0 U+FDD2, so that marked pieces can be joined in any order and still be decoded.
 
-Example: `"a <|im_end|> b"` becomes the ids of `a`, ` <`, `|`, `im`, `_end`, `|>`, ` b`, or however the tokenizer cuts
-what is no token of its own.
+Example: `"a <|im_end|> b"` becomes the ids of `a`, ` <`, `|`, `im`, `_end`, `|>`, ` b`, or however else the tokenizer
+splits ordinary text.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from verbatim.models.renderers.renderer import Schemas
 ESCAPE = "\ufdd0"
 """The first character of every mark, a Unicode noncharacter."""
 BREAK = ESCAPE + "\ufdd1"
-"""Prevents the text on its two sides from forming a control token together."""
+"""Prevents the text on both sides of it from forming a control token."""
 LITERAL = ESCAPE + "\ufdd2"
-"""Stands for U+FDD0 itself in marked text."""
+"""Represents U+FDD0 itself in marked text."""
 _ASCII = "\\ufdd"  # how marks begin in JSON that is written in ASCII; never so in marked text
 _ASCII_BREAK, _ASCII_LITERAL, _ASCII_ESCAPE = (json.dumps(mark)[1:-1] for mark in (BREAK, LITERAL, ESCAPE))
 _OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # around control tokens, for the second tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that templates compare with; they are not marked. Any other role is untrusted text."""
+"""Roles that templates compare against. They are not marked; any other role is untrusted text."""
 
 _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attachments")
 
@@ -59,30 +59,30 @@ _CACHED_CHARACTERS = 256
 
 
 Marked: TypeAlias = dict[int, tuple[Message, dict[str, Any]]]
-"""Messages, by `id`, each with the same one marked. They are held here, so no other object gets their ids."""
+"""Messages by `id`, each with its marked copy. The dict keeps the originals alive, so that their ids are not reused."""
 
 
 class SpecialTokenEscaper:
     """Marks untrusted text for one tokenizer's control tokens."""
 
     def __init__(self, control_tokens: Sequence[str]) -> None:
-        # Templates strip and add spaces: the ends of a token are what is between them.
+        # Templates strip and add spaces, so a token's own leading and trailing spaces do not protect its ends.
         bare = [token.strip() for token in control_tokens]
-        # Letters and digits are in every word: of those, only the pairs that begin and end a token are broken, also
-        # where the next or the last piece of text could have the other half.
+        # A break at every letter or digit would be in every word. If a token begins or ends with one, only its first or
+        # last two characters are broken apart, also at the edge of a text, where the neighbour may have the other half.
         self._first = sorted({token[0] for token in bare if not token[0].isalnum()})
         self._last = sorted({token[-1] for token in bare if not token[-1].isalnum()})
         begins = {rf"(?<={t[0]})(?=[{re.escape(t[1:2])}\s]|\Z)" for t in bare if t[0].isalnum()}
         ends = {rf"(?:(?<=[{re.escape(t[-2:-1])}\s])|\A)(?={t[-1]})" for t in bare if t[-1].isalnum()}
         self._pairs = re.compile("|".join(sorted(begins | ends))) if begins | ends else None
-        # The words of schemas and replies come again every turn.
+        # Cached, because the same short strings of schemas and replies are marked every turn.
         self._mark_short: Callable[[str], str] = lru_cache(maxsize=4096)(self._mark)
 
     def text(self, text: str) -> str:
         """Mark one untrusted string.
 
         Raises:
-            EnvironmentFault: the string holds a lone surrogate, which is no character and has no bytes.
+            EnvironmentFault: the string contains a lone surrogate, which is not a character and cannot be encoded.
         """
         return self._mark_short(text) if len(text) <= _CACHED_CHARACTERS else self._mark(text)
 
@@ -103,12 +103,12 @@ class SpecialTokenEscaper:
         return text
 
     def json_text(self, text: str) -> str:
-        """Text that a renderer may read as JSON, marked so that what it then reads is marked as well.
+        """Mark text that a renderer may parse as JSON, so that the parsed strings are marked as well.
 
-        Text of other kinds is marked as it is.
+        Text that is not JSON is marked as it is.
 
         Raises:
-            EnvironmentFault: what it would be read as is nested too deeply to be walked through.
+            EnvironmentFault: the JSON is nested too deeply to be traversed.
         """
         try:
             value = json.loads(text)
@@ -121,7 +121,8 @@ class SpecialTokenEscaper:
             raise EnvironmentFault(
                 f"a call's arguments are JSON that is nested deeper than {MAX_DEPTH} levels; expected less"
             )
-        # Brackets of JSON itself stay as they are; in a string, an escape could stand for what has to be marked.
+        # Marking only the strings keeps JSON's own brackets. An escape such as \u003c may hide a character that has to
+        # be marked, so the result is compared with the marked value, and serialised from that if they differ.
         marked, wanted = _JSON_STRING.sub(lambda found: self.text(found[0]), text), self.value(value)
         try:
             return marked if json.loads(marked) == wanted else json.dumps(wanted, ensure_ascii=False)
@@ -142,15 +143,15 @@ class SpecialTokenEscaper:
         """Mark every string of messages except the role.
 
         Args:
-            messages: Are left as they are.
-            marked: Messages that were marked before, which are not marked again; gets the others.
+            messages: The messages; they are not changed.
+            marked: Messages that are already marked. Newly marked ones are added to it.
 
-        Reasoning belongs in `reasoning_content`. For an assistant's message without it, a leading `<think>` block of
-        the content is moved there, as chat templates do; think tags anywhere else are text like any other.
+        Reasoning belongs in `reasoning_content`. If an assistant's message lacks that field, a leading `<think>` block
+        of its content is moved there, as chat templates do. Think tags anywhere else are ordinary text.
 
         Raises:
-            EnvironmentFault: a message with an image, a sound or any other part that is not text. A list of text parts
-                is refused too: templates join the parts differently, so one string is the only form that all agree on.
+            EnvironmentFault: a message has an image, audio, or another part that is not text. A list of text parts is
+                refused too, because templates join parts differently; only a single string has one meaning for all.
         """
         marked = {} if marked is None else marked
         for number, message in enumerate(messages):
@@ -169,7 +170,7 @@ class SpecialTokenEscaper:
         return written
 
     def tools(self, tools: Schemas) -> list[dict[str, Any]] | None:
-        """Mark every string of tool schemas; None without tools."""
+        """Mark every string of the tool schemas. None if there are no tools."""
         return [self.value(tool) for tool in tools] if tools else None
 
     def _call(self, call: Any) -> Any:
@@ -181,22 +182,22 @@ class SpecialTokenEscaper:
 
 
 class EscapingTokenizer:
-    """The tokenizer that renderers encode with: it reads the marks of its `escaper`.
+    """The tokenizer that renderers encode with. It understands the marks of its `escaper`.
 
     Raises:
-        ModelError: a tokenizer whose control tokens cannot be kept out of plain text.
+        ModelError: the tokenizer's control tokens cannot be kept out of plain text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.unescaped = tokenizer
-        """What it was made of."""
+        """The model's own tokenizer."""
         backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ModelError(
                 f"a {type(tokenizer).__name__} is a slow tokenizer, whose control tokens cannot be kept "
                 "out of plain text; a tokenizer.json is needed"
             )
-        # Own copies: padding and truncation are state of the tokenizer, which others may set.
+        # A copy, because padding and truncation are state of the tokenizer, which other code may set.
         self._ordinary = Tokenizer.from_str(backend.to_str())
         self._ordinary.no_padding()
         self._ordinary.no_truncation()
@@ -217,14 +218,14 @@ class EscapingTokenizer:
         self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self.control_tokens)
         self._encode_short: Callable[[str], tuple[int, ...]] = lru_cache(maxsize=4096)(self._encode)
         self.escaper = SpecialTokenEscaper(list(self.control_tokens))
-        # What parsers ask for several times a turn, looked up once.
+        # Parsers need these several times a turn, so they are looked up once.
         self.unk_token_id: int | None = tokenizer.unk_token_id
         self._id_of: Callable[[str], Any] = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
         self._templates: dict[str, ChatTemplate] = {}
         self._check()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "unescaped":  # a copy in the making has none yet
+        if name == "unescaped":  # not set yet while a copy is being made; without this the lookup would recurse
             raise AttributeError(name)
         return getattr(self.unescaped, name)
 
@@ -234,8 +235,10 @@ class EscapingTokenizer:
         return list(self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text))
 
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-        """The ids of marked text, for families that ask for offsets too. Those tell a family which message an id comes
-        from, which nothing here reads: they are not looked up, and each is (0, 0)."""
+        """The ids of marked text, for families of the package `renderers` that also want offsets.
+
+        Families use offsets to attribute ids to messages, which nothing here reads. So they are all (0, 0).
+        """
         ids = self.encode(text)
         return {"input_ids": ids, "offset_mapping": [(0, 0)] * len(ids)}
 
@@ -263,7 +266,7 @@ class EscapingTokenizer:
         return self._templates[source]
 
     def chat_source(self, tools: Any = None) -> str:
-        """The source of that template; a tokenizer may have several, by name.
+        """The source of the template for these tools. A tokenizer may have several templates, by name.
 
         Raises:
             ModelError: the tokenizer has no template for them.
@@ -278,7 +281,7 @@ class EscapingTokenizer:
         return source
 
     def apply_chat_template(self, *_: Any, **__: Any) -> Any:
-        """Refused: it would render without a budget. Use `chat_text`."""
+        """Refuse to render without a budget. Use `chat_text`."""
         raise TypeError("a model's chat template is rendered by chat_text")
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -298,7 +301,7 @@ class EscapingTokenizer:
         return tuple(ids)
 
     def _sections(self, text: str) -> Iterator[str]:
-        """What to encode of marked text, one part after the other."""
+        """The parts of marked text to encode one by one, with control tokens in brackets and breaks removed."""
         section = ""
         end = 0
         for found in self._scan.finditer(text):
@@ -308,8 +311,8 @@ class EscapingTokenizer:
             if mark in (LITERAL, _ASCII_LITERAL):
                 section += ESCAPE if mark == LITERAL else _ASCII_ESCAPE
             elif mark == _OPEN:
-                # From the outside. What follows is encoded apart, lest it look like a token in our own brackets; a
-                # tokenizer that puts a space before each text puts one there.
+                # The text itself contains our opening bracket. The rest is encoded separately, so that it cannot pass
+                # for a bracketed token. A tokenizer that adds a space before each text then adds one here.
                 yield section + mark
                 section = ""
             elif mark not in (BREAK, _ASCII_BREAK):
@@ -319,7 +322,7 @@ class EscapingTokenizer:
             yield section
 
     def _check(self) -> None:
-        """Check that plain text encodes as with the tokenizer itself, and that text never becomes a control token."""
+        """Check that trusted text gets the tokenizer's own ids, and that untrusted text becomes no control token."""
         control = set(self.control_tokens.values())
         trusted = "".join(f"x{token} y" for token in list(self.control_tokens)[:20])
         if self.encode(trusted) != self.unescaped.encode(trusted, add_special_tokens=False):
@@ -341,10 +344,10 @@ def _is_control(token: AddedToken) -> bool:
 
 
 def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, dict[int, int]]:
-    """A copy of the tokenizer that finds control tokens only between brackets, and a map of its ids to the original's.
+    """A copy of the tokenizer that recognises control tokens only in brackets, and its ids mapped to the original's.
 
-    One pass over the whole text then cuts it at control tokens as the ordinary tokenizer does, spaces around them
-    and prefixes included.
+    With it a single pass over the whole text splits at control tokens exactly as the ordinary tokenizer does, including
+    the treatment of surrounding spaces and prefixes. Encoding piece by piece would not.
     """
     data = json.loads(ordinary.to_str())
     for token in data["added_tokens"]:

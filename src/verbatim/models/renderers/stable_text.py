@@ -1,7 +1,7 @@
-"""Finds how much of a growing completion is settled: the texts that no further token can change.
+"""Finds how much of a growing completion is settled, that is, cannot be changed by further tokens.
 
-While a completion grows, its last characters may turn out to be the beginning of a call, of a mark of thinking, or of a
-character of several bytes. What is returned here is how every longer completion is read too, so it can be streamed.
+The last characters of an unfinished completion may turn out to begin a call, a mark of thinking, or a multi-byte
+character. Settled text is parsed the same way in every longer completion, so it can be streamed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _BROKEN = "\ufffd"
-"""What stands for bytes that are no character, or not yet one."""
+"""The replacement for bytes that are not a character, or not yet a complete one."""
 
 
 def settled(text: str, marks: Iterable[str] = ()) -> str:
-    """A text without what may change: from the first mark on, the beginning of one at the end, and before these white
-    space and bytes that are no character.
+    """The part of a text that cannot change.
 
-    Marks are found however they are spaced, so white space in them and in the text does not count.
+    It ends before the first mark, or before the beginning of a mark at the end of the text, and before any white space
+    and incomplete characters there. White space inside marks and text is ignored in the search.
 
     >>> settled("so I\\n<to", ["<tool_call>"]), settled("a < b.", ["<tool_call>"]), settled("a <call>x", ["<call>"])
     ('so I', 'a < b.', 'a')
@@ -29,7 +29,7 @@ def settled(text: str, marks: Iterable[str] = ()) -> str:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """The first place from which a text goes on as a mark, white space aside; its length if there is none."""
+    """The first index at which a mark, or the beginning of one up to the end of the text, starts; else the length."""
     place = text.find(mark[0])
     while place >= 0:
         left = "".join(text[place : place + 4 * len(mark) + 64].split())

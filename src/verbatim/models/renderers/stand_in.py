@@ -1,4 +1,4 @@
-"""Builds a tokenizer for a chat template without its model: bytes, and the special tokens that the template writes."""
+"""Builds a tokenizer for a chat template without its model, from bytes and the special tokens in the template."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SPECIAL = re.compile(
     r'<\|[\w/"]+\|?>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|</?s>|\[gMASK\]|<sop>|\[/?INST\]|</?think>'
     r"|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>"
 )
-"""What looks like a special token of published models."""
+"""Matches text that looks like a special token of published models."""
 _GIVEN = {"bos_token": "<bos_token>", "eos_token": "<eos_token>", "pad_token": "<pad_token>"}
-"""What the template is given under these names."""
+"""The special tokens that the template gets as variables."""
 
 
 def stand_in_tokenizer(template: str, name: str) -> Any:
-    """A tokenizer with this chat template, which is all that a renderer of the template depends on.
+    """A tokenizer with this chat template. A template's renderer depends on nothing else of the model.
 
     Args:
-        template: Jinja.
-        name: For messages.
+        template: The Jinja source.
+        name: The name of the template, for messages.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,17 +1,18 @@
-"""Finds what a chat template writes behind an assistant's turn, by rendering turns that stand in for the sampled one.
+"""Finds what a chat template writes after an assistant's turn, by rendering turns that stand in for the sampled one.
 
-H are the messages of the prompt, N those to append. A stand-in X is a turn with the number, the names and the ids of
-the calls that were read (no readable call: no call), and with texts, arguments and a thought of ours. Several are
-rendered. What is written behind the turn is known if every rendering of H + X + N begins with the rendering of H with
-its generation prompt, is the same from the end of X on, and if the end of X is a control token.
+The sampled turn itself is not rendered, because the template might write it differently from how it was sampled. Let H
+be the messages of the prompt and N those to append. A stand-in X is a turn with the same number, names and ids of
+well-formed calls as the sampled one, but with our own texts, arguments and thought. Several stand-ins are rendered. The
+text after the turn is known if every rendering of H + X + N begins with that of H and its generation prompt, if all
+agree from the end of X on, and if the end of X is a control token.
 
-What is written behind a turn seldom depends on what stands before it. Whether it does is found out once for each shape
-of N and of the calls, over conversations with one and with three turns, with and without a system message, tools and an
-earlier call. Where it does not, a conversation of one question stands in for a long H, so that the time of a bridge
-does not grow with the conversation. Else, and always in short conversations, the one at hand is rendered.
+The text after a turn rarely depends on what precedes the turn. That is tested once for each shape of N and of the
+calls, over conversations with one and with three turns, with and without a system message, tools and an earlier call.
+If it does not depend on them, a conversation of one question replaces a long H, so that the cost of a bridge does not
+grow with the conversation. Otherwise, and always in short conversations, H itself is rendered.
 
-A stand-in thinks where the generation prompt has opened a thought, does not where it has closed one, and both is tried
-where it leaves that open.
+A stand-in thinks if the generation prompt has opened a thought, and does not if the prompt has closed one. If the
+prompt does neither, both are tried.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, SYSTEM
 from verbatim.models.renderers.special_token_escaping import Marked
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, Marked], str]
-"""(messages, tools, messages that are marked already) -> what the template writes, with a generation prompt, marked by
-the escaping. Raises EnvironmentFault where it refuses them."""
+"""(messages, tools, messages that are already marked) -> the escaped rendering, with a generation prompt. Raises
+EnvironmentFault if the template refuses the messages."""
 _Messages = Sequence[Mapping[str, Any]]
 
 _SHORT = 16
-"""Messages of a conversation that is always rendered itself."""
+"""Conversations of up to this many messages are always rendered themselves."""
 _LEAST = 2
-"""Stand-ins that the template has to write."""
+"""Number of stand-ins that the template has to accept. A single one would prove nothing about agreement."""
 _SHAPES = 256
-"""Shapes of turns and answers that are remembered."""
+"""Number of cached shapes of turns and answers."""
 _END = "zqend"
-"""Ends the text, or the last argument, of each stand-in."""
+"""The word that ends the text, or the last argument, of each stand-in; it locates the turn's end in a rendering."""
 _TEXTS = ("zq one", "zq two:\nzq lines")
 _ARGUMENTS: Sequence[Callable[[str], dict[str, Any]]] = (
     lambda end: {"zqa": end},
@@ -48,10 +49,10 @@ _ARGUMENTS: Sequence[Callable[[str], dict[str, Any]]] = (
 
 
 class StandIns:
-    """What one template writes behind turns.
+    """Finds what one template writes after turns.
 
     Args:
-        render: The template.
+        render: Renders with the template.
         ends: The texts of the tokens that may end a turn.
     """
 
@@ -61,13 +62,12 @@ class StandIns:
         self._same_everywhere: BoundedCache[Any, bool] = BoundedCache(_SHAPES)
 
     def behind(self, messages: _Messages, tools: Any, calls: Sequence[ToolCall], new: _Messages) -> str | None:
-        """What the template writes from the end of a turn on: marked text that begins with a token that ends turns.
-        None where renderings do not agree.
+        """The escaped text from the end of a turn on, starting with a token that ends turns; None if renderings differ.
 
         Args:
-            messages: Those of the prompt.
-            tools: The schemas that it shows.
-            calls: The readable calls of the turn, with the ids that answers name.
+            messages: The messages of the prompt.
+            tools: The tool schemas in the prompt.
+            calls: The well-formed calls of the turn, with the ids that tool answers refer to.
             new: The messages to append.
 
         Raises:
@@ -90,7 +90,7 @@ class StandIns:
         return known
 
     def _befores(self) -> Iterator[tuple[_Messages, Any]]:
-        """Conversations of every kind that the template writes, one question first."""
+        """Conversations of every kind that the template accepts; the first is a single question."""
         for with_system, tools, has_called, num_turns in product((False, True), (None, [TOOL]), (False, True), (1, 3)):
             messages = [
                 *([SYSTEM] if with_system else []),
@@ -110,7 +110,7 @@ class StandIns:
         for turn, mark in _stand_ins(before, calls):
             whole = tried(self._render, [*messages, turn, *new], tools, marked)
             if not whole:
-                continue  # a turn that the format does not have, such as a text beside a call
+                continue  # the format does not allow this turn, for example text next to a call
             end = self._end.search(whole, max(whole.find(mark, len(before)), len(before)))
             if end is None or not whole.startswith(before) or (found and whole[end.start() :] != found[0]):
                 return None
@@ -119,7 +119,7 @@ class StandIns:
 
 
 def _stand_ins(before: str, calls: Sequence[ToolCall]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Turns that may follow a prompt, each with the text that its last part ends with."""
+    """Stand-ins for the turn after a prompt, each with the word that ends its last part."""
     shown = before.rstrip()
     thoughts: Sequence[str | None] = (None, "zq thinks")
     if shown.endswith("<think>"):
@@ -142,7 +142,7 @@ def _call(call: ToolCall, end: str, number: int) -> dict[str, Any]:
 
 
 def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]:
-    """The calls with ids: those without one get the id of the answer in their place."""
+    """The calls with ids: a call without an id gets that of the answer in the same position."""
     if all(call.id for call in calls) or len(calls) != len(answers):
         return calls
     return [
@@ -152,7 +152,7 @@ def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]
 
 
 def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...]:
-    """What a template may look at in a message, beside its text; the id of a call as the place of the call."""
+    """Everything but the text in a message that a template may use. A call's id is replaced by the call's index."""
     return tuple(
         sorted(
             (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))

@@ -1,10 +1,10 @@
 """Decides which tokens end a sampled turn: those of the format, and those that the model's generation_config.json adds.
 
-The rule is the same for every renderer. Inference servers stop at both, so a model that was published with further ids
-ends its turns with them. What follows such a turn is decided by the rule in `bridge`: where the format writes another
-token there, the next prompt is rendered anew (`other_end`).
+The rule is the same for every renderer. Inference servers stop at both kinds, so a model that was published with
+additional ids ends its turns with them. The rule in `bridge` decides what follows: if the format writes another token
+in that place, the prompt breaks (`other_end`).
 
-Importing this loads neither torch nor transformers.
+Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verbatim.models.source import base_of, is_adapter
 
 _FILE = "generation_config.json"
 _MOST = 1024
-"""Ids that a file may list."""
+"""Largest number of ids that a file may list."""
 _WANTED = f'expected a JSON object with "eos_token_id", an id or a list of ids ({_MOST} at most), or no such file'
 
 _log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int
     """The ids that end a turn: the format's own, then those of the model's generation_config.json.
 
     Args:
-        own: The format's.
-        tokenizer: The model's; its `name_or_path` says where the model is.
-        name: The renderer's, for the log.
+        own: The format's own ids; None entries are ignored.
+        tokenizer: The model's tokenizer; its `name_or_path` locates the model.
+        name: The renderer's name, for the log.
 
     Raises:
         ModelError: the file cannot be read.
@@ -49,9 +49,9 @@ def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int
 
 
 def generation_stops(model: str) -> list[int]:
-    """The ids in a model's generation_config.json; none without such a file.
+    """The `eos_token_id` ids in a model's generation_config.json; empty if there is no such file.
 
-    An adapter has those of its base model. Of a hub id the cached file is read, which `load_tokenizer` fetches.
+    An adapter has those of its base model. For a hub id the cached file is read, which `load_tokenizer` downloads.
 
     Args:
         model: A folder in Hugging Face format, or a hub id.
@@ -78,12 +78,12 @@ def generation_stops(model: str) -> list[int]:
 
 
 def ends_within(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """Those that a model of this vocabulary can sample; a tokenizer, or generation_config.json, may have more."""
+    """The stop ids below the model's vocabulary size. A tokenizer or generation_config.json may list larger ones."""
     return tuple(dict.fromkeys(token for token in stop_token_ids if token < vocab_size))
 
 
 def ends_in_words(renderer: Renderer) -> str:
-    """The tokens that end a turn, for people: `turns end with '<|im_end|>' (2) or '<|endoftext|>' (0)`."""
+    """The tokens that end a turn, for display: `turns end with '<|im_end|>' (2) or '<|endoftext|>' (0)`."""
     shown = [f"{renderer.decode(np.array([token], dtype=np.int32))!r} ({token})" for token in renderer.stop_token_ids]
     return f"turns end with {' or '.join(shown)}"
 
@@ -104,5 +104,5 @@ def _file_of(model: str) -> Path | None:
     try:
         cached = try_to_load_from_cache(model, _FILE)
     except HFValidationError:
-        return None  # no hub id: a tokenizer that was made, not loaded
+        return None  # not a hub id: the tokenizer was built in memory, not loaded
     return Path(cached) if isinstance(cached, str) else None

@@ -1,7 +1,7 @@
-"""Reads the arguments of calls that are written one by one between tags, as they were sampled.
+"""Parses the arguments of calls that are written one by one between tags.
 
-A value has no quotes, so it may hold what looks like a tag. It ends where its closing tag is followed by the next
-argument or by the end of the call:
+A value has no quotes, so it may contain text that looks like a tag. It ends where its closing tag is followed by the
+next argument or by the end of the call:
 
     <parameter=text>
     a </parameter> in a text
@@ -10,7 +10,7 @@ argument or by the end of the call:
     2
     </parameter>
 
-is two arguments, "a </parameter> in a text" and 2. Where the text may mean another call, it is none.
+has two arguments, "a </parameter> in a text" and 2. A text that could also mean other arguments is malformed.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ _KEY = r'[^<>"\n]+?'
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentTags:
-    """The text around an argument, white space at its ends aside.
+    """The text around an argument, without leading and trailing white space.
 
     Example, GLM: key `<arg_key>`, value `</arg_key>\\n<arg_value>`, ends `</arg_value>`.
     """
 
     key: str
-    """Before the key."""
+    """The text before the key."""
     value: str
-    """Between key and value."""
+    """The text between key and value."""
     ends: str
-    """After the value."""
+    """The text after the value."""
     json: str = ""
-    """Between key and value where a format tells values that are no texts from texts; else empty."""
+    """The text between key and a value that is not a text, in formats that mark these differently; else ""."""
     padding: tuple[str, str] = ("", "")
-    """The white space that is written before a value and behind it; it is no part of the value."""
+    """The white space that the format writes before and after a value; it is not part of the value."""
     gap: str = ""
-    """The white space that is written between two arguments."""
+    """The white space that the format writes between two arguments."""
     python_words: bool = False
-    """Whether null and booleans are written in Python's words, `None`."""
+    """True if null and booleans are written as Python's words, such as `None`."""
 
     def read(self, text: str, name: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ParseStatus]:
-        """The arguments of a call of the tool `name`, and whether they are all of this text.
+        """Parse the arguments of a call of the tool `name`. The status is "ok" if the text has nothing else.
 
-        Where the format writes this text for some arguments, to the letter, it is these; else white space between the
-        tags does not matter.
+        First the text is parsed with exactly the white space that the format writes, so that white space in values is
+        exact. If that fails, white space around the tags is ignored.
         """
         arguments, status = self._read(text, name, tools, self._exact)
         return (arguments, status) if status == "ok" else self._read(text, name, tools, self._spaced)
 
     @cached_property
     def _exact(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """(the beginning of an argument, the end of a value), with the white space that the format writes."""
+        """Patterns of (the beginning of an argument, the end of a value), with the format's own white space."""
         value, json, key, ends = map(re.escape, (self.value, self.json, self.key, self.ends))
         before, behind = self.padding
         begins = rf"{key}({_KEY})(?:{value}{f'|({json})' if json else '()'}){before}"
@@ -71,7 +71,7 @@ class ArgumentTags:
 
     @cached_property
     def _spaced(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """As `_exact`, however it is spaced."""
+        """Like `_exact`, with any white space."""
         json = rf"|({spaced(self.json)})" if self.json else "()"
         begins = rf"\s*{spaced(self.key)}({_KEY})(?:{spaced(self.value)}{json})"
         before, behind = (f"(?:{space})?" for space in self.padding)
@@ -105,10 +105,10 @@ class ArgumentTags:
         return arguments, status
 
     def _holds_another(self, value: str, known: frozenset[str]) -> bool:
-        """Whether a value may be two arguments of which the first one has no end."""
+        """True if a value may be two arguments, the first without its closing tag."""
         return any(not known or shown(found[1]) in known for found in self._spaced[0].finditer(value))
 
 
 def spaced(words: str) -> str:
-    """The pattern of these words and tags, however they are spaced."""
+    """The pattern of these words and tags with any white space between them."""
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=>)(?=<)", words.strip())))

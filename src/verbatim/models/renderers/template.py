@@ -1,4 +1,4 @@
-"""Renders any model through its chat template, and finds by rendering what the template writes behind a turn."""
+"""Renders any model through its chat template, and finds by rendering what the template writes after a turn."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ _OPEN, _CLOSE = "<think>", "</think>"
 class TemplateRenderer(ContinuingRenderer):
     """Renders with the tokenizer's own chat template.
 
-    Prompts continue by the rule in `bridge`; `stand_ins` finds what the template writes behind a turn.
+    Prompts continue by the rule in `bridge`; `stand_ins` finds what the template writes after a turn.
 
-    Thinking is read between `<think>` and `</think>`; tool calls in the syntax that the template itself writes
-    (`derived_syntax`). A conversation with tools is refused where the template would leave out a part of it.
+    Thinking is parsed between `<think>` and `</think>`, and tool calls in the syntax that the template itself writes
+    (`derived_syntax`). A conversation with tools is refused if the template would leave out a part of it.
 
-    With `tools="hermes"` the template is given plain messages, in which `hermes` has written schemas, calls and
-    answers: for a template that has no tools of its own.
+    `tools="hermes"` is for a template without tools: `hermes` then writes schemas, calls and answers into plain
+    messages.
 
     Raises:
-        ModelError: no chat template, one that does not end, no token that ends a turn, or no room for `tools`.
+        ModelError: there is no chat template, its rendering exceeds the budget, no token ends a turn, or `tools` do not
+            fit the template.
     """
 
     renders_by_template = True
-    """It has no format of its own that could differ from the template's."""
+    """The renderer has no format of its own that could differ from the template, so the two are not compared."""
     thread_safe = True
-    """Several threads may use it at once."""
+    """Several threads may use one renderer at once."""
 
     def __init__(
         self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None, **kept: Any
@@ -66,7 +67,7 @@ class TemplateRenderer(ContinuingRenderer):
             raise ModelError(str(error)) from error
 
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
-        """Find the template's properties by rendering."""
+        """Find the template's properties by rendering probes. The order matters: each step uses what the last found."""
         tokens = self.tokenizer.control_tokens
         as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
         chat_text = self.tokenizer.chat_text
@@ -84,14 +85,14 @@ class TemplateRenderer(ContinuingRenderer):
         self._stand_ins = StandIns(self._text_of, stops)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
+        """Like `render_ids`, for valid messages, even if the template leaves out a part of them."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
         return np.asarray(self.tokenizer.encode(text), dtype=np.int32)
 
     def write_lines(
         self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool
     ) -> list[tuple[str, int]]:
-        """The text behind `write_ids`, piece by piece, each with the line of the template that wrote it."""
+        """The text of `write_ids` in pieces, each with the line of the template that wrote it."""
         marked, shown_tools = self._marked(messages, tools)
         template = self.tokenizer.template(self._given(shown_tools))
         return template.lines(self._with_arguments(marked), self._given(shown_tools), add_generation_prompt)
@@ -99,7 +100,7 @@ class TemplateRenderer(ContinuingRenderer):
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Read a completion; never raises on what a model may sample."""
+        """Parse a completion. Never raises on anything that a model may sample."""
         reasoning, text, is_open = self._thought_apart(completion_ids, prompt_ids)
         content, calls = self._syntax.read(text, tools or ()) if self._syntax is not None else (text, ())
         calls = tuple(map(self._call_ids.sampled, calls))
@@ -108,7 +109,7 @@ class TemplateRenderer(ContinuingRenderer):
         return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls, thought_open=is_open)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """Thinking and content with which every completion that begins with these ids is read."""
+        """The (thinking, content) so far that further tokens cannot change."""
         text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking and _OPEN.startswith(text.lstrip()[: len(_OPEN)]):
             return "", ""  # thinking may begin here
@@ -146,25 +147,25 @@ class TemplateRenderer(ContinuingRenderer):
 
     @property
     def room_for_tools(self) -> str:
-        """Where `tools="hermes"` writes schemas and answers, for people."""
+        """Where `tools="hermes"` writes schemas and answers, for messages."""
         assert self._hermes is not None
         return f"schemas in a {self._hermes.opening} message, answers in a {self._hermes.answering} message"
 
     def _marked(
         self, messages: Sequence[Message], tools: Schemas, marked: Marked | None = None
     ) -> tuple[list[dict[str, Any]], Any]:
-        """(messages, schemas) behind the escaping; the messages as the template is given them."""
+        """Escaped (messages, schemas); the messages in the form that the template gets."""
         escaper = self.tokenizer.escaper
         shown_tools = escaper.tools(tools)
         return self._wrapped(escaper.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
 
     def _wrapped(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
-        """Marked messages as the template is given them."""
+        """Escaped messages in the form that the template gets."""
         parsed = [with_arguments(message, as_text=False) for message in messages]
         return parsed if self._hermes is None else self._hermes.wrap(parsed, tools)
 
     def _given(self, tools: Any) -> Any:
-        """Marked schemas as the template is given them; those that are in a message are not given again."""
+        """Escaped schemas for the template. None with Hermes, which has already written them into a message."""
         return tools if self._hermes is None else None
 
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
@@ -177,7 +178,7 @@ class TemplateRenderer(ContinuingRenderer):
         ids = self.tokenizer.encode(text)
         if not said.parsed.thought_open:
             return ids
-        # It was cut off while it thought. The thought is closed too, where that is one token.
+        # The turn was cut off inside a thought. Close the thought as well, if its close is a single token.
         close = self.tokenizer.control_tokens.get(_CLOSE)
         return None if close is None else [close, *ids]
 
@@ -189,13 +190,13 @@ class TemplateRenderer(ContinuingRenderer):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes, marked by the escaping; `marked` as of `SpecialTokenEscaper.messages`."""
+        """What the template writes for the escaped messages; `marked` is that of `SpecialTokenEscaper.messages`."""
         shown, shown_tools = self._marked(messages, tools, marked)
         return self._render(shown, self._given(shown_tools), add_generation_prompt)
 
     def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str, bool]:
-        """The thinking of a completion (None without any), the rest as `hide` leaves it, and whether the thinking is
-        open at its end."""
+        """(thinking or None, the remaining text, whether the completion ends inside the thinking). The text is as
+        `hide` returns it."""
         text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking:
             return None, text, False
@@ -203,7 +204,7 @@ class TemplateRenderer(ContinuingRenderer):
         return shown(reasoning.strip("\n")), text.lstrip("\n"), not closed
 
     def _text_and_thought(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
-        """The text of a completion as `hide` leaves it, and whether it begins with thinking, whose mark is cut off."""
+        """The text of a completion as `hide` returns it, and whether it begins with thinking, whose mark is removed."""
         ids = completion_ids.tolist()
         text = self._sampled.of(ids[: self._end_of_turn(ids)])
         thinking = prompt_ids is not None and self._sampled.of(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
@@ -218,7 +219,7 @@ class TemplateRenderer(ContinuingRenderer):
         return [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
-        """The end of sequence, the template's end of a turn, and what the model's generation_config.json adds."""
+        """EOS, the tokens with which the template ends turns, and those that generation_config.json adds."""
         own = [self.tokenizer.eos_token_id, *self._answer_ends()]
         stops = turn_ends(own, self.tokenizer, self.name)
         if not stops:
@@ -229,15 +230,18 @@ class TemplateRenderer(ContinuingRenderer):
         return stops
 
     def _find_preamble(self) -> str:
-        """The text between generation prompt and answer, thinking aside; some formats name the addressee there."""
+        """The text between generation prompt and answer, except thinking. Some formats name the addressee there."""
         start = self._render([ASK], None, True)
         whole = self._render([ASK, ANSWER], None, False)
         preamble = whole.removeprefix(start).partition(ANSWER["content"])[0] if whole.startswith(start) else ""
         return preamble if preamble.strip() and _OPEN not in preamble else ""
 
     def _answer_ends(self) -> list[int]:
-        """The token that ends an answer: the first control token after it, if need be the one that begins the next
-        message; and the token that ends a turn with calls."""
+        """The token that ends an answer, and the token that ends a turn with calls.
+
+        An answer ends with the first control token after it; in a format without a close, that token begins the next
+        message.
+        """
         answered = self._controls([ASK, ANSWER], ANSWER["content"]) or self._controls(
             [ASK, ANSWER, ASK], ANSWER["content"]
         )
@@ -247,23 +251,23 @@ class TemplateRenderer(ContinuingRenderer):
         called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
         one, next_turn = self._controls(called), self._controls([*called, RESULT])
         both = self._controls(twice) or one
-        # What is written twice for two calls ends a call, not the turn.
+        # A token that appears twice for two calls ends a call, not the turn.
         if not one or one == self._controls([ASK]) or next_turn[: len(one)] != one:
             return []
         return one[-1:] if both.count(one[-1]) == one.count(one[-1]) else next_turn[len(one) :][:1]
 
     def _controls(self, messages: list[dict[str, Any]], after: str = "") -> list[int]:
-        """The control tokens of a rendering; none where the template refuses the messages."""
+        """The control tokens of a rendering; empty if the template refuses the messages."""
         text = tried(self._render, messages, None, False)
         control = set(self.tokenizer.control_tokens.values())
         return [i for i in self.tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
 
 
 def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments as the template wants them: a mapping, or JSON text.
+    """A message whose calls have their arguments in the type that the template expects: a mapping, or JSON text.
 
-    Most templates write a mapping as JSON, and would quote a text that already is JSON a second time; some join the
-    arguments to what they write, and take a text only.
+    Most templates serialise a mapping, and would quote JSON text a second time. Some concatenate the arguments with
+    other text, and accept only a string.
     """
     if not message.get("tool_calls"):
         return message

@@ -1,7 +1,7 @@
-"""Cuts the thinking off a completion, for families of the package `renderers` whose parser does not do it.
+"""Splits the thinking from a completion, for families of the package `renderers` whose parser does not do it reliably.
 
-The parsers of GLM and DeepSeek V4 walk over the marks of thinking and of calls alike: a call that was written inside
-of a thought is taken for one that was made, and GLM's begins in a thought whatever the prompt says.
+The parsers of GLM and DeepSeek V4 treat marks of thinking and of calls alike, so a call inside a thought counts as
+made. GLM's parser also always starts inside a thought, even if the prompt did not open one.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.models.renderers.responses import read_completion
 
 _LONGEST_OPENING = 8
-"""The most ids of a generation prompt from the token on that opens a thought."""
+"""Number of ids at the end of a prompt that are searched for the token that opens a thought."""
 
 Read = Callable[[Sequence[int]], ParsedResponse]
-"""Reads ids of a completion by the family's parser."""
+"""Parses ids of a completion with the family's parser."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Thoughts:
-    """Reads the thinking between two tokens; there is one thought at most, and it comes first."""
+    """Parses the thinking between two tokens. A completion has at most one thought, at its start."""
 
     opens: int
     """The id of `<think>`."""
     closes: int
     """The id of `</think>`."""
     texts: Mapping[int, Sequence[int]]
-    """Both tokens' text, as ids that are not control tokens."""
+    """The text of each of the two tokens, encoded as ordinary ids."""
     decode: Callable[[Sequence[int]], str]
-    """The text of ids, control tokens included."""
+    """Decodes ids to text, control tokens included."""
 
     def read(self, read: Read, ids: Sequence[int], prompt_ids: Sequence[int] | None) -> ParsedResponse:
-        """Read `ids`, which end before the token that closed the turn, by `read`.
+        """Parse `ids`, which end before the token that closed the turn, with `read`.
 
-        A thought goes from the mark that opens it, in the prompt or before all text of the completion, to the first
-        one that closes it. What is inside is thinking, calls too; marks behind it are text. Without `prompt_ids` none
-        was opened in the prompt.
+        A thought extends from its opening mark (in the prompt, or before any text of the completion) to the first
+        closing mark. Everything inside is thinking, including calls; later marks are text. Without `prompt_ids` the
+        prompt is assumed not to open a thought.
         """
         start = self._start(ids, prompt_ids)
         if start is None:
@@ -50,7 +50,7 @@ class Thoughts:
         return dataclasses.replace(self._outside(read, ids[close + 1 :]), reasoning_content=thought or None)
 
     def _start(self, ids: Sequence[int], prompt_ids: Sequence[int] | None) -> int | None:
-        """The place where the thinking begins; None without any."""
+        """The index where the thinking begins; None if there is none."""
         if self.opens in ids:
             place = list(ids).index(self.opens)
             if not self.decode(ids[:place]).strip():
@@ -59,14 +59,17 @@ class Thoughts:
         return 0 if marks[-1:] == [self.opens] else None
 
     def _outside(self, read: Read, ids: Sequence[int]) -> ParsedResponse:
-        """Read ids that are outside of thinking."""
+        """Parse ids outside the thinking.
+
+        The leading close makes GLM's parser leave the thought in which it starts, and marks are replaced by plain text.
+        """
         return read([self.closes, *(part for i in ids for part in self.texts.get(i, (i,)))])
 
 
 def find_thoughts(family: Any, tokenizer: Any) -> Thoughts | None:
-    """How to cut thoughts off for a family whose parser takes a mark in the middle of a text for a thought; else None.
+    """A `Thoughts` for a family whose parser finds a thought even in the middle of a text; None for other families.
 
-    The others' parsers read one thought, which comes first, and no call in it.
+    The other families' parsers accept only one thought, at the start, and no call inside it.
     """
     opens, closes = (tokenizer.control_tokens.get(tag) for tag in ("<think>", "</think>"))
     if opens is None or closes is None:

@@ -1,8 +1,8 @@
-"""Finds by rendering which parts of tools a chat format writes, and refuses conversations of which it would leave out a
-part.
+"""Finds by rendering whether a chat format writes tools, calls and answers, and refuses conversations that would lose
+some.
 
-A template that ignores tools does so silently: their schemas are not in the prompt, and a call comes out as an empty
-turn. A model would be trained on episodes in which it was never told which tools it has.
+A template ignores tools silently: their schemas are missing from the prompt, and a call becomes an empty turn. A model
+would then be trained on episodes in which it never saw its tools.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class ToolSupport:
     """Which parts of tools a chat format writes."""
 
     shown: bool
-    """Schemas, in a conversation that begins with a user's message."""
+    """True if it writes schemas in a conversation that begins with a user's message."""
     shown_below_system: bool
-    """Schemas, in one that begins with a system message."""
+    """True if it writes schemas in a conversation that begins with a system message."""
     called: bool
-    """The calls of earlier turns."""
+    """True if it writes the calls of earlier turns."""
     read: bool
-    """Calls are written in a form that is read back from a completion."""
+    """True if it writes calls in a form that can be parsed from a completion."""
     answered: bool
-    """Tools' answers."""
+    """True if it writes tools' answers."""
 
     @property
     def complete(self) -> bool:
-        """Whether an environment may have tools."""
+        """True if nothing is missing, so that environments may have tools."""
         return not self.lacks
 
     @property
@@ -60,13 +60,13 @@ class ToolSupport:
         return () if self.read else ("writes tool calls in a form that is not known, so that none could be read",)
 
     def refuse(self, messages: Sequence[Mapping[str, Any]], tools: Schemas, who: str) -> None:
-        """Refuse a conversation of which `who` would leave out a part.
+        """Refuse a conversation if `who` would leave out a part of it.
 
-        Schemas that are not shown are allowed where the system message names every tool: the environment then describes
-        them itself, as some models want it.
+        Missing schemas are allowed if the system message names every tool: the environment then describes its tools
+        itself, as some models expect.
 
         Raises:
-            ModelError: says what is left out and what to do.
+            ModelError: a part would be left out; the message says which, and what to do.
         """
         calls = any(message.get("tool_calls") for message in messages)
         answers = any(message.get("role") == "tool" for message in messages)
@@ -86,12 +86,12 @@ class ToolSupport:
 
 
 COMPLETE = ToolSupport(shown=True, shown_below_system=True, called=True, read=True, answered=True)
-"""Everything is written."""
+"""The support of a format that writes everything."""
 _NO_ANSWERS = "does not write the answers of tools"
 
 
 def probe(render: Render, *, reads: bool) -> ToolSupport:
-    """Render conversations with unique words and look for these; `reads` is kept as `read`."""
+    """Render conversations with unique words and search for them. `reads` becomes `ToolSupport.read`."""
     return ToolSupport(
         shown=NAME in tried(render, [ASK], [TOOL], True),
         shown_below_system=NAME in tried(render, [SYSTEM, ASK], [TOOL], True),
@@ -105,7 +105,7 @@ def probe(render: Render, *, reads: bool) -> ToolSupport:
 
 
 def _is_called(render: Render, content: str) -> bool:
-    # The name of the tool may stand in the call's id (Kimi).
+    # Search for the argument, not the tool's name, which may appear only inside the call's id (Kimi).
     called = [ASK, calling(content)]
     return VALUE in (tried(render, [*called, RESULT], [TOOL], True) or tried(render, called, [TOOL], True))
 
@@ -116,6 +116,6 @@ def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def name_of_tool(tool: Any) -> str:
-    """What a schema calls its tool; empty where it says nothing."""
+    """The tool's name in a schema; "" if it has none."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""

@@ -1,17 +1,18 @@
-"""Defines the syntaxes of tool calls and reads calls. A model's syntax is never guessed from its output.
+"""Defines the syntaxes of tool calls and parses calls.
 
-`derived_syntax` finds it in what a chat format writes. Five forms are known, which cover Hermes, Mistral and Llama
-JSON, DeepSeek and Kimi, the XML of Qwen, GLM and others, LFM, and Gemma 4:
+A model's syntax is never guessed from its output: `derived_syntax` derives it from what the chat format writes. Five
+forms are known. They cover Hermes, Mistral and Llama JSON, DeepSeek and Kimi, the XML of Qwen, GLM and others, LFM, and
+Gemma 4:
 
 - `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
-- `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; between them the
-  call's id may stand, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
+- `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; the call's id may
+  be between them, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
 - `tagged`: the name, then each argument on its own: `<function=look><parameter=at>Bonn</parameter></function>`
 - `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
 - `marked`: the name, then keys without quotes and texts between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
 
-A call counts only if its parts are all that stands between its marks, so nothing that was sampled there is left out of
-it. Everything else is kept as a text, with what is wrong with it.
+A call is well-formed only if there is nothing but its parts between its marks, so that no sampled text is silently
+dropped. Any other attempt is recorded as its raw text with a status that says what is wrong.
 """
 
 from __future__ import annotations
@@ -35,52 +36,54 @@ Form = Literal["whole", "named", "tagged", "python", "marked"]
 
 ANY_NAME = "\ufdd6"
 _MOST_ENDS = 32
-"""Places that are tried as the end of a call; a text within a call may look like its end."""
+"""Number of positions that are tried as the end of a call, because a text inside a call may look like its end."""
 _NAME = re.compile(r"""[^\s<>"'=]+""")
 _ID = re.compile(r"(?:functions\.)?(.+):\d+")
-"""The id of a call that is its name too, Kimi's `functions.look:0`."""
+"""A call id that contains the tool's name, Kimi's `functions.look:0`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSyntax:
-    """The text around the parts of a call, stripped of white space at its ends."""
+    """The text around the parts of a call, without leading and trailing white space."""
 
     form: Form
+    """The form of the calls; see the module's docstring."""
     before: str
-    """Before the first of several calls; may be empty, or hold `ANY_NAME` where the name of the tool stands."""
+    """The text before the first of several calls; may be empty, or contain `ANY_NAME` in place of the tool's name."""
     opens: str
-    """Before each call; empty in `whole` where a call is all there is."""
+    """The text before each call; "" in `whole` if a call has no marks and is the whole completion."""
     closes: str
-    """After each call."""
+    """The text after each call."""
     after: str = ""
-    """Behind the last of several calls; may be empty."""
+    """The text after the last of several calls; may be empty."""
     listed: bool = False
-    """In `whole`: several calls are one JSON list."""
+    """In `whole`: True if several calls are one JSON list."""
     after_name: str = ""
-    """Between name and arguments."""
+    """The text between name and arguments."""
     named_by_id: bool = False
-    """In `named`: the call's id stands in the place of the name, which is a part of it."""
+    """In `named`: True if the call's id, which contains the tool's name, is written in place of the name."""
     after_id: str = ""
-    """In `named`: between a call's id, which stands behind `after_name`, and the arguments; empty where no id does."""
+    """In `named`: the text between a call's id, which follows `after_name`, and the arguments; "" without an id."""
     arguments: str = "arguments"
     """In `whole`: the key of the arguments."""
     others: frozenset[str] = frozenset()
-    """In `whole`: other keys that an object has."""
+    """In `whole`: the other keys that a call may have."""
     tags: ArgumentTags | None = None
-    """In `tagged`: the text around an argument."""
+    """In `tagged`: the text around each argument."""
     quote: str = ""
-    """In `python`: what stands around texts that the format writes as they are; empty where it escapes them."""
+    """In `python`: the quote around texts, if the format writes them unescaped; "" if it escapes them."""
     mark: str = ""
-    """In `marked`: what stands before and behind a text."""
+    """In `marked`: the mark before and after each text."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text beside the calls, each piece a line, and every attempted call in order; of a text as
-        `sampled_text.hide` leaves it.
+        """The text outside the calls, one line per piece, and every attempted call in order.
 
-        Where arguments are written without quotes, the tools' schemas say which of them are texts.
+        Args:
+            text: Sampled text as `sampled_text.hide` returns it.
+            tools: The tool schemas. For arguments without quotes, they decide which are texts.
         """
         if not self.opens:
-            # A call is all there is, or it is none: an answer may be JSON too.
+            # Without marks, only a completion that is nothing but a call counts: an answer may contain JSON, too.
             call = self._bare(text)
             return ("", (call,)) if call is not None else (text, ())
         begun = self._begins.search(text)
@@ -91,14 +94,14 @@ class ToolSyntax:
             found, end = self._attempt(text, begun, tools)
             calls += found
             begun = self._begins.search(text, end)
-            if all(call.status == "ok" for call in found):  # behind another it may be a part of that
+            if all(call.status == "ok" for call in found):  # after a malformed call, it may be part of that call
                 rest = self._after.sub("", text[end : len(text) if begun is None else begun.start()])
                 beside.append(self._before.sub("", rest.rstrip()).strip())
         return "\n".join(filter(None, beside)), tuple(calls)
 
     @property
     def marks(self) -> list[str]:
-        """The texts with which calls begin, or something before them; none where a call is all there is."""
+        """The texts with which calls, or the text before them, begin; empty if calls have no marks."""
         first = self.opens.split()[:1]
         start, name, _ = self.before.partition(ANY_NAME)
         return [*first, *([start if name else start + first[0]] if first else [])]
@@ -113,8 +116,7 @@ class ToolSyntax:
 
     @cached_property
     def _begins(self) -> re.Pattern[str]:
-        """Finds where an attempt begins: the first word of what opens a call; but a word of prose begins none if the
-        rest does not follow it."""
+        """Finds where an attempt begins: at the first word of `opens`, or at all of it if that word is one of prose."""
         first = self.opens.split()[0]
         return re.compile(re.escape(first) if _is_tag(first) else rf"(?<!\w){spaced(self.opens)}")
 
@@ -129,15 +131,18 @@ class ToolSyntax:
     def _attempt(
         self, text: str, begun: re.Match[str], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[ToolCall], int]:
-        """The calls of one attempt, and where it ends: at the first place where its parts are all that stands before
-        it, or else at the first close or the next attempt."""
+        """The calls of one attempt, and the index after it.
+
+        It ends at the first close with which the text before it is a well-formed call; if there is none, at the first
+        close or the next attempt.
+        """
         opened = self._opens.match(text, begun.start())
         following = self._begins.search(text, begun.end())
         limit = len(text) if following is None else following.start()
         if opened is not None:
             for end, behind in islice(self._ends(text, opened.end(), limit), _MOST_ENDS):
                 if self.tags is not None and end > limit:
-                    break  # a value without quotes holds no other call
+                    break  # a value without quotes cannot contain another call
                 calls = self._calls(text[opened.end() : end], tools)
                 if all(call.status == "ok" for call in calls) and not self._goes_on(text, behind):
                     return calls, behind
@@ -147,25 +152,25 @@ class ToolSyntax:
         if closed is None and self.closes:
             return [unreadable(shown(body.strip()), "unclosed_block")], end
         calls = self._calls(body, tools) if opened is not None else ()
-        if not calls or all(call.status == "ok" for call in calls):  # it is more than its parts
+        if not calls or all(call.status == "ok" for call in calls):  # well-formed but for extra text
             calls = [unreadable(shown(body.strip()), "malformed_structure")]
         return calls, end
 
     def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Where the parts of a call may end, and what closes it too; without a close it is the next attempt."""
+        """Candidate ends of a call: (end of its parts, end of its close). Without a close, the next attempts."""
         if not self.closes:
             later = (found.start() for found in self._begins.finditer(text, limit))
             return ((end, end) for end in chain(later, [len(text)]))
         return ((found.start(), found.end()) for found in self._closes.finditer(text, start))
 
     def _goes_on(self, text: str, end: int) -> bool:
-        """Whether a call without quotes is closed again before the next one: its value may be longer."""
+        """True if there is another close before the next call: a value without quotes may then be longer."""
         following = self._begins.search(text, end) if self.tags is not None else None
         limit = len(text) if following is None else following.start()
         return self.tags is not None and self._closes.search(text, end, limit) is not None
 
     def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ToolCall]:
-        """The calls of which this is all the text."""
+        """Parse the text between a call's marks."""
         raw = shown(body.strip())
         if self.form == "python":
             return python_calls(raw, self.quote, lambda name: parameters_of(tools, name))
@@ -180,7 +185,7 @@ class ToolSyntax:
 
     @property
     def _is_quoted(self) -> bool:
-        """Whether white space beside the name is a part of it: `name="look"`, `<function=look>`."""
+        """True if white space around the name belongs to it: `name="look"`, `<function=look>`."""
         return self.opens.endswith(('"', "="))
 
     def _whole(self, value: Any, raw: str) -> ToolCall:
@@ -197,7 +202,7 @@ class ToolSyntax:
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
-        """Read a call without marks around it: JSON with a name and arguments, or the start of such; else an answer."""
+        """Parse a call without marks: JSON with a name and arguments, or its beginning. None for an ordinary answer."""
         raw = shown(text.strip())
         value = read_json(raw)
         if value is NOT_JSON:
@@ -222,13 +227,13 @@ class ToolSyntax:
         if not (is_name and is_id) or self._begins.search(name + call_id) is not None:  # another call begins there
             return unreadable(raw, "malformed_structure")
         call = check_call(shown(name if name_of_id is None else name_of_id[1]), value, "ok", raw)
-        # Formats that write the id of a call expect the answer to name it.
+        # Formats that write a call's id expect the tool's answer to refer to it.
         return replace(call, id=shown(call_id.strip() if name_of_id is None else name))
 
     def _tagged(self, text: str, tags: ArgumentTags, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
         raw = shown(text.strip())
         space = "" if self._is_quoted else r"\s*"
-        # Where nothing is written behind the name, white space or a tag ends it.
+        # If the format writes nothing after the name, white space or a tag ends it.
         ends = rf"{space}{spaced(self.after_name)}" if self.after_name else rf"\s*(?={spaced(tags.key)}|\Z)"
         named = re.match(rf"{space}({_NAME.pattern}){ends}", text)
         if named is None:
@@ -240,12 +245,12 @@ class ToolSyntax:
 
 
 def _is_tag(word: str) -> bool:
-    """Whether a word is a marker: it has a character that plain sentences do not have."""
+    """True if a word is a marker, that is, contains a character that prose does not have."""
     return any(not (c.isalnum() or c in ".,:;!?'\"()-") for c in word)
 
 
 def _partition(text: str, words: str) -> tuple[str, bool, str]:
-    """The text before and after these words, however they are spaced."""
+    """Like `str.partition`, but matching `words` with any white space between them: (before, found, after)."""
     found = re.search(spaced(words), text)
     return (text[: found.start()], True, text[found.end() :]) if found else (text, False, "")
 

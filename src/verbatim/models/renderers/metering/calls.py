@@ -1,4 +1,4 @@
-"""Counts filters, methods and operators before they run: how much they look at, and how much more they may write."""
+"""Charges filters, methods and operators before they run, by how much they scan and how much text they may create."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from markupsafe import Markup
 from verbatim.models.renderers.metering.meter import Meter, Overrun
 
 MAX_BITS = 10_000
-"""Bits of the largest integer that a template may compute with."""
+"""Size of the largest integer that a template may compute with, in bits."""
 
 _SHALLOW = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "last", "length", "count",
                       "items", "reverse", "list", "default", "d", "random", "batch", "slice", "attr",
                       "copy"})  # fmt: skip
-"""They look at the items of a list, and not into them."""
+"""Filters and methods that iterate over the items of a list without scanning the items."""
 _TIMES = dict.fromkeys(("sort", "unique", "groupby", "min", "max", "dictsort", "pprint", "title", "wordwrap"), 16)
-"""How often some look at all of a value."""
+"""How many times some filters are assumed to scan a whole value."""
 _QUADRATIC = frozenset({"striptags", "urlize", "sum"})
+"""Filters that take time quadratic in their input."""
 _AT_ONCE = frozenset({"sort", "unique", "groupby", "min", "max", "sum", "join"})
-"""They go through all items of a generator, which are counted first."""
+"""Filters that consume a whole generator. It is turned into a list first, so that its items can be charged."""
 _GROWING = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes", "batch", "slice", "round", "expandtabs",
                       "indent", "tojson", "replace", "wordwrap", "translate", "join", "split", "rsplit", "splitlines",
                       "list", "%", "format"})  # fmt: skip
-"""They may make much more than they are given: see `_growth`."""
+"""Filters and methods whose result may be much larger than their input (`_growth`)."""
 _LOOKING = frozenset({"in", "lower", "upper", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=",
                       "<", "lt", "lessthan", "<=", "le"})  # fmt: skip
-"""Tests that look at all of a value."""
+"""Tests that scan a whole value."""
 _PASSED = {_PassArg.eval_context: "eval_ctx", _PassArg.environment: "environment"}
 _CODECS = frozenset({"utf-8", "utf-16", "utf-32", "ascii", "iso8859-1"})
-"""Others can take time that grows with the square of a text."""
+"""The allowed codecs. Others can take time quadratic in the length of a text."""
 _ITEM = 16
-"""Characters that an item of a list takes the room of, without its text."""
+"""Charge for an item of a list, in characters, without its text."""
 _PRIVATE = re.compile(r"[.\[]_")
 _NUMBER = re.compile(r"\d+")
 
 
 def metered_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is counted before it runs."""
+    """A filter that charges the budget before it runs."""
     passed = _PassArg.from_obj(call)
 
     def metered(context: Any, value: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +65,7 @@ def metered_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def metered_test(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that is counted where it looks at all of a value."""
+    """A test that charges the budget if it scans a whole value."""
     if name not in _LOOKING:
         return call
 
@@ -76,7 +77,7 @@ def metered_test(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Count an operator before it makes something big."""
+    """Charge an operator before it can create something big."""
     for value in (left, right):
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise Overrun("it computes with a huge number")
@@ -89,15 +90,15 @@ def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
                 meter.make(max(times, 0) * len(repeated))
     elif operator == "%" and isinstance(left, (str, bytes)):
         count(meter, "%", left, right if isinstance(right, tuple) else [right])
-    elif operator == "-":  # also of the keys of dicts
+    elif operator == "-":  # also a set difference of dict keys, which scans both
         meter.look(left, right)
 
 
 def call_method(environment: Any, meter: Meter, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a method of a text, a number, a list or a dict.
+    """Call a method of a string, a number, a list or a dict, charged before it runs.
 
     Raises:
-        SecurityError: a codec that templates have no use for, or a format with a field that is private.
+        SecurityError: a codec that is not allowed, or a format string that reads a private field.
     """
     of, name = method.__self__, method.__name__
     if type(of) is dict and name != "copy":
@@ -118,7 +119,7 @@ def call_method(environment: Any, meter: Meter, method: Any, args: tuple[Any, ..
 
 
 def _format(environment: Any, meter: Meter, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The result of `"...".format` or `format_map`, each field counted."""
+    """The result of `"...".format` or `format_map`, with each field charged."""
     pattern = method.__self__
     if method.__name__ == "format_map":
         (kwargs,), args = args, ()
@@ -134,20 +135,20 @@ class _Formatter(SandboxedFormatter):
     meter: Meter
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """One field; its width, which another field may have given, is known here."""
+        """Format one field. Its width is known only here, because another field may supply it."""
         self.meter.step(1)
         self.meter.make(_widths(format_spec))
         self.meter.write(value)
         return super().format_field(value, format_spec)
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """What a field names; never what is private."""
+        """Look up a field; private ones are refused."""
         if _PRIVATE.search(field_name):
             raise SecurityError(f"a chat template must not format {field_name[:80]!r}")
         return super().get_field(field_name, args, kwargs)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        """`!r` and the like write a value."""
+        """Convert a field by `!r` and the like, which write the whole value."""
         self.meter.write(value)
         return super().convert_field(value, conversion)
 
@@ -157,14 +158,14 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 def count(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
-    """Count what the filter or method of that name is about to do with `value` and its arguments.
+    """Charge what the filter or method with this name is about to do with `value` and its arguments.
 
     Returns:
-        The steps that each item of its result is worth, if that is a generator.
+        The steps to charge per item of the result, if the result is a generator.
     """
     times = _TIMES.get(name, 1)
     if values:
-        times += sum(text.count(".") for text in values if isinstance(text, str))  # an attribute of an attribute ...
+        times += sum(text.count(".") for text in values if isinstance(text, str))  # "a.b.c": one lookup per dot
         meter.look(*values)
     length = len(value) if hasattr(value, "__len__") else 1
     meter.step(1)
@@ -183,13 +184,13 @@ def count(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
 
 
 def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
-    """Characters that a filter or method may write beside those of `value`."""
+    """Upper bound on the characters that a filter or method creates in addition to those of `value`."""
     texts = [text for text in values if isinstance(text, (str, bytes))]
     width = sum(map(len, texts)) + sum(abs(number) for number in values if isinstance(number, int))
     match name:
         case "center" | "ljust" | "rjust" | "zfill" | "to_bytes" | "batch" | "slice":
             return width
-        case "round":  # by a power of ten
+        case "round":  # computes a power of ten of this size
             return width * width
         case "expandtabs" | "indent":
             return width * (2 + str(value).count("\n") + str(value).count("\t"))
@@ -199,7 +200,7 @@ def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
             return sum(map(len, texts)) * sum(str(value).count(str(text)) for text in texts)
         case "wordwrap" | "translate":
             return len(str(value)) * meter.size(values)[1]
-        case "join":  # a filter of the items, or a method of what stands between them
+        case "join":  # a filter on the items, or a method of the separator
             between, items = (value, values) if isinstance(value, (str, bytes)) and values else ("", [value])
             return sum(map(len, [between, *texts])) * sum(len(part) for part in items if hasattr(part, "__len__"))
         case "split" | "rsplit" | "splitlines" | "list":
@@ -211,5 +212,5 @@ def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
 
 
 def _widths(text: str) -> int:
-    """The sum of all numbers in a format: each may be a width."""
+    """The sum of all numbers in a format string, each of which may be a width."""
     return sum(int(number) for number in _NUMBER.findall(text))

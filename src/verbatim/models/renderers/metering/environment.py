@@ -1,6 +1,6 @@
-"""Sandboxes chat templates: the sandbox of `transformers`, with everything counted that can take long or grow.
+"""The sandbox for chat templates: that of `transformers`, with a charge for every operation that can be slow or grow.
 
-A template holds values of JSON's types only, so that what it can call is known by name: anything else is refused.
+Templates only see values of JSON's types, so everything that they can call is known by name. Any other call is refused.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from verbatim.models.renderers.metering.calls import call_method, count_operatio
 from verbatim.models.renderers.metering.meter import Meter, Overrun
 
 LOOKED_AT, WRITTEN, ROUNDS, SPEND = (f"verbatim {name}" for name in ("looked at", "written", "rounds", "spend"))
-"""Filters with which a compiled template counts."""
+"""Names of the filters by which a compiled template charges its budget."""
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _OWNERS = frozenset({str, Markup, bytes, int, bool, float, list, tuple, dict, range})
 """Types with methods that templates may call."""
 _CALL = 10
-"""Steps that the call of a macro is worth: it takes as long."""
+"""Steps charged for the call of a macro, which takes about as long."""
 _LONGEST_DATE_FORMAT = 200
 _MOST_REMEMBERED = 10_000
 _PLENTY = 1 << 60
-"""Smaller numbers are added without a look."""
+"""Integers below this are added without a check of their size."""
 
 
 class MeteredContext(Context):
@@ -40,7 +40,7 @@ class MeteredContext(Context):
     meter: Meter
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        """As Jinja has it, with the same budget."""
+        """Like Jinja's, with the same budget: macros and blocks run in derived contexts."""
         context = super().derived(locals)
         assert isinstance(context, MeteredContext)
         context.meter = self.meter
@@ -48,18 +48,18 @@ class MeteredContext(Context):
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as `transformers` sets it up, counted."""
+    """Jinja as `transformers` configures it, with metering."""
 
     context_class = MeteredContext
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
     callables: tuple[Any, ...] = ()
-    """What templates are given, and the methods of."""
+    """Global functions and extensions. Templates may call them and their methods."""
     _safe: ClassVar[dict[tuple[type, str], bool]] = {}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operation, counted before it makes something big."""
+        """Run an operator, charged before it can create something big."""
         meter: Meter = context.meter  # type: ignore[attr-defined]  # a MeteredContext
-        if type(left) is type(right) is str and operator == "+":  # what templates do most
+        if type(left) is type(right) is str and operator == "+":  # fast path: the most frequent operation
             meter.make(len(left) + len(right))
             return left + right
         if type(left) is type(right) is int and left < _PLENTY > right and operator in ("+", "-"):
@@ -68,7 +68,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return meter.made(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox has it; the fields of messages without the detour over their attributes."""
+        """Like the sandbox's, but looks up fields of messages directly, without trying attributes first."""
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         try:
@@ -79,7 +79,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As the sandbox has it, which looks at the type and the name only: they come again and again."""
+        """Like the sandbox's, cached. Its result depends only on the type and the name, which repeat all the time."""
         key = type(obj), attr
         if key not in self._safe:
             if len(self._safe) > _MOST_REMEMBERED:
@@ -88,12 +88,12 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return self._safe[key]
 
     def wrap_str_format(self, value: Any) -> None:
-        """`format` of a text stays a method, which `call` sandboxes."""
+        """Do not wrap `str.format`: it stays a method, which `call` meters and sandboxes."""
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method of JSON's types, or one of the functions that templates are given."""
         meter: Meter = __context.meter
-        kwargs.pop("_loop_vars", None)  # for functions that are given the context: there are none
+        kwargs.pop("_loop_vars", None)  # only functions that get the context use these; there are none
         kwargs.pop("_block_vars", None)
         if type(__obj) is Macro:
             meter.step(_CALL + len(args) + len(kwargs))
@@ -111,7 +111,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 @cache
 def metered_environment() -> MeteredEnvironment:
-    """The one environment of all templates."""
+    """The environment that all templates share."""
     like: Any = _compile_jinja_template("").environment
     environment = MeteredEnvironment(
         trim_blocks=like.trim_blocks,
@@ -122,7 +122,7 @@ def metered_environment() -> MeteredEnvironment:
     environment.filters = {name: metered_filter(name, call) for name, call in like.filters.items()}
     environment.filters |= {LOOKED_AT: _looked_at, WRITTEN: _written, ROUNDS: _rounds, SPEND: _spend}
     environment.tests = {name: metered_test(name, call) for name, call in like.tests.items()}
-    given = {name: value for name, value in like.globals.items() if name != "lipsum"}  # it makes text of any length
+    given = {name: value for name, value in like.globals.items() if name != "lipsum"}  # it creates text of any length
     date = given["strftime_now"]
 
     def strftime_now(format: str) -> Any:
@@ -130,7 +130,7 @@ def metered_environment() -> MeteredEnvironment:
             raise Overrun("it writes a date of any length")
         return date(format)
 
-    # One that is written without what is in it, which may hold itself in many ways.
+    # Its text omits the members, because a namespace may contain itself and the text would be unbounded.
     namespace = type("Namespace", (given["namespace"],), {"__repr__": lambda space: "<Namespace>"})
     environment.globals = {**given, "strftime_now": strftime_now, "namespace": namespace}
     environment.callables = (*environment.globals.values(), *environment.extensions.values())
@@ -151,7 +151,7 @@ def _written(context: MeteredContext, value: Any) -> Any:
 
 @pass_context
 def _rounds(context: MeteredContext, items: Any, steps: int = 1, characters: int = 0) -> Any:
-    return context.meter.counted(items, abs(steps), abs(characters))  # a template can find these filters by their names
+    return context.meter.counted(items, abs(steps), abs(characters))  # abs: a template may use the filter itself
 
 
 @pass_context

@@ -1,4 +1,4 @@
-"""Limits what one rendering may spend: steps, characters that it makes, and processor time."""
+"""The budget of one rendering: steps, characters of text, and processor time."""
 
 from __future__ import annotations
 
@@ -8,54 +8,56 @@ from types import GeneratorType
 from typing import Any
 
 STEPS, STEPS_PER_VALUE, STEPS_PER_CHARACTER = 100_000, 5_000, 10
-"""Nodes of the template's tree that may be evaluated: at least, for each value that is rendered (a message has some),
-and for each of its characters. Published templates need some hundred for a message."""
+"""Budget of steps (evaluated nodes of the template's tree): base amount, plus an amount per input value (a message has
+several), plus an amount per input character. Published templates need a few hundred steps per message."""
 CHARACTERS, COPIES = 4_000_000, 64
-"""Characters that a template may make: at least, and how often it may copy all rendered text; once more for each
-message."""
+"""Budget of characters in all strings that a template creates: base amount, plus this many copies of the whole input
+text. `Meter.given` adds one copy per message."""
 OUTPUT, OUTPUT_PER_VALUE, OUTPUT_PER_CHARACTER = 100_000, 2_000, 16
-"""Characters of what is written: at least, for each value, and for each character."""
+"""Budget of characters in the result: base amount, plus amounts per input value and per input character."""
 SECONDS = 5.0
-"""Processor time of one rendering."""
+"""Processor time of one rendering, in seconds."""
 MAX_DEPTH = 200
-"""Levels of lists in lists: what Python does with them is recursive."""
+"""Deepest nesting of lists. Python's own operations on them are recursive."""
 _SCANNED = 8
-"""2 ** this many characters are looked at in the time of one step."""
+"""Scanning 2 ** _SCANNED characters is charged as one step."""
 _SLICE = 50_000
-"""Steps between two looks at the clock."""
+"""Steps between two readings of the clock."""
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-"""Types whose members are gone through; dicts apart."""
+"""Container types whose members are iterated over. Dicts are handled separately."""
 
 
 class Overrun(Exception):
-    """The budget is spent."""
+    """The budget is exhausted."""
 
 
 class Meter:
-    """The budget of one rendering. Steps and characters are counted, so the same rendering always ends alike; the
-    time is for what takes long all the same. Whatever counts raises `Overrun` when it is too much."""
+    """The budget of one rendering. Methods that charge it raise `Overrun` when it is exhausted.
+
+    Steps and characters are counted, so that the same rendering always has the same outcome. The time limit is a safety
+    net for operations that take longer than their count suggests.
+    """
 
     __slots__ = ("_rest", "_sizes", "_until", "left", "output", "room")
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}
         self.left = 0
-        """Steps until the next look at the clock."""
+        """Steps until the next reading of the clock."""
         self._rest = STEPS
         self.room = CHARACTERS
-        """Characters that may still be made."""
+        """Characters that may still be created."""
         self.output = OUTPUT
-        """Characters that may still be written."""
+        """Characters that the result may still grow by."""
         self._until = time.thread_time() + SECONDS
 
     def given(self, *values: Any, copies: int = 0) -> list[Any]:
-        """The values as a template may see them, which are rendered with this budget: in JSON's own types, so that no
-        method of another object can be called. Anything else is shown by its type's name, as `transformers` does.
+        """The input values in a form that a template may see, with the budget raised according to their size.
 
-        The more there is to render, the larger is the budget; `copies` is how often more than `COPIES` all text may be
-        made anew.
+        Values are converted to JSON's own types, so that a template cannot call methods of other objects. Any other
+        value becomes its type's name. `copies` is the number of copies of the input text allowed beyond `COPIES`.
         """
         plain = [self._plain(value) for value in values]
         items = sum(self.size(value)[0] for value in plain)
@@ -66,7 +68,7 @@ class Meter:
         return plain
 
     def step(self, steps: int) -> None:
-        """Count what is about to be done."""
+        """Charge steps before they are taken."""
         self.left -= steps
         if self.left < 0:
             if time.thread_time() > self._until:
@@ -78,7 +80,7 @@ class Meter:
                 raise Overrun("it takes too many steps")
 
     def make(self, characters: int) -> None:
-        """Count text before it is made."""
+        """Charge a string before it is created."""
         self.room -= characters
         if self.room < 0:
             raise Overrun("it makes too much text")
@@ -86,7 +88,7 @@ class Meter:
             self.step(characters >> _SCANNED)
 
     def look(self, *values: Any, times: int = 1) -> None:
-        """Count values that are looked at as a whole: compared, sorted, used as keys."""
+        """Charge values that are scanned completely: compared, sorted, hashed."""
         for value in values:
             if type(value) is str:
                 if len(value) * times >> _SCANNED:
@@ -96,7 +98,7 @@ class Meter:
                 self.step(items * times + (characters * times >> _SCANNED))
 
     def write(self, value: Any) -> None:
-        """Count the text of a value before it is made."""
+        """Charge the text of a value before it is created."""
         if type(value) is str:
             if len(value) >> _SCANNED or len(value) > self.room:
                 self.make(len(value))
@@ -108,7 +110,7 @@ class Meter:
             self.make(characters + 16 * items)
 
     def made(self, value: Any) -> Any:
-        """A result, counted after it was made: for what cannot be much larger than what it was made of."""
+        """Charge a result after it was created, for operations whose result is not much larger than their input."""
         if isinstance(value, (str, bytes)):
             self.make(len(value))
         elif isinstance(value, (list, tuple)):
@@ -118,7 +120,7 @@ class Meter:
         return value
 
     def whole(self, pieces: Iterable[str]) -> str:
-        """All that the template writes."""
+        """Join the pieces that the template writes, within the output budget."""
         written = []
         for piece in pieces:
             self.output -= len(piece)
@@ -128,7 +130,7 @@ class Meter:
         return "".join(written)
 
     def counted(self, items: Any, steps: int = 1, characters: int = 0) -> Any:
-        """What a loop goes through: all rounds counted at once where it is known how many there will be."""
+        """The items of a loop, with its rounds charged: all at once if their number is known, else one by one."""
         try:
             rounds = len(items)
         except TypeError:
@@ -145,8 +147,10 @@ class Meter:
             yield item
 
     def size(self, value: Any, depth: int = 0) -> tuple[int, int]:
-        """(items, characters) of a value, as often as they would be written. What is shared is counted each time, at
-        the price of a walk; what was given is known."""
+        """(items, characters) of a value, as they would be written: shared parts count every time.
+
+        The walk itself is charged. Sizes of the input values are cached by `given`.
+        """
         if isinstance(value, (str, bytes)):
             return 1, len(value)
         if id(value) in self._sizes:
@@ -161,7 +165,7 @@ class Meter:
             return len(value), 8 * len(value)
         elif type(value) in _SCALARS:
             return 1, 8
-        else:  # a method is written with what it is of
+        else:  # the text of a bound method contains that of its object
             of = getattr(value, "__self__", None)
             return (1, 64) if of is None else self.size(of, depth + 1)
         self.step(len(value))
@@ -187,12 +191,12 @@ class Meter:
             plain = plain if isinstance(value, list) else tuple(plain)
         else:
             return self._of_another_type(value)
-        self.left += len(plain)  # what is given is measured at no cost
+        self.left += len(plain)  # offsets what `size` charges: measuring the input is free
         self._sizes[id(plain)] = self.size(plain)
         return plain
 
     def _of_another_type(self, value: Any) -> Any:
-        # Subclasses have methods of their own.
+        # Converted to the exact base type: subclasses may have methods of their own, which a template could call.
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, int):

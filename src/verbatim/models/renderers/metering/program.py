@@ -1,4 +1,4 @@
-"""Compiles a chat template so that it counts what it does."""
+"""Compiles a chat template into a program that charges its own budget."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verbatim.models.renderers.metering.environment import LOOKED_AT, ROUNDS, SP
 
 @lru_cache(maxsize=64)
 def compiled(source: str) -> Template:
-    """The program of a template, counted. `chat_template.compile_template` adds the model's name to its errors.
+    """Compile a template with metering. `chat_template.compile_template` adds the model's name to its errors.
 
-    Before each loop all its rounds are counted, each by the size of the loop's body; a macro and a block by theirs when
-    they begin. Operands and keys that may be large are looked at as a whole. What else can take long or grow goes
-    through the environment.
+    A loop charges all its rounds before it starts, each by the size of the loop's body. A macro or block charges its
+    body when it starts. Operands and keys that may be large are charged by their size. Everything else that can be slow
+    or grow is charged by the environment.
     """
     environment = metered_environment()
     tree = environment.parse(source)
@@ -28,13 +28,13 @@ def compiled(source: str) -> Template:
 
 
 def _count(node: nodes.Node) -> None:
-    """Put the counting of one node into the tree."""
+    """Insert the charge for one node into the tree."""
     match node:
         case nodes.Template() | nodes.Block() | nodes.Macro() | nodes.CallBlock():
             node.body.insert(0, _spend(node, *_weight(node.body)))
         case nodes.For():
             steps, characters = _weight([*node.body, *([] if node.test is None else [node.test])])
-            if node.recursive:  # its rounds come from calls, too
+            if node.recursive:  # `loop(...)` calls run rounds too, so the body charges itself
                 node.body.insert(0, _spend(node, steps, characters))
                 steps = characters = 1
             node.iter = _filtered(node.iter, ROUNDS, steps, characters)
@@ -55,7 +55,7 @@ def _count(node: nodes.Node) -> None:
 
 
 def _is_quick(left: nodes.Expr, operand: nodes.Operand) -> bool:
-    """Whether a comparison ends with a word or a number of the template, or with a list of such."""
+    """True if a comparison has a constant on one side, or a list of constants on the right, so it cannot scan much."""
     right = operand.expr
     if operand.op in ("in", "notin"):
         return isinstance(right, (nodes.List, nodes.Tuple)) and all(isinstance(i, nodes.Const) for i in right.items)
@@ -63,13 +63,13 @@ def _is_quick(left: nodes.Expr, operand: nodes.Operand) -> bool:
 
 
 _APART = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
-"""Their bodies are counted by themselves."""
+"""Nodes whose bodies charge themselves."""
 
 
 def _weight(parts: Iterable[nodes.Node]) -> tuple[int, int]:
-    """(nodes, characters of plain text) of statements and expressions, less what is counted by itself."""
+    """(nodes, characters of plain text) in statements and expressions, without bodies that charge themselves."""
     own = list(_own(parts))
-    # A round of nothing takes time, too.
+    # The 1 is for empty bodies: a round without work takes time, too.
     return 1 + len(own), sum(len(node.data) for node in own if isinstance(node, nodes.TemplateData))
 
 
