@@ -135,7 +135,7 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
-        ("Silent", {}, "says nothing of a reward; expected a method get_reward() or an attribute reward"),
+        ("Silent", {}, "has no reward; expected a method get_reward() or an attribute reward"),
         ("NoTools", {}, "no examples and no start; expected an environment"),
         ("Untyped", {}, "Untyped: tool Untyped.look: parameter at has no type; write for example `at: str`"),
         ("Vault", {"data": CODES, "limits": 3}, 'unknown parameter "limits"'),
@@ -152,7 +152,7 @@ def test_a_class_that_fits_nothing_is_refused_with_what_to_write(name: str, args
 
 
 def test_an_episode_without_a_task_fails_and_says_where_it_can_come_from():
-    with pytest.raises(ComponentError, match="says nothing of a reward"):
+    with pytest.raises(ComponentError, match="has no reward; expected"):
         brought("Silent")
     environment = brought("Silent", reward="environments.brought.not_mine")
     assert "reset returned no text, and there is no prompt" in str(play(environment, []).error)

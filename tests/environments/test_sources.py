@@ -63,7 +63,7 @@ def test_a_call_without_words_is_a_message(write):
         ("[1]", r"jsonl:3: found \[1\], expected a JSON object on each line"),
         ({"id": None}, "jsonl:3: id: found None, expected a text or a whole number"),
         ({"id": 1.5}, "jsonl:3: id: found 1.5"),
-        ({"id": "1"}, r"jsonl:3: id: '1' stands at .*jsonl:1 too"),
+        ({"id": "1"}, r"jsonl:3: id: '1' is at .*jsonl:1 too"),
         ({"id": 2, "messages": "hi"}, "jsonl:3: messages: found 'hi', expected a list"),
         ({"id": 2, "messages": [USER, {"role": "user"}]}, r"jsonl:3: messages\[1\]: found {'role': 'user'}, expected"),
         ({"id": 2, "messages": [{"role": "user", "content": ["x"]}]}, r"jsonl:3: messages\[0\]: found"),
@@ -159,8 +159,8 @@ def test_a_row_that_is_no_example_is_refused_with_its_number():
     with pytest.raises(UsageError, match=r"the data set, train, row 1: messages\[0\]: found"):
         examples[1]
     dated = datasets.Dataset.from_list([{"day": "2026-01-01"}]).cast_column("day", datasets.Value("date32"))
-    with pytest.raises(UsageError, match="row 0: day: found a date, expected what JSON can hold"):
+    with pytest.raises(UsageError, match="row 0: day: found a date, expected a JSON value"):
         HuggingFaceExamples(dated)[0]
     twice = datasets.Dataset.from_list([{"id": 1}, {"id": 1}])
-    with pytest.raises(UsageError, match=r"row 1: id: 1 stands at .* row 0 too"):
+    with pytest.raises(UsageError, match=r"row 1: id: 1 is at .* row 0 too"):
         HuggingFaceExamples(twice)

@@ -332,7 +332,7 @@ def test_an_episode_without_messages_is_told_in_a_sentence_and_no_traceback():
 def test_a_tool_that_returns_one_is_told_to_the_model(recurses):
     bad, healthy = asyncio.run(play("tool result", recurses.value()))
     assert bad.error is None
-    assert "look failed: TypeError: what it returned has no JSON form: it " in bad.messages[2]["content"]
+    assert "look failed: TypeError: its return value has no JSON form: it " in bad.messages[2]["content"]
     assert (healthy.error, healthy.reward) == (None, 1.0)
 
 

@@ -1,7 +1,7 @@
 """Environments: examples, tools and rewards, in messages only.
 
-In: an example, and what the model said. Out: messages, results of tools, a score. Read first: `environment.py`, which
-has the protocol, and `guess_number.py`, which follows it. Imports `core`, `config`, `models`.
+In: an example, and the model's messages. Out: the environment's messages, tool results, a score. Read first:
+`environment.py`, the protocol, and `guess_number.py`, a small implementation. Imports `core`, `config`, `models`.
 """
 
 from verbatim.environments.environment import (
@@ -42,7 +42,7 @@ EXTRAS = {
     "textarena": ("textarena", "environments"),
     "verifiers": ("verifiers", "verifiers"),
 }
-"""The module that an environment needs, and the extra of the distribution that installs it."""
+"""By environment: the module it needs, and the extra (`pip install 'verbatim-rl[EXTRA]'`) that installs it."""
 
 __all__ = [
     "ENVIRONMENTS",

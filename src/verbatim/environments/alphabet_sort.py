@@ -1,4 +1,4 @@
-"""The task `alphabet_sort`: names come in several user turns; each reply has to hold all names so far, in order."""
+"""The task `alphabet_sort`: names arrive over several user turns; each answer must list all names so far, sorted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
          "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
 _TOLD = {", ": "separated by commas", "\n": "one on each line"}
-"""What the model is told of the separator."""
+"""The system prompt's words for each separator."""
 MISPLACES = 0.3
-"""Probability that a demonstration puts a name in a wrong place."""
+"""Probability that a demonstration's answer has a name in a wrong place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlphabetSort:
-    """The user sends names in `num_rounds` messages; every answer is all names so far in alphabetical order, separated
-    by commas or one on each line. Each right answer earns its share of 1 (reward parts `round_1`, `round_2`, ...).
+    """The user sends names in `num_rounds` messages; each answer is to list all names so far in alphabetical order,
+    separated by commas or one per line. A right answer earns `1 / num_rounds` (reward parts `round_1`, `round_2`, ...).
 
     Raises:
-        UsageError: no names, or more than exist.
+        UsageError: the settings need no names, or more than there are in `NAMES`.
     """
 
     num_rounds: int = 3
@@ -36,12 +36,12 @@ class AlphabetSort:
     num_eval: int = 100
     """Number of evaluation tasks, all different from the training tasks."""
     one_per_line: bool = False
-    """Whether names stand on lines of their own instead of behind commas. The tokenizer of `[model.build]` then has a
-    token for each name; with commas it has tokens for pieces of lists."""
+    """Put each name on its own line instead of separating names with commas. The tokenizer of `[model.build]` then has
+    one token per name; with commas, some tokens span several names."""
 
     @property
     def separator(self) -> str:
-        """Between two names, of the user and of the model."""
+        """The text between two names, in the user's messages and in the answers."""
         return "\n" if self.one_per_line else ", "
 
     def __post_init__(self) -> None:
@@ -53,10 +53,10 @@ class AlphabetSort:
             )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; no task is in both."""
+        """The tasks of a split; the two splits share none."""
         check_split("alphabet_sort", split)
-        rng = random.Random("alphabet_sort")
-        seen: dict[tuple[str, ...], None] = {}
+        rng = random.Random("alphabet_sort")  # a fixed seed: both splits are cut from the same sequence of tasks
+        seen: dict[tuple[str, ...], None] = {}  # a dict as an ordered set: a task drawn twice counts once
         while len(seen) < self.num_train + self.num_eval:
             seen[tuple(rng.sample(NAMES, self.num_rounds * self.names_per_round))] = None
         drawn = list(seen)
@@ -64,7 +64,7 @@ class AlphabetSort:
         return [Example(id=f"{split}-{n}", payload={"names": list(names)}) for n, names in enumerate(chosen)]
 
     async def start(self, example: Example, seed: int) -> Sorting:
-        """A conversation about the example's names."""
+        """A conversation with the example's names."""
         return Sorting(self, list(example.payload["names"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
@@ -87,7 +87,7 @@ class AlphabetSort:
 
 
 class Sorting(Episode):
-    """One conversation: its names, and which answers were right so far."""
+    """One conversation: its names, and which of the answers so far were right."""
 
     turn_rewards_sum_to_reward = True
 
@@ -106,11 +106,11 @@ class Sorting(Episode):
         return [name for names in self._rounds[: len(self._right) + 1] for name in names]
 
     async def reply(self, message: Message) -> Reply:
-        """Judge an answer and send the next names."""
+        """Score an answer and send the next names."""
         return self.answer(message["content"])
 
     def answer(self, text: str) -> Reply:
-        """`reply` as a plain function."""
+        """`reply` as a plain function, because `demonstrations` is not async."""
         said = [name.strip() for name in text.strip().split(self._separator.rstrip(" "))]
         self._right.append(said == sorted(self.said_so_far))
         share = self._right[-1] / len(self._rounds)

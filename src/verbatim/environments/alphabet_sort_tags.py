@@ -1,4 +1,4 @@
-"""The task `alphabet_sort_tags`: `alphabet_sort` as verifiers has it, with its prompts, settings and scores."""
+"""The task `alphabet_sort_tags`: the `alphabet_sort` of verifiers, with its prompts, settings and scores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
 
 SEED = 1337420
-"""The seed of verifiers' task."""
+"""The seed that verifiers uses, so that the tasks are drawn in the same order."""
 TAGS = ("alphabetical_sorted", "combined_alphabetical_sorted")
-"""Around the list of the first answer, and of all later ones."""
+"""The tags around the first answer's list, and around the list of each later answer."""
 NEW = " // new name!"
-"""Behind a name that came with the last message."""
+"""The mark behind a name that came with the latest message."""
 MOST_PASSES = 1000
-"""Over the lists of names, before there are enough tasks."""
+"""Maximum number of passes over the lists of names in search of enough tasks; then the settings are refused."""
 FIRST = ("Ada", "Akira", "Amir", "Anna", "Boris", "Carla", "Chen", "Clara", "David", "Dina", "Elena", "Emil", "Farid",
          "Felix", "Grace", "Hanna", "Hugo", "Ines", "Ivan", "Jonas", "Julia", "Karim", "Kira", "Laura", "Leo", "Lina",
          "Marco", "Maya", "Nadia", "Nils", "Olga", "Oscar", "Paula", "Quentin", "Rosa", "Samir", "Sofia", "Tara",
@@ -36,32 +36,32 @@ LAST = ("Adler", "Baker", "Bauer", "Castro", "Chandra", "Diaz", "Dupont", "Egger
 
 @dataclass(frozen=True, kw_only=True)
 class AlphabetSortTags:
-    """`alphabet_sort` as verifiers has it: names come over several turns, each answer is a list in tags with new names
-    marked, and the reward is the similarity to the right lists, raised to a power.
+    """The `alphabet_sort` of verifiers: names arrive over several turns, each answer is a list in tags with the new
+    names marked, and the reward is the similarity to the right lists, raised to a power.
 
     Raises:
-        UsageError: bounds that exclude each other, or lists of names that are too short.
+        UsageError: a minimum is above its maximum, or the lists of names are too short.
     """
 
     min_turns: int = 1
-    """Fewest user messages."""
+    """Minimum number of user messages."""
     max_turns: int = 3
-    """Most user messages. The run's own `max_turns` must not be smaller."""
+    """Maximum number of user messages. The run's own `max_turns` must not be smaller."""
     min_names_per_turn: int = 1
-    """Fewest names of a message."""
+    """Minimum number of names in a message."""
     max_names_per_turn: int = 5
-    """Most names of a message."""
+    """Maximum number of names in a message."""
     similarity_power: int = 4
-    """The similarity is raised to it."""
+    """Exponent of the similarity."""
     power_per_turn: bool = True
-    """Raise each turn's similarity and take the mean, or raise the mean."""
+    """True: raise each turn's similarity to the power, then take the mean. False: raise the mean."""
     names: str | None = None
-    """A JSONL file with a list `names` on each line, or the id of a data set with such a column
-    ("kalomaze/alphabetic-arxiv-authors-it1" is verifiers'); None makes names up."""
+    """A JSONL file with a list `names` on each line, or the id of a data set with a column `names` (verifiers uses
+    "kalomaze/alphabetic-arxiv-authors-it1"); None: made-up names."""
     num_train: int = 500
     """Number of training tasks."""
     num_eval: int = 100
-    """Number of evaluation tasks, those after the training tasks."""
+    """Number of evaluation tasks, drawn after the training tasks."""
     _tasks: Sequence[Example] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class AlphabetSortTags:
         return self.num_train + self.num_eval
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; no task is in both."""
+        """The tasks of a split; the two splits share none."""
         check_split("alphabet_sort_tags", split)
         return self._tasks[: self.num_train] if split == "train" else self._tasks[self.num_train :]
 
@@ -89,13 +89,19 @@ class AlphabetSortTags:
         return TaggedSorting(self, example.payload)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Right answers to training tasks."""
+        """Conversations with the right answers, of training tasks only."""
         rng = random.Random(seed)
         shown = [TaggedSorting(self, rng.choice(self.examples("train")).payload) for _ in range(count)]
         return [Demonstration(messages=sorting.demonstrated()) for sorting in shown]
 
     def _drawn(self, lists: Sequence[Sequence[str]]) -> Iterator[Mapping[str, Any]]:
-        """Tasks without end, in the order of verifiers' draws: each pass over the lists draws others."""
+        """Tasks in the order in which verifiers draws them; each pass over the lists draws new ones.
+
+        The order of the calls of `rng`, here and in `_task`, is that of verifiers: another one gives other tasks.
+
+        Raises:
+            UsageError: no list is long enough, or `MOST_PASSES` passes did not give enough tasks.
+        """
         rng = random.Random(SEED)
         for _ in range(MOST_PASSES):
             found = False
@@ -121,7 +127,7 @@ class AlphabetSortTags:
         return {"asked": self._questions(turns, by_first, rng), "answers": answers}
 
     def _questions(self, turns: Sequence[list[str]], by_first: bool, rng: random.Random) -> list[str]:
-        """The user's messages; how many lines the shown format has is drawn too."""
+        """The user's messages. The number of lines in the example of the format is random too."""
         which = "FIRST" if by_first else "LAST"
         asked = []
         for number, turn in enumerate(turns):
@@ -149,7 +155,7 @@ class AlphabetSortTags:
 
 
 class TaggedSorting(Episode):
-    """One conversation: what is asked, the right answers, and how similar the given ones were."""
+    """One conversation: the user's messages, the right answers, and the similarity of each given answer."""
 
     def __init__(self, rules: AlphabetSortTags, task: Mapping[str, Any]) -> None:
         self._rules, self._asked, self._answers = rules, task["asked"], task["answers"]
@@ -157,7 +163,7 @@ class TaggedSorting(Episode):
         self.messages = [{"role": "user", "content": self._asked[0]}]
 
     async def reply(self, message: Message) -> Reply:
-        """Compare an answer, and ask the next question."""
+        """Compare an answer with the right one, and ask the next question."""
         number = len(self._similarities)
         self._similarities.append(self._similarity(message["content"], number))
         if number + 1 == len(self._asked):
@@ -165,15 +171,15 @@ class TaggedSorting(Episode):
         return Reply(messages=[{"role": "user", "content": self._asked[number + 1]}])
 
     def _similarity(self, text: str, number: int) -> float:
-        """How similar an answer's list is to the right one, from 0 to 1; of several lists the last one counts, if each
-        is better than the one before it."""
+        """Similarity of an answer's list to the right one, from 0 to 1. If an answer has several lists, the last one
+        counts, provided that each is better than the one before it; otherwise the similarity is 0."""
         found = re.findall(f"<{TAGS[min(number, 1)]}>(.*?)</{TAGS[min(number, 1)]}>", text, re.DOTALL)
         tries = [similarity(content, self._answers[number]) for content in found]
         improves = all(after > before for before, after in pairwise(tries))
         return tries[-1] if tries and improves else 0.0
 
     async def score(self, trajectory: Trajectory) -> float:
-        """The similarities, raised and averaged; an answer that is missing has 0."""
+        """The similarities, raised to the power and averaged; a missing answer counts 0."""
         power, count = self._rules.similarity_power, len(self._asked)
         if self._rules.power_per_turn:
             return sum(value**power for value in self._similarities) / count
@@ -196,9 +202,9 @@ class TaggedSorting(Episode):
 
 
 def similarity(content: str, answer: Sequence[str]) -> float:
-    """`difflib`'s ratio of the lines given and the right ones, in lower case and without space around them.
+    """`difflib`'s ratio between the given lines and the right ones, in lower case and stripped.
 
-    Example: "B" for the list "a" has 0, "A" has 1, and "ab" for "abcd" has 2 * 2 / 6.
+    Example: given "B", the right list "a": 0; given "A": 1; given "ab", the right list "abcd": 2 * 2 / 6.
     """
     given = "\n".join(line.strip().lower() for line in content.split("\n") if line.strip())
     right = "\n".join(line.strip().lower() for line in answer)
@@ -210,7 +216,7 @@ def _answer(lines: Sequence[str], tag: str) -> Message:
 
 
 def _key(name: str, by_first: bool) -> str:
-    """The first or last name of one written together: "AdaByron" is "Ada" and "Byron"."""
+    """The first or last name of a full name without a space: "AdaByron" has "Ada" and "Byron"."""
     cut = next((i for i in range(1, len(name)) if name[i].isupper()), len(name))
     return name[:cut] if by_first else name[cut:]
 

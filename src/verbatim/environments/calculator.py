@@ -1,4 +1,4 @@
-"""The task `calculator`: evaluate an arithmetic expression with tools, within one user turn."""
+"""The task `calculator`: evaluate an arithmetic expression with tools, after a single user message."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.tools import FunctionTool
 
 SLIPS = 0.3
-"""Probability that a demonstration calls the wrong tool, and that it answers a wrong number."""
+"""Probability that a step of a demonstration picks its tool at random, and that its answer is off by at most one."""
 TOOL_SHARE = 0.1
-"""Share of the reward for using any tool."""
+"""Share of the reward for calling any tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Calculator:
     Reward parts: `correct` 0.9 for the right answer, `used_tools` 0.1.
 
     Raises:
-        UsageError: too few numbers for so many tasks.
+        UsageError: `largest` is too small for that many different tasks.
     """
 
     largest: int = 9
@@ -38,11 +38,11 @@ class Calculator:
         if 2 * self.largest**3 < self.num_train + self.num_eval:
             raise UsageError(
                 f"calculator: largest = {self.largest} gives {2 * self.largest**3} tasks, found num_train = "
-                f"{self.num_train} and num_eval = {self.num_eval}; expected at most as many in all"
+                f"{self.num_train} and num_eval = {self.num_eval}; expected at most that many in all"
             )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; no task is in both."""
+        """The tasks of a split; the two splits share none."""
         check_split("calculator", split)
         numbers = range(1, self.largest + 1)
         tasks = [(kind, a, b, c) for kind in ("sum", "product") for a in numbers for b in numbers for c in numbers]
@@ -53,11 +53,11 @@ class Calculator:
         ]
 
     async def start(self, example: Example, seed: int) -> Calculation:
-        """A question about the example's numbers."""
+        """A question with the example's numbers."""
         return Calculation(str(example.payload["kind"]), *example.payload["numbers"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations in the right format that sometimes use a wrong tool or number; of training tasks only."""
+        """Well-formed demonstrations that sometimes use a wrong tool or number, of training tasks only."""
         rng = random.Random(seed)
         tasks = self.examples("train")
         return [self._demonstration(rng, rng.choice(tasks)) for _ in range(count)]
@@ -100,12 +100,12 @@ class Calculation(Episode):
         return a * b
 
     async def reply(self, message: Message) -> Reply:
-        """Take a message without tool calls as the answer."""
+        """A message without tool calls is the answer and ends the episode."""
         self._answer = message["content"].strip()
         return Reply(done=True)
 
     def solution(self) -> list[Message]:
-        """Two calls, and the number."""
+        """The two calls and the right number."""
         first, second = self.steps
         a, b, c = self.numbers
         between = a + b if first == "add" else a * b

@@ -1,4 +1,4 @@
-"""The task `delegate`: a main agent asks a sub-agent, which alone sees the notes: two contexts."""
+"""The task `delegate`: a main agent asks a sub-agent that alone sees the notes, so an episode has two contexts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from verbatim.environments.tools import FunctionTool
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")
 MISREADS = 0.4
-"""Probability that a demonstration names a wrong number, and that it asks for a wrong box."""
+"""Probability that a demonstration gives a wrong number, and that it asks for a wrong box."""
 DELEGATION_SHARE = 0.1
-"""Share of the reward for asking at all."""
+"""Share of the reward for calling `ask` at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delegate:
-    """The user asks the main agent for the number in a box. Only the notes contain it, and only a sub-agent gets
-    them: the main agent calls `ask(box)`, a sub-agent reads the notes, and its answer is the tool's. The sub-agent's
-    conversation never enters the main agent's.
+    """The user asks the main agent for the number in a box. Only the notes contain the number, and only a sub-agent
+    gets the notes: the main agent calls `ask(box)`, a sub-agent reads the notes, and its answer becomes the tool's
+    answer. The main agent never sees the sub-agent's conversation.
 
     Reward parts: `correct` 0.9 for the right number, `delegated` 0.1.
 
     Raises:
-        UsageError: more boxes than colours.
+        UsageError: no boxes, or more boxes than colours.
     """
 
     num_boxes: int = 3
@@ -42,10 +42,10 @@ class Delegate:
             raise UsageError(f"delegate: num_boxes = {self.num_boxes}; expected 1 to {len(COLOURS)}")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; no task is in both."""
+        """The tasks of a split; the two splits share none."""
         check_split("delegate", split)
-        rng = random.Random("delegate")
-        drawn: dict[str, Example] = {}
+        rng = random.Random("delegate")  # a fixed seed: both splits are cut from the same sequence of tasks
+        drawn: dict[str, Example] = {}  # by id, so that a task drawn twice counts once
         while len(drawn) < self.num_train + self.num_eval:
             notes, box = self._draw(rng)
             text = "-".join(f"{colour}{number}" for colour, number in notes.items())
@@ -94,7 +94,7 @@ class Delegation(Episode):
         return [{"role": "user", "content": f"Notes: {text}. Only the number in the {box} box."}]
 
     async def run(self, agent: Agent) -> None:
-        """Sample the main agent until it answers; each call of `ask` is a new sub-agent."""
+        """Sample the main agent until it answers; each call of `ask` starts a new sub-agent."""
         messages = list(self.messages)
         while True:
             said = await agent.sample(messages, [self.ask], agent="main")
@@ -115,7 +115,7 @@ class Delegation(Episode):
                 messages.append({"role": "tool", "content": content, "tool_call_id": call["id"], "name": "ask"})
 
     def solution(self) -> list[Message]:
-        """A call, the sub-agent's answer, and the main agent's."""
+        """The main agent's call, the sub-agent's answer, and the main agent's answer."""
         number: Message = {"role": "assistant", "content": str(self._notes[self._box])}
         return [tool_call("ask", {"box": self._box}), number, number]
 

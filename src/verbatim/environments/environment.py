@@ -14,23 +14,23 @@ from verbatim.environments.tools.tool import Tool
 
 @dataclass(frozen=True, kw_only=True)
 class AgentScores:
-    """A score in which agents have rewards of their own.
+    """A score with one reward per agent.
 
-    Advantages are then computed for each of these agents by itself: its turns, its reward, compared with the same agent
-    of the group's other rollouts. Turns of other agents are credited by `reward`.
+    Advantages are then computed per agent: an agent's turns are credited with its own reward, compared with the same
+    agent in the group's other rollouts. Turns of agents that are not listed are credited with `reward`.
 
     Example: `AgentScores(agents={"player_0": 1.0, "player_1": -1.0})` has the reward 0.0.
     """
 
     agents: Mapping[str, float]
-    """The reward of each agent that has one, by the name in `agent.sample(..., agent="player_0")`."""
+    """Reward by agent name, as in `agent.sample(..., agent="player_0")`."""
     reward: float | Mapping[str, float] | None = None
-    """The episode's reward, or its named parts; None: the mean of the agents'."""
+    """The episode's reward, or its named parts; None: the mean of the agents' rewards."""
 
 
 Score = float | Mapping[str, float] | AgentScores | None
-"""A reward, or its named parts, which are summed, or rewards for each agent; None: no reward. In mode "rl" episodes
-without a reward are not trained on; with a teacher ("opd", "sft") they are trained on like any other."""
+"""A reward, its named parts (which are summed), or one reward per agent; None: no reward. In mode "rl" an episode
+without a reward is not trained on; with a teacher ("opd", "sft") it is trained on like any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Reply:
     messages: Sequence[Message] = ()
     """Messages to append to the conversation."""
     done: bool = False
-    """Whether the episode ends: nothing is sampled after it."""
+    """True if the episode ends here: nothing more is sampled."""
     reward: float | None = None
-    """The reward of the turn that was answered."""
+    """The reward of the turn that this reply answers."""
 
 
 class Agent(Protocol):
@@ -53,8 +53,8 @@ class Agent(Protocol):
     ) -> Message:
         """Record one turn of the named agent and return the assistant's message.
 
-        With `trained=False` the turn is sampled from the same model but not trained (a user or an opponent that the
-        policy plays): it is context only, and its tokens are counted as `untrained`.
+        With `trained=False` the turn is sampled from the same model but not trained on (the policy plays a user or an
+        opponent): it is context only, and its tokens are counted as `untrained`.
 
         Raises:
             EpisodeOver: the trajectory ran out of turns or tokens; do not catch it.
@@ -62,14 +62,14 @@ class Agent(Protocol):
 
 
 class Episode:
-    """The state of one rollout. Subclass it, or give any object with these attributes.
+    """The state of one rollout. Subclass it, or use any object with these attributes.
 
-    Three more methods are optional: `async run(agent)` replaces `reply` where the episode owns its control flow;
-    `solution()` gives what an agent says that solves it (assistant messages in order, as a list or a generator), and
-    `random_move(rng)` a text that is a legal answer now, or None: `verbatim env check` plays both.
+    Three more methods are optional. `async run(agent)` replaces `reply` if the episode owns its control flow.
+    `solution()` returns the assistant messages that solve the episode, in order, as a list or a generator.
+    `random_move(rng)` returns a text that is a legal answer now, or None. `verbatim env check` plays the last two.
 
-    An attribute `hears_last_turn = False` is optional too: `reply` is then not called for a message after which the
-    model has no turn left.
+    The attribute `hears_last_turn = False` is optional too: `reply` is then not called for the model's last allowed
+    turn.
     """
 
     messages: Sequence[Message] = ()
@@ -77,9 +77,9 @@ class Episode:
     tools: Sequence[Tool] = ()
     """The episode's tools, bound to its state."""
     info: Mapping[str, Any] = {}
-    """Further facts of the finished episode (JSON values), copied to the trajectory's `info`."""
+    """Further facts about the finished episode (JSON values), copied to the trajectory's `info`."""
     turn_rewards_sum_to_reward: bool = False
-    """Whether the turns' rewards sum to the score; credit per turn then counts them once."""
+    """True if the turns' rewards sum to the score; per-turn credit then counts them once."""
 
     async def reply(self, message: Message) -> Reply:
         """Answer a message without a tool call. The default ends the episode."""
@@ -87,25 +87,25 @@ class Episode:
 
     async def score(self, trajectory: Trajectory) -> Score:
         """The reward of the finished episode."""
-        raise NotImplementedError(f"{type(self).__name__} must say what an episode earned: write `score`")
+        raise NotImplementedError(f"{type(self).__name__} has no `score`: write it to return the episode's reward")
 
     def state_key(self) -> str | None:
-        """A key of the state before the next turn, for advantages that compare equal states."""
+        """A key for the state before the next turn, for advantages that compare turns taken in equal states."""
         return None
 
     async def close(self) -> None:
-        """Release resources. Called exactly once, also after an error."""
+        """Release resources. Called exactly once, even after an error."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """A task. `run(agent)` on its episodes replaces `reply` where the environment owns its control flow."""
+    """A task: its examples, and an episode for each rollout of one."""
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of "train" or "eval"."""
+        """The examples of a split, "train" or "eval"."""
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """A new episode of this example; all its randomness comes from the seed."""
+        """A new episode of this example; all its randomness must come from the seed."""
 
 
 IS_SUCCESS = "is_success"
@@ -113,31 +113,31 @@ IS_SUCCESS = "is_success"
 
 
 def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
-    """Whether an episode reached its goal: by the environment's `is_success`, or else by a reward of at least 1.
+    """True if an episode reached its goal: `environment.is_success` decides, or else a reward of at least 1.
 
-    A rollout calls `is_success` once, when its group has ended, and stores the result in `info`. A failed episode,
-    or one that ended because of malformed tool calls, is not a success.
+    The rollout engine calls `is_success` once, when the group has ended, and stores the result in `info`. An episode
+    that failed, or ended because of malformed tool calls, is not a success.
     """
     if trajectory.error is not None or trajectory.stop_reason is StopReason.MALFORMED:
         return False
     own = getattr(environment, "is_success", None)
-    if own is None:
+    if own is None:  # rewards are sums: 0.7 + 0.2 + 0.1 is just below 1, so compare with a tolerance
         return trajectory.reward is not None and is_at_least(trajectory.reward, 1.0)
     return bool(trajectory.info[IS_SUCCESS] if IS_SUCCESS in trajectory.info else own(trajectory))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """One finished conversation to imitate before reinforcement learning, or to train a tokenizer on."""
+    """One complete conversation for the supervised warm start, or for training a tokenizer."""
 
     messages: Sequence[Message]
-    """All messages; the assistant's are imitated."""
+    """All messages; the loss is on the assistant's."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas of the tools in the prompt."""
 
 
 def tool_call(name: str, arguments: Mapping[str, Any], *, call_id: str = "call_0") -> Message:
-    """The assistant's message that calls one tool.
+    """An assistant message that calls one tool.
 
     Example: `tool_call("look", {"at": "Bonn"})["tool_calls"][0]["function"]` is
     `{"name": "look", "arguments": {"at": "Bonn"}}`.
@@ -154,7 +154,7 @@ def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_
         name: The tool's name.
         arguments: The arguments of the call (JSON values).
         answer: The tool's answer.
-        call_id: Links the answer to its call; templates that write ids need a different one for each call.
+        call_id: Links the answer to its call. Chat templates that print ids need a different id for each call.
 
     Example: `tool_exchange("look", {"at": "Bonn"}, "rain")` gives an assistant message whose `tool_calls` holds
     `look(at="Bonn")`, and the message `{"role": "tool", "content": "rain", "tool_call_id": "call_0", "name": "look"}`.
@@ -167,13 +167,13 @@ def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_
 
 @runtime_checkable
 class Demonstrates(Protocol):
-    """An environment with demonstrations, as `warm_start` and `[model.build]` require."""
+    """An environment with demonstrations, which `warm_start` and `[model.build]` need."""
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
-        """`count` conversations; the same seed gives the same ones."""
+        """`count` conversations; the same seed gives the same conversations."""
 
 
 def check_split(environment: str, split: str) -> None:
-    """Refuse a split that the environment has not."""
+    """Refuse a split that the environment does not have."""
     if split not in ("train", "eval"):
         raise UsageError(f'{environment} has no split {split!r}; there are "train" and "eval"')

@@ -1,4 +1,4 @@
-"""Runs code that draws from the process's global random numbers with numbers of its own."""
+"""Gives code that uses the global random generators (`random`, `numpy.random`) a private state of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from collections.abc import Iterator
 import numpy as np
 
 _ONE_AT_A_TIME = threading.RLock()
+"""The generators belong to the process, so only one block at a time may replace their states."""
 
 
 class OwnRandom:
-    """The state of Python's and numpy's global random numbers, for one user of them.
+    """A private state of Python's and NumPy's global random generators, for example for one episode.
 
-    Two episodes with equal seeds draw the same numbers, however their turns are interleaved with those of others.
-    Code outside, on other threads, sees the numbers of whoever is inside: keep the blocks short.
+    Two episodes with equal seeds draw the same numbers, however their turns interleave with those of other episodes.
+    During a block, code on other threads draws from the private state too: keep the blocks short.
 
-    Example: with `own = OwnRandom(0)`, `with own.lent(): random.random()` gives one number after the other of one
-    sequence, and leaves `random` as it was.
+    Example: with `own = OwnRandom(0)`, each `with own.lent(): random.random()` draws the next number of one private
+    sequence and leaves `random` as it was.
     """
 
     def __init__(self, seed: int) -> None:
@@ -28,7 +29,7 @@ class OwnRandom:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """For as long as the block lasts the global random numbers are these."""
+        """Inside the block, the global generators have this state; afterwards they have their own again."""
         with _ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             random.setstate(self._python)

@@ -1,4 +1,4 @@
-"""The task `guess_number`: find a secret number by guessing: the smallest task that needs the tool's replies."""
+"""The task `guess_number`: find a secret number by guessing. It is the smallest task that needs a tool's answers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from verbatim.environments.tools import FunctionTool, ToolResult
 FORGETS = 1 / 6
 """Probability that a demonstration repeats an earlier guess."""
 AVERAGED = 5
-"""Random numbers whose average a demonstration guesses: the more, the nearer to the middle."""
+"""A demonstration guesses the average of this many random numbers: the more, the nearer to the middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuessNumber:
     """The agent calls `guess(number)`, which answers "higher", "lower" or "correct". Finding the secret earns 1.
 
-    With the defaults, halving the range always wins, and ignoring the replies wins 4 times in 15.
+    With the defaults, bisection always wins, and ignoring the answers wins 4 games in 15.
 
     Raises:
-        UsageError: an empty range, or no guess.
+        UsageError: the range is empty, or no guess is allowed.
     """
 
     low: int = 1
@@ -32,7 +32,7 @@ class GuessNumber:
     high: int = 15
     """Largest secret."""
     max_guesses: int = 4
-    """Most guesses of one episode."""
+    """Maximum number of guesses in an episode."""
 
     def __post_init__(self) -> None:
         if self.low > self.high:
@@ -41,22 +41,22 @@ class GuessNumber:
             raise UsageError(f"guess_number: max_guesses = {self.max_guesses}; expected at least 1")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """One example per secret, the same in both splits: the skill to learn is the search."""
+        """One example per secret, the same in both splits: what is learned is the search, not the secrets."""
         check_split("guess_number", split)
         return [Example(id=f"secret-{n}", payload={"secret": n}) for n in range(self.low, self.high + 1)]
 
     async def start(self, example: Example, seed: int) -> GuessNumberEpisode:
-        """A game with the example's secret; nothing else in it is random."""
+        """A game with the example's secret; the seed is unused, because nothing else is random."""
         return GuessNumberEpisode(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations in the right format that win two thirds of the games: they sometimes repeat an
-        earlier guess, and other guesses are the average of five random numbers of the possible range."""
+        """Well-formed demonstrations that win two thirds of the games, which leaves reinforcement learning something to
+        improve: some guesses repeat an earlier one, the others average five random numbers of the possible range."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
     def best_constant_policy_success(self) -> float:
-        """Success rate of the best policy that ignores the replies: a different number with each guess."""
+        """Success rate of the best policy that ignores the answers: a different number with each guess."""
         return min(1.0, self.max_guesses / (self.high - self.low + 1))
 
     def _demonstration(self, rng: random.Random) -> Demonstration:
@@ -78,7 +78,7 @@ class GuessNumber:
 
 
 class GuessNumberEpisode(Episode):
-    """One secret, and the range that the replies leave possible."""
+    """One game: the secret, and the range that the answers leave possible."""
 
     def __init__(self, rules: GuessNumber, secret: int) -> None:
         self.secret = secret
@@ -90,7 +90,7 @@ class GuessNumberEpisode(Episode):
         self.tools = (FunctionTool(self.guess, description="", inline=True),)
 
     def guess(self, number: int) -> ToolResult:
-        """Answer one guess."""
+        """The answer to one guess."""
         if self.found or self.guesses_left == 0:
             return ToolResult(content="the game is over", done=True)
         self.guesses_left -= 1
@@ -112,7 +112,7 @@ class GuessNumberEpisode(Episode):
         return float(self.found)
 
     def solution(self) -> list[Message]:
-        """The secret at once."""
+        """Guess the secret at once."""
         return [tool_call("guess", {"number": self.secret})]
 
     def state_key(self) -> str:

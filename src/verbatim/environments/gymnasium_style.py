@@ -1,4 +1,4 @@
-"""A Gymnasium-style text environment: `reset(seed=) -> obs, info` and `step(text)`, both with texts."""
+"""Adapts Gymnasium-style text environments: `reset(seed=) -> obs, info` and `step(text)` with text observations."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from verbatim.environments.tools.threads import in_thread
 
 
 class GymnasiumStyle:
-    """A text environment of Gymnasium's interface, version 0.26 or later.
+    """A text environment with the interface of Gymnasium 0.26 or later.
 
-    Each example is a seed: all episodes of a group begin alike. The observation is the user's message, what the model
-    says is the action. `terminated` or `truncated` ends the episode; the rewards of the steps are those of the turns,
-    and their sum is the score. `reset` and `step` run in threads.
+    Each example is a seed, so all episodes of a group begin in the same state. The observation is the user's message,
+    and the model's text is the action. `terminated` or `truncated` ends the episode. The reward of an environment step
+    is the reward of the turn, and their sum is the score. `reset` and `step` run in threads.
 
     Args:
-        environment: A class, a function that makes an environment, or its import path.
-        system_prompt: How to act, as a system message.
-        num_train: Training examples: seeds 0, 1, 2, ...
-        num_eval: Evaluation examples: the seeds after these.
+        environment: A class, a function that creates an environment, or the import path of either.
+        system_prompt: Instructions to the model, as a system message.
+        num_train: Number of training examples: seeds 0, 1, 2, ...
+        num_eval: Number of evaluation examples: the seeds after those.
         args: Keyword arguments of the class.
 
     Raises:
-        ComponentError: no such environment, or one without `reset` and `step`.
+        ComponentError: the environment cannot be created, or has no `reset` or `step`.
         UsageError: fewer than one example.
     """
 
@@ -61,11 +61,11 @@ class GymnasiumStyle:
             one.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """An example for each seed of "train" or "eval"."""
+        """One example for each seed of a split, "train" or "eval"."""
         return [Example(id=str(seed), payload={"seed": seed}) for seed in self._seeds[split]]
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """Make an environment and reset it to the example's seed."""
+        """Create an environment and reset it with the example's seed."""
         one = await in_thread(self._make)
         async with closed_on_failure(one):
             given = await called(functools.partial(one.reset, seed=example.payload["seed"]))
@@ -113,11 +113,11 @@ def _text(observation: Any, where: str) -> str:
         found = f"{shown(observation, 80)} ({type(observation).__name__})"
         raise EnvironmentFault(
             f"{where} gave the observation {found}; expected a text: wrap the environment so that "
-            "it describes what is to be seen"
+            "it describes the state in words"
         )
     return observation
 
 
 def is_gymnasium_style(given: object) -> bool:
-    """Whether a class or an object has `reset` and `step`."""
+    """True if a class or an object has `reset` and `step`."""
     return all(callable(getattr(given, name, None)) for name in ("reset", "step")) and not inspect.ismodule(given)

@@ -18,7 +18,8 @@ from verbatim.environments.global_random import OwnRandom
 
 INSTALL = "pip install 'verbatim-rl[environments]'"
 HASHED = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
-"""Tasks whose questions follow the order of Python's sets, which is another one in each process."""
+"""Tasks whose questions depend on the iteration order of sets, which differs in each process unless PYTHONHASHSEED
+is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,12 @@ class ReasoningGym:
     """A task of reasoning-gym (0.1): a question, and an answer in <answer> tags, scored by the package from 0 to 1.
 
     Example i is the package's `create_dataset(task, seed=seed, size=num_train + num_eval, **params)[i]`; the last
-    `num_eval` are held out. (The package draws item i with `seed + i`: another seed would not hold anything out.)
+    `num_eval` are held out. They have the same seed: the package draws item i with `seed + i`, so a data set with
+    another seed would share items with the training tasks.
 
     Raises:
-        UsageError: the package is not installed, there is no such task, or Python's hashes are not fixed where a task
-            depends on them.
+        UsageError: the package is not installed, there is no such task, or the task needs PYTHONHASHSEED and it is not
+            set.
         ComponentError: the package refuses the parameters.
     """
 
@@ -47,7 +49,7 @@ class ReasoningGym:
     system_prompt: str = "default"
     """The name of one of the package's system prompts ("default", "simple", "direct", ...), a text, or "" for none."""
     tag: str = "answer"
-    """The answer is the text in the last pair of these tags; without any it is scored as missing."""
+    """Name of the tags around the answer. The last pair counts; without one the answer is scored as missing."""
     _dataset: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,8 +60,8 @@ class ReasoningGym:
             )
         if self.task in HASHED and not os.environ.get("PYTHONHASHSEED", "").isdigit():
             raise UsageError(
-                f"reasoning_gym: the questions of {self.task!r} follow the order of Python's sets, so each process "
-                "would make others; start with PYTHONHASHSEED=0 in the environment"
+                f"reasoning_gym: the questions of {self.task!r} depend on the order of Python's sets, so each process "
+                "would generate different ones; start with PYTHONHASHSEED=0 in the environment"
             )
         given = {"seed", "size"} & self.params.keys()
         if given:
@@ -67,7 +69,7 @@ class ReasoningGym:
                 f"reasoning_gym: params has {', '.join(sorted(given))}; expected the arguments seed, "
                 "num_train and num_eval of the environment"
             )
-        object.__setattr__(self, "_dataset", self._make())
+        object.__setattr__(self, "_dataset", self._make())  # the dataclass is frozen
 
     def _make(self) -> Any:
         import reasoning_gym
@@ -82,7 +84,7 @@ class ReasoningGym:
 
     @staticmethod
     def listing() -> list[tuple[str, str]]:
-        """Every task by name, with its kind; nothing where the package is missing."""
+        """Each task's name and kind; empty if the package is not installed."""
         if not is_installed("reasoning_gym"):
             return []
         from reasoning_gym.factory import DATASETS
@@ -94,7 +96,7 @@ class ReasoningGym:
         ]
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; no task is in both."""
+        """The tasks of a split; the two splits share none."""
         check_split("reasoning_gym", split)
         size = self.num_train + self.num_eval
         indices = range(self.num_train) if split == "train" else range(self.num_train, size)
@@ -102,22 +104,25 @@ class ReasoningGym:
 
     def entry(self, index: int) -> dict[str, Any]:
         """The package's own entry: "question", "answer", "metadata"."""
-        with OwnRandom(self.seed + index).lent():  # two of the tasks use the global random numbers
+        with OwnRandom(self.seed + index).lent():  # two of the tasks draw from the global generators
             entry: dict[str, Any] = self._dataset[index]
         return entry
 
     def score(self, answer: str | None, entry: Mapping[str, Any]) -> float:
-        """The package's own score of an answer."""
+        """The package's score of an answer, from 0 to 1; None: no answer."""
         return float(self._dataset.score_answer(answer, entry))
 
     async def start(self, example: Example, seed: int) -> Question:
-        """The example's question; nothing in it depends on the episode's seed."""
+        """The example's question; the episode's seed is unused."""
         entry = await asyncio.to_thread(self.entry, int(example.payload["index"]))
         return Question(self, entry) if entry["answer"] is None else AnsweredQuestion(self, entry)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """The package's own answers to training questions, drawn with the seed; NoDemonstrations where a task comes
-        without answers."""
+        """The package's answers to random training questions.
+
+        Raises:
+            NoDemonstrations: the task's questions come without answers.
+        """
         if self.entry(0)["answer"] is None:
             raise NoDemonstrations(
                 f"reasoning_gym: the questions of {self.task!r} come without answers, so there is "
@@ -128,7 +133,7 @@ class ReasoningGym:
         return [Demonstration(messages=[*question.messages, *question.solution()]) for question in questions]
 
     def system_messages(self) -> list[Message]:
-        """The system prompt as a message; none where it is empty."""
+        """The system prompt as a message; no message if it is empty."""
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         text = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
@@ -145,24 +150,24 @@ class Question(Episode):
         self.messages = [*environment.system_messages(), {"role": "user", "content": str(entry["question"])}]
 
     async def reply(self, message: Message) -> Reply:
-        """Read and score the answer, which ends the episode. Where the package's scorer raises on an answer, the score
-        is 0 and `info["score_error"]` says why."""
+        """Read and score the answer, which ends the episode. If the package's scorer raises, the score is 0 and
+        `info["score_error"]` has the reason."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(message["content"], tag_name=self._environment.tag)
         try:
             self._score = await self._scored(answer)
-        except Exception as error:  # noqa: BLE001  each of a hundred scorers reads in its own way what a model wrote
+        except Exception as error:  # noqa: BLE001  a hundred scorers parse the model's text, and each may raise anything
             self._score = 0.0
             self.info = {**self.info, "score_error": error_text(error)}
         return Reply(done=True)
 
     async def score(self, trajectory: Trajectory) -> float:
-        """The package's score; of an episode that was cut off, that of a missing answer."""
+        """The package's score; an episode that was cut off is scored as a missing answer."""
         return await self._scored(None) if self._score is None else self._score
 
     async def _scored(self, answer: str | None) -> float:
-        # Some scorers compute for long; the event loop turns meanwhile.
+        # In a thread: some scorers compute for long and would block the event loop.
         return await asyncio.to_thread(self._environment.score, answer, self._entry)
 
 
@@ -170,7 +175,7 @@ class AnsweredQuestion(Question):
     """A question that comes with an answer."""
 
     def solution(self) -> list[Message]:
-        """The package's own answer."""
+        """The package's answer."""
         tag = self._environment.tag
         return [{"role": "assistant", "content": f"<{tag}>{self._entry['answer']}</{tag}>"}]
 

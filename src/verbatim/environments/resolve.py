@@ -1,4 +1,8 @@
-"""Creates environments from a configuration's name and arguments, with early and complete checks."""
+"""Creates environments from a configuration's name and arguments, and checks what users' code returns.
+
+Users' classes, examples and demonstrations are checked in full before the run: a fault in one of them must not surface
+in the middle of it.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ def create_environment(
     """Create the environment that a configuration names.
 
     Args:
-        name: A bundled id ("guess_number", also "guess-number"), or an import path ("my_module.MyEnvironment") of a
-            class or function that creates one; the current directory is importable. Also a class with `reset` and tool
-            methods, a Gymnasium-style one, or a reward function.
-        args: Its keyword arguments, and for the last three those of `ToolClass`, `GymnasiumStyle` or `SingleTurn`.
-        table: Import path, class or function of each id.
+        name: A bundled id ("guess_number", also "guess-number"), or the import path ("my_module.MyEnvironment") of a
+            class or function that creates an environment; modules in the current directory can be imported. The path
+            of a class with `reset` and tool methods, a Gymnasium-style class, or a reward function works too.
+        args: Keyword arguments; for the last three also those of `ToolClass`, `GymnasiumStyle` or `SingleTurn`.
+        table: Import path, class or function by id.
 
     Raises:
-        ComponentError: it cannot be imported or called, or its result is not an environment.
+        ComponentError: the name cannot be imported or called, or the result is not an environment.
     """
     name = name if is_import_path(name) else name.replace("-", "_")
     if name not in table and not is_import_path(name):
@@ -61,16 +65,17 @@ def create_environment(
     else:
         environment = _made(name, functools.partial(make, **arguments), arguments)
         if not inspect.isclass(make) and (adapter := adapter_of(environment)) is not None:
-            again = functools.partial(make, **arguments)  # the object of each episode
+            # A function returned an object that needs an adapter; the adapter calls it again for each episode's object.
+            again = functools.partial(make, **arguments)
             environment = _made(name, functools.partial(adapted, again, adapter, {}), arguments)
     return _check_environment(name, environment)
 
 
 def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-    """What a user's class or function makes.
+    """Call a user's class or function.
 
     Raises:
-        ComponentError: it raised; says what and where.
+        ComponentError: the call raised; the message has the exception and the line.
     """
     with users_errors(
         lambda error: ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}"),
@@ -83,7 +88,7 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
     """An environment's demonstrations.
 
     Raises:
-        ComponentError: the environment has none, or returned something else.
+        ComponentError: the environment has none, or returned an invalid value.
     """
     if not isinstance(environment, Demonstrates):
         raise ComponentError(
@@ -116,7 +121,7 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise ComponentError(f"{what} gave {_a(given)}; expected a list of verbatim.Example")
     with users_errors(lambda error: ComponentError(f"{what} cannot be read: {told(error)}")):
-        rows = list(given)  # lazy sequences fail here, not in the middle of a run
+        rows = list(given)  # reads a lazy sequence in full: a bad row raises here, not in the middle of a run
     if len(rows) == 0:
         raise ComponentError(
             f'{what} is empty; expected at least one example, as in [Example(id="1", payload={{...}})]'
@@ -135,12 +140,12 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
         seen.add(row.id)
         why = why_refused([row.messages, row.tools]) or why_refused(row.payload, of_json=False)
         if why is not None:
-            raise ComponentError(f"{what} has what cannot be used in the example at place {number}: {why}")
+            raise ComponentError(f"{what} has an unusable value in the example at place {number}: {why}")
     return rows
 
 
 def corpus(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """Demonstrations rendered by the chat template: texts on which `[model.build]` trains a tokenizer."""
+    """Demonstrations rendered by the chat template: the texts on which `[model.build]` trains a tokenizer."""
     from verbatim.models.trained_tokenizer import chat_text  # imports torch and transformers
 
     return [chat_text(shown.messages, shown.tools) for shown in demonstrations]
@@ -167,7 +172,7 @@ def _check_takes(name: str, method: Callable[..., Any], called: str, given: Sequ
     """Refuse a method that cannot be called with these positional arguments."""
     try:
         inspect.signature(method).bind(*given)
-    except ValueError:  # a function in C without a signature
+    except ValueError:  # a C function without a signature: it cannot be checked
         return
     except TypeError as error:
         start = "async def" if called == "start" else "def"
@@ -190,14 +195,14 @@ def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
 
 
 def _told_of(what: str, error: BaseException) -> ComponentError | UsageError:
-    """The error of a call that raised; a UsageError keeps its class and its sentence."""
+    """The error for a call that raised. A UsageError keeps its class and message: it was written for the user."""
     if isinstance(error, UsageError):
         return type(error)(f"{what}: {error}")
     return ComponentError(f"{what} raised {told(error)}")
 
 
 def _wrong_demonstration(item: object) -> str | None:
-    """The fault of one demonstration as a sentence, or None; a user's messages and schemas are unchecked before."""
+    """A sentence on what is wrong with a demonstration, or None."""
     if not isinstance(item, Demonstration):
         return f"found {_a(item)}; expected a verbatim.environments.Demonstration"
     if (why := wrong_conversation(item.messages, item.tools)) is not None:
@@ -214,7 +219,7 @@ def _wrong_demonstration(item: object) -> str | None:
 
 
 def wrong_conversation(messages: Any, tools: Any) -> str | None:
-    """The fault of a conversation to imitate as a sentence, or None: its messages and schemas are a user's own.
+    """A sentence on what is wrong with a conversation to imitate, or None. Its messages and schemas are users' data.
 
     >>> wrong_conversation([{"role": "user", "content": ["go"]}], ())
     "message 0 (user) has the content ['go']; expected a text: join a list, or write it with json.dumps"
@@ -249,7 +254,7 @@ def wrong_conversation(messages: Any, tools: Any) -> str | None:
 
 
 def _wrong_calls(calls: Any) -> str | None:
-    """The fault of an assistant message's `tool_calls`, or None."""
+    """A sentence on what is wrong with an assistant message's `tool_calls`, or None."""
     if not calls:
         return None
     if isinstance(calls, list | tuple) and all(map(_is_call, calls)):
@@ -269,13 +274,13 @@ def _is_call(call: Any) -> bool:
 
 
 _ASYNC = {"score": "trajectory", "reply": "message", "run": "agent", "close": ""}
-"""The methods of an episode that are awaited, with their argument."""
+"""An episode's async methods, each with its argument."""
 
 
 def wrong_episode(episode: object) -> str | None:
-    """What an episode lacks, known before it is played, as a sentence; None: nothing."""
+    """A sentence on what an episode lacks, found before it is played; None: nothing is missing."""
     name = type(episode).__name__
-    owns = getattr(episode, "run", None) is not None
+    owns = getattr(episode, "run", None) is not None  # `run` replaces `reply`: only one of the two is needed
     for method, argument in _ASYNC.items():
         if method == ("reply" if owns else "run"):
             continue

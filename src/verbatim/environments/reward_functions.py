@@ -1,4 +1,4 @@
-"""Calls reward functions as people have them: one that takes a completion, or TRL's, which takes lists."""
+"""Calls users' reward functions in two conventions: one completion at a time, or lists of completions as in TRL."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from verbatim.core.types import Example, Trajectory
 from verbatim.environments.tools.threads import in_thread
 
 LISTS = ("completions", "prompts", "completion_ids", "environments")
-"""What TRL's functions are called with, beside the columns of the data: one list item for each rollout."""
+"""Arguments of TRL's functions in addition to the data's columns: lists with one item per rollout."""
 OURS = ("completion", "prompt", "messages", "trajectory")
-"""What a function that takes one `completion` may name, beside the columns."""
+"""Arguments of a function that takes one `completion`, in addition to the data's columns."""
 _EXPECTED = (
     "expected `def {name}(completion, answer, **columns) -> float`, with the sampled text and fields of the row by "
     "name, or TRL's `def {name}(completions, answer, **columns) -> list[float]`"
@@ -26,33 +26,35 @@ _EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """One function, and how it is called."""
+    """One reward function and its calling convention."""
 
     name: str
-    """Its name in metrics."""
+    """The function's name in metrics."""
     call: Callable[..., Any]
+    """The function."""
     takes_lists: bool
-    """Whether it is of TRL's kind."""
+    """True for TRL's convention."""
     names: frozenset[str]
-    """The parameters that it has by name."""
+    """The function's named parameters."""
     required: frozenset[str]
-    """Those without a default."""
+    """Named parameters without a default."""
     takes_any: bool
-    """Whether it has `**kwargs`."""
+    """True if the function has `**kwargs`."""
     weight: float = 1.0
+    """Factor on the function's values."""
 
     async def __call__(self, given: Mapping[str, Any]) -> Any:
-        """What it returns for one rollout. A plain function runs in a thread, several at one time.
+        """The function's value for one rollout. Plain functions run in threads, several at a time.
 
         Raises:
-            EnvironmentFault: a function of TRL's kind that did not return a list of one.
+            EnvironmentFault: a function with TRL's convention did not return a list of length one.
         """
         known = {name: value for name, value in given.items() if self.takes_any or name in self.names}
         result = await _result(functools.partial(self.call, **known), self.call)
         if not self.takes_lists:
             return result
         try:
-            if isinstance(result, str | Mapping):
+            if isinstance(result, str | Mapping):  # iterable, but not a list of numbers
                 raise TypeError
             (value,) = list(result)
         except (TypeError, ValueError):
@@ -67,7 +69,7 @@ def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
     """A reward function from a callable or its import path.
 
     Raises:
-        ComponentError: it cannot be imported or called, or takes nothing that it could be given.
+        ComponentError: the function cannot be imported or called, or has no parameter for the sampled text.
     """
     function = import_object(given) if isinstance(given, str) else given
     if not callable(function) or inspect.isclass(function):
@@ -103,28 +105,29 @@ def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
 
 
 def is_reward_function(given: object) -> bool:
-    """Whether something that an environment's name stands for is a reward function instead."""
+    """True if `given`, which was passed as an environment, is a reward function."""
     if not inspect.isroutine(given):
         return False
     try:
         names = set(inspect.signature(given).parameters)
     except ValueError:
         return False
-    return not names.isdisjoint(("completion", "completions"))  # a maker of environments may take prompts
+    return not names.isdisjoint(("completion", "completions"))  # not `prompts`: an environment's factory may take those
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The reward functions of an environment. Several are summed, and each is a part of the reward by its name."""
+    """The reward functions of an environment. Of several, each is a named part of the reward; the parts are summed."""
 
     functions: Sequence[RewardFunction] = field(default=())
+    """The functions; empty if a judge gives the reward."""
 
     @classmethod
     def of(cls, given: Any, weights: Sequence[float] | None = None) -> Rewards:
-        """One function or import path, or a list of them; None: none.
+        """Read a function or import path, or a list of them; None: no functions.
 
         Raises:
-            ComponentError: one that is no reward function, or not one weight for each.
+            ComponentError: an item is not a reward function, or the number of weights differs.
         """
         if given is None and weights is None:
             return cls()
@@ -142,7 +145,7 @@ class Rewards:
         return cls(functions=functions)
 
     def check(self, columns: Collection[str], *, has_environments: bool = False) -> None:
-        """Refuse functions that name what no row has; a ComponentError says which fields there are."""
+        """Refuse functions that require a field that the data lacks, with a ComponentError that lists its fields."""
         for function in self.functions:
             given = {*columns, *(LISTS if function.takes_lists else OURS)}
             given -= set() if has_environments else {"environments"}
@@ -156,17 +159,17 @@ class Rewards:
     async def score(
         self, trajectory: Trajectory, example: Example, prompt: Any, *, num_opening: int, environment: object = None
     ) -> float | Mapping[str, float] | None:
-        """The reward of one rollout; functions that return None do not apply to it.
+        """The reward of one rollout. A function that returns None does not apply to it and adds no part.
 
         Args:
             trajectory: The rollout.
-            example: Its row.
+            example: The rollout's row.
             prompt: The row's prompt, a text or messages.
-            num_opening: Messages that the episode began with; an assistant's among them was not sampled.
-            environment: The object that was played, where there is one.
+            num_opening: Number of opening messages, which were not sampled even if the assistant's.
+            environment: The object of a `ToolClass` episode, or None.
 
         Raises:
-            EnvironmentFault: a function returned something impossible.
+            EnvironmentFault: a function returned an invalid value.
         """
         found: dict[str, Any] = {}
         for function in self.functions:
@@ -205,6 +208,7 @@ def _given(
     ids = [int(token) for turn in trajectory.turns[-1:] for token in turn.completion_ids]
     return {
         **{name: [value] for name, value in example.payload.items()},
+        # As in TRL: a text for a text prompt, messages for a conversation.
         "completions": [text if isinstance(prompt, str) and environment is None else after],
         "prompts": [prompt],
         "completion_ids": [ids],

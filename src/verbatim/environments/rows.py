@@ -1,5 +1,4 @@
-"""Reads data that a person brings (rows in memory, a JSONL file, a Hugging Face data set) as training and held-out
-examples."""
+"""Reads a user's data (rows in memory, a JSONL file, a Hugging Face data set) as training and held-out examples."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ EXPECTED = (
     "datasets.Dataset"
 )
 FEWEST = 20
-"""Rows below which none are held out."""
+"""With fewer rows, none are held out."""
 _TABLE = ("path", "name", "split", "revision")
+"""Keys of a table that names a data set."""
 
 
 def read_splits(
@@ -29,17 +29,17 @@ def read_splits(
 ) -> dict[str, Sequence[Example]]:
     """The examples of "train" and "eval".
 
-    With `eval_share = 0.1` every tenth row from the first on is held out; below 20 rows, or with 0, none is, and the
-    evaluation is on the training rows.
+    With `eval_share = 0.1` every tenth row, from the first, is held out. With fewer than 20 rows, or a share of 0, no
+    row is held out and evaluation uses the training rows.
 
     Args:
-        data: What `read_rows` takes.
-        eval_data: The same, for the held-out rows; by default a share of `data`.
+        data: Rows, a file or a data set, as for `read_rows`.
+        eval_data: The held-out rows, in the same forms; by default a share of `data`.
         prompt: The field with the prompt.
-        eval_share: From 0 to 0.5: the share of the rows that is held out, one row in `round(1 / eval_share)`.
+        eval_share: The share of rows to hold out, from 0 to 0.5: one row in `round(1 / eval_share)`.
 
     Raises:
-        UsageError: data that cannot be read, or a share outside of 0 to 0.5.
+        UsageError: the data cannot be read, or the share is not between 0 and 0.5.
     """
     if isinstance(eval_share, bool) or not isinstance(eval_share, int | float) or not 0 <= eval_share <= 0.5:
         raise UsageError(f"eval_share: found {shown(eval_share, 80)}, expected a share from 0 to 0.5")
@@ -53,16 +53,16 @@ def read_splits(
 
 
 def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequence[Example]:
-    """The examples of rows: the field `prompt` (a text, or messages) is the opening, the other fields the payload.
+    """Convert rows to examples: the field `prompt` (a text, or messages) opens the episode, the rest is the payload.
 
     Args:
-        data: Rows, a JSONL file (in the current directory, or beside the run's TOML file), or a data set.
-        prompt: The field with the prompt; where rows have none, their `messages`.
-        split: The split of a data set, where the data does not say.
-        what: What the argument is called, for errors.
+        data: Rows, a JSONL file (in the current directory, or next to the run's TOML file), or a data set.
+        prompt: The field with the prompt; rows without it are opened by their `messages`.
+        split: The split of a data set, if `data` does not name one.
+        what: The argument's name in errors.
 
     Raises:
-        UsageError: none of these, no rows, or a row that is wrong; names it.
+        UsageError: not a supported form, no rows, or an invalid row, which is named.
     """
     if isinstance(data, Mapping):
         unknown = [key for key in data if key not in _TABLE]
@@ -80,6 +80,7 @@ def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequ
                 "beside the run's TOML file; give its path"
             )
         return _data_set(str(path or data), prompt, split, None, None)
+    # Its objects exist only if the module has been imported, and importing it here would be slow.
     if "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
         if not len(data):
             raise UsageError(f"{what}: the data set has no rows; expected at least one")
@@ -92,7 +93,7 @@ def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequ
 
 
 def _fields(first: Any, prompt: str) -> dict[str, Any]:
-    """How `Columns` is to read the rows: the prompt is a text, or a list of messages."""
+    """The arguments for `Columns`: the first row decides whether prompts are texts or lists of messages."""
     if prompt not in first:
         return {}
     return {"prompt_field": prompt} if isinstance(first[prompt], str) else {"messages_field": prompt}

@@ -1,5 +1,5 @@
-"""Recognizes what people bring in place of an environment: a class with tools, a Gymnasium-style environment, a reward
-function, a taskset of verifiers."""
+"""Recognizes objects that are used in place of an environment and adapts them: a class with tools, a Gymnasium-style
+environment, a reward function, a taskset of verifiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SET = {
     "environment": "the environment is the one that is named already; leave this out",
     "args": "write its arguments beside the others: args = { size = 4, num_train = 100 }",
 }
-"""Arguments of adapters that the name of the environment stands for."""
+"""Adapter arguments that a configuration must not set, because the environment's name sets them; with a hint."""
 
 Adapter = type[SingleTurn] | type[ToolClass] | type[GymnasiumStyle]
 
@@ -31,14 +31,15 @@ EXPECTED = (
 
 
 def taskset_of(make: object) -> str | None:
-    """The id of a taskset of verifiers, which is its module; None for anything else. Imports nothing."""
+    """The id of a verifiers taskset, which is the name of its module; None for anything else."""
+    # By name, not with issubclass: verifiers is an optional extra and must not be imported for this check.
     bases = make.__mro__ if inspect.isclass(make) else ()
     is_taskset = any(base.__name__ == "Taskset" and base.__module__.startswith("verifiers.") for base in bases)
     return getattr(make, "__module__", None) if is_taskset else None
 
 
 def adapter_of(given: object) -> Adapter | None:
-    """What makes an environment of a class, an object or a function; None for all that needs no adapter, or fits none.
+    """The adapter for a class, an object or a function; None if it is an environment already, or if no adapter fits.
 
     >>> def exact(completion, answer): ...
     >>> adapter_of(exact).__name__
@@ -49,7 +50,7 @@ def adapter_of(given: object) -> Adapter | None:
     cls = given if inspect.isclass(given) else type(given)
     if all(callable(getattr(cls, name, None)) for name in ("examples", "start")):
         return None
-    if is_gymnasium_style(cls):
+    if is_gymnasium_style(cls):  # before ToolClass, for which `step` would be a tool
         return GymnasiumStyle
     if callable(getattr(cls, "reset", None)) and tool_methods(cls):
         return ToolClass
@@ -57,7 +58,7 @@ def adapter_of(given: object) -> Adapter | None:
 
 
 def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of the class or function itself, which are those that it names, and those of its adapter.
+    """Split arguments into those that the class or function itself names and those of its adapter.
 
     >>> class Game:
     ...     def __init__(self, size=3): ...
@@ -77,11 +78,14 @@ def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tupl
 
 
 def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arguments of an environment's class or function, converted as `check_parameters` does, those of its adapter
-    included; and a message for each wrong one."""
+    """Check and convert the arguments of an environment's class or function and those of its adapter.
+
+    Returns:
+        The arguments, converted as `check_parameters` does, and a message for each invalid one by name.
+    """
     adapter = adapter_of(make) if inspect.isclass(make) or inspect.isroutine(make) else None
     if taskset_of(make) is not None:
-        return dict(args), {}  # checked where it is made: its adapter imports verifiers
+        return dict(args), {}  # checked when it is created: the check imports verifiers
     if adapter is None:
         return check_parameters(make, args, num_inputs=0, label="environment")
     own, rest = shared_out(make, adapter, args)
@@ -96,7 +100,7 @@ def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[
 
 
 def adapted(make: Callable[..., Any], adapter: Adapter, args: Mapping[str, Any]) -> Any:
-    """The environment around what a person brought; `args` are checked."""
+    """Wrap a user's class or function in its adapter; `args` have been checked."""
     own, rest = shared_out(make, adapter, args)
     given: dict[str, Any] = {"reward": make} if adapter is SingleTurn else {"environment": make, "args": own}
     return adapter(**given, **rest)

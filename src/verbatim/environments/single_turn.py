@@ -1,4 +1,4 @@
-"""A reward function and a data set as an environment: a prompt, one answer, its reward."""
+"""Turns a data set and a reward function into an environment: a prompt, one answer, its reward."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from verbatim.environments.rows import read_splits
 
 
 class SingleTurn:
-    """Rows with a prompt, one answer to each, and a reward function.
+    """An environment of single-turn episodes: each row's prompt gets one answer, scored by a reward function.
 
     Args:
         data: Rows `[{"prompt": "2 + 2?", "answer": "4"}]`, a JSONL file, a Hugging Face data set (a name, a folder, a
-            `datasets.Dataset`), or a table `{path, name, split, revision}` for one.
-        reward: A function or its import path, or a list of them, which are summed. `def exact(completion, answer,
-            **columns) -> float` is called with the text and the fields of the row by name, TRL's `def exact(
-            completions, answer, **columns) -> list[float]` with lists of one. It may be async; a plain one runs in a
-            thread. None where a judge gives the reward.
-        prompt: The field with the prompt, a text or messages; `messages` where rows have no such field.
-        system_prompt: A system message before it.
-        eval_data: Held-out rows; by default every tenth row of `data`, where there are at least 20.
-        eval_share: Another share than a tenth; 0 evaluates on the training rows.
-        weights: One number for each reward function.
+            `datasets.Dataset`), or a table `{path, name, split, revision}` that names one.
+        reward: A function or its import path, or a list of them, whose values are summed. `def exact(completion,
+            answer, **columns) -> float` is called with the text and the row's fields by name; TRL's `def exact(
+            completions, answer, **columns) -> list[float]` with lists of length one. Async functions run on the event
+            loop, plain ones in a thread. None if a judge gives the reward.
+        prompt: The field with the prompt, a text or messages; rows without it are opened by their `messages`.
+        system_prompt: A system message in front of the prompt.
+        eval_data: Held-out rows; by default every tenth row of `data` if there are at least 20 rows.
+        eval_share: The share of `data` to hold out; 0 evaluates on the training rows.
+        weights: One weight for each reward function.
 
     Raises:
-        UsageError: data or functions that do not fit; says what was found and expected.
+        UsageError: the data cannot be read, or has no prompts.
+        ComponentError: a reward function cannot be used with this data.
 
     Example:
         >>> def exact(completion, answer):
@@ -63,11 +64,11 @@ class SingleTurn:
         self._rewards.check(self._examples["train"][0].payload)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of "train" or "eval"."""
+        """The rows of a split, "train" or "eval"."""
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """An episode about one row."""
+        """An episode for one row."""
         return _SingleTurnEpisode(self._rewards, example, self._system_prompt, self._prompt)
 
 
@@ -87,11 +88,11 @@ class _SingleTurnEpisode(Episode):
 
 
 def prompt_of(example: Example, field: str) -> Any:
-    """The prompt as the row had it: a text, or messages."""
+    """The prompt in the row's own form, a text or messages, because reward functions receive it unchanged."""
     value = example.payload.get(field)
     return value if isinstance(value, str) else list(example.messages)
 
 
 def opened_with(system_prompt: str | None) -> list[Message]:
-    """The system message, if there is one."""
+    """The opening messages that come before the prompt: the system message, or nothing."""
     return [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -1,4 +1,4 @@
-"""Reads examples from files and data sets; invalid rows are refused with file and line."""
+"""Reads examples from lists, files and data sets; an invalid row is refused with its file and line."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Columns:
     tools: str = "tools"
     """Field of the tool schemas, or their JSON text, optional."""
     prompt: str | None = None
-    """Field of a text that becomes the only message, for rows without messages; it stays in the payload too."""
+    """Field whose text becomes the only message, for rows without messages; the text also stays in the payload."""
 
     def ids(self, values: Sequence[Any], where: Callable[[int], str]) -> tuple[str, ...]:
-        """The examples' ids, from the values of this field; `where` names a row for messages.
+        """The examples' ids, from the values of the id field; `where` names a row in errors.
 
         Raises:
-            UsageError: some rows have no id, or two have the same.
+            UsageError: only some rows have an id, or two rows have the same id.
         """
         if all(value is None for value in values):
             return tuple(str(index) for index in range(len(values)))
@@ -54,7 +54,7 @@ class Columns:
                     "other rows; or name another field as the id"
                 )
             if str(value) in seen:
-                raise UsageError(f"{place}: {self.id}: {value!r:.80} stands at {seen[str(value)]} too; ids are unique")
+                raise UsageError(f"{place}: {self.id}: {value!r:.80} is at {seen[str(value)]} too; ids are unique")
             seen[str(value)] = place
         return tuple(seen)
 
@@ -81,7 +81,7 @@ class Columns:
 
 
 class _Source(Sequence[Example]):
-    """Examples that are created from their rows on access."""
+    """A sequence whose examples are created from rows on access, so a large data set stays on disk."""
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], where: Callable[[int], str], ids: Sequence[Any], columns: Columns
@@ -114,11 +114,11 @@ class ListExamples(_Source):
 
     Args:
         rows: Mappings.
-        what: What the rows are called, for errors: "data" makes "data[3]".
-        id_field: As in `Columns`; so are the others.
+        what: The rows' name in errors: "data" gives "data[3]".
+        id_field: As in `Columns`; so are the other fields.
 
     Raises:
-        UsageError: an invalid row; names its place.
+        UsageError: a row is invalid; the error names its index.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ListExamples(_Source):
                 raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a row as the first one is, a mapping")
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         super().__init__(rows, partial("{}[{}]".format, what), [row.get(id_field) for row in rows], columns)
-        for _ in self:  # errors come now, not in the middle of a run
+        for _ in self:  # create each example once: an invalid row raises now, not in the middle of a run
             pass
 
 
@@ -149,11 +149,11 @@ class JsonlExamples(_Source):
         ...         return JsonlExamples(f"sums/{split}.jsonl", prompt_field="question")
 
     Args:
-        path: UTF-8, a JSON object on each line; empty lines are skipped.
-        id_field: As in `Columns`; so are the others.
+        path: The file: UTF-8, one JSON object per line; empty lines are skipped.
+        id_field: As in `Columns`; so are the other fields.
 
     Raises:
-        UsageError: no such file, or an invalid line; names file and line.
+        UsageError: there is no such file, or a line is invalid; the error names file and line.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class JsonlExamples(_Source):
         where = [f"{path}:{number}" for number in lines]
         rows = list(lines.values())
         super().__init__(rows, where.__getitem__, [row.get(id_field) for row in rows], columns)
-        for _ in self:  # errors come now, not in the middle of a run
+        for _ in self:  # create each example once: an invalid line raises now, not in the middle of a run
             pass
 
 
@@ -181,14 +181,14 @@ class HuggingFaceExamples(_Source):
         >>> HuggingFaceExamples("openai/gsm8k", "train", name="main", prompt_field="question")  # doctest: +SKIP
 
     Args:
-        source: A `datasets.Dataset`; a folder that `save_to_disk` has written; or a name or folder for `load_dataset`.
-        split: The split; a `Dataset`, and a folder that holds only one, is a split already.
-        name: The configuration, for `load_dataset`.
-        revision: The version, for `load_dataset`.
-        id_field: As in `Columns`; so are the others.
+        source: A `datasets.Dataset`; a folder written by `save_to_disk`; or a name or folder for `load_dataset`.
+        split: The split; ignored for a `Dataset`, and for a saved folder that holds a single one.
+        name: The data set's configuration, for `load_dataset`.
+        revision: The data set's version, for `load_dataset`.
+        id_field: As in `Columns`; so are the other fields.
 
     Raises:
-        UsageError: it cannot be loaded, or has no such split; later, an invalid row.
+        UsageError: the data set cannot be loaded or has no such split; on access, an invalid row.
     """
 
     def __init__(
@@ -217,6 +217,7 @@ def _load(source: Any, split: str, name: str | None, revision: str | None) -> An
         raise UsageError(INSTALL) from error
     if isinstance(source, datasets.Dataset):
         return source
+    # `load_dataset` refuses a folder written by `save_to_disk`; one of these two files marks such a folder.
     saved = isinstance(source, str | Path) and any(
         (Path(source) / file).exists() for file in ("state.json", "dataset_dict.json")
     )
@@ -234,10 +235,10 @@ def _load(source: Any, split: str, name: str | None, revision: str | None) -> An
 
 
 def read_json_lines(path: Path, what: str = "example") -> dict[int, dict[str, Any]]:
-    """The JSON objects of a file by line number; empty lines are skipped.
+    """The JSON objects of a file by line number, from 1; empty lines are skipped.
 
     Raises:
-        UsageError: no such file, an invalid line, or a file without any; names file and line.
+        UsageError: there is no such file, it is empty, or a line is invalid; the error names file and line.
     """
     rows: dict[int, dict[str, Any]] = {}
     try:
@@ -269,7 +270,7 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
 def _message(value: Any, where: str) -> Message:
     message = _without_nulls(value)
     if isinstance(message, dict) and message.get("tool_calls"):
-        message.setdefault("content", "")
+        message.setdefault("content", "")  # OpenAI's format has a null content next to tool calls
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise UsageError(f'{where}: found {value!r:.80}, expected {{"role": ..., "content": ...}} with texts')
     return message  # type: ignore[return-value]
@@ -288,7 +289,7 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null keys: the columns of a data set give each row the keys of all rows."""
+    """Remove keys whose value is null: Arrow gives each row of a data set the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
@@ -298,7 +299,7 @@ def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: no JSON ({error}): {text.strip():.80}") from None
+        raise UsageError(f"{where}: not valid JSON ({error}): {text.strip():.80}") from None
 
 
 def _check_json(value: Any, where: str) -> None:
@@ -306,6 +307,6 @@ def _check_json(value: Any, where: str) -> None:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{where}: found a {type(value).__name__}, expected what JSON can hold ({error}); leave the "
+            f"{where}: found a {type(value).__name__}, expected a JSON value ({error}); leave the "
             "field out, or convert it"
         ) from None

@@ -1,4 +1,4 @@
-"""The task `terminal`, in a real shell: find the file that holds a word, read the number in it, submit that."""
+"""The task `terminal`, in a real shell: find the file that contains a word, and submit the number in it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NUMBERS = range(10, 50)
 LOOKS = 0.25
 """Probability that a demonstration lists the files first."""
 SLIPS = 0.4
-"""Probability that each of its other steps is a random one of its kind."""
+"""Probability that another part of a demonstration (the word, the file, the answer) is drawn at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One directory, and the word to look for in it.
+    """One directory, and the word to find in it.
 
     Example: "birch" in `{"cup.txt": ("apple", 17), "map.txt": ("birch", 42)}` asks for 42.
     """
@@ -47,11 +47,11 @@ class Terminal:
     """The agent calls `bash(command)` in a sandbox and ends with `submit(answer)`. The right number earns 1, else 0.
 
     Raises:
-        UsageError: more files than names, or no isolation on this machine without `unsafe_allow`.
+        UsageError: no files, more files than names, or no isolation works on this machine and `unsafe_allow` is False.
     """
 
     num_files: int = 4
-    """Files in each directory."""
+    """Number of files in each directory."""
     num_train: int = 400
     """Number of training tasks."""
     num_eval: int = 100
@@ -67,28 +67,28 @@ class Terminal:
         find_isolation(unsafe_allow=self.unsafe_allow)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Tasks made from their names; no task is in both splits."""
+        """The tasks of a split, each drawn with its id as the seed; the two splits have different ids."""
         counts = {"train": self.num_train, "eval": self.num_eval}
         check_split("terminal", split)
         names = [f"{split}-{n}" for n in range(counts[split])]
         return [Example(id=name, payload=asdict(self._task(random.Random(name)))) for name in names]
 
     async def start(self, example: Example, seed: int) -> TerminalSession:
-        """A fresh sandbox with the example's files; nothing in it is random."""
+        """A new sandbox with the example's files; the seed is unused, because nothing is random."""
         task = Task(**example.payload)
         files = {name: f"{word}\n{number}\n" for name, (word, number) in task.files.items()}
         isolation = find_isolation(unsafe_allow=self.unsafe_allow)
         return TerminalSession(task, await Sandbox.start(self.limits, files, isolation))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations with the right steps, each of which is sometimes wrong: one in three succeeds."""
+        """Demonstrations whose steps are each sometimes wrong: one in three succeeds."""
         rng = random.Random(seed)
         tasks = [self._task(rng) for _ in range(count)]
         made = [(demonstrate(task, rng), TerminalSession(task).tools) for task in tasks]
         return [Demonstration(messages=messages, tools=[tool.schema for tool in tools]) for messages, tools in made]
 
     def best_constant_policy_success(self) -> float:
-        """Success rate of the best policy that reads no file."""
+        """Success rate of the best policy that reads no files."""
         return 1 / len(NUMBERS)
 
     def _task(self, rng: random.Random) -> Task:
@@ -98,7 +98,7 @@ class Terminal:
 
 
 def demonstrate(task: Task, rng: random.Random) -> list[Message]:
-    """One demonstration: sometimes list the files, search for the word, read a file, submit; with random errors."""
+    """One demonstration, with random errors: sometimes list the files; search for the word, read a file, submit."""
     messages = list(TerminalSession(task).messages)
 
     def call(name: str, heard: str, /, **arguments: Any) -> None:
@@ -143,7 +143,7 @@ class TerminalSession(Episode):
         return ToolResult(content="right" if self._correct else "wrong", done=True)
 
     def solution(self) -> list[Message]:
-        """Search for the word, and submit the number in its file."""
+        """Search for the word and submit the number in its file."""
         search = tool_call("bash", {"command": f"cat $(grep -l {self._word} *)"})
         return [search, tool_call("submit", {"answer": self._answer}, call_id="call_1")]
 
@@ -152,10 +152,10 @@ class TerminalSession(Episode):
         return {"correct": float(self._correct)}
 
     def state_key(self) -> str:
-        """The commands so far."""
+        """The commands so far, without repeats and sorted: their order does not matter."""
         return "\n".join(sorted(self._commands))
 
     async def close(self) -> None:
-        """The sandbox and its files end with the episode."""
+        """End the sandbox and delete its files."""
         if self._sandbox is not None:
             await self._sandbox.close()

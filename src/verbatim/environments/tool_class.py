@@ -1,4 +1,4 @@
-"""A class with `reset` and tool methods as an environment, as TRL's `environment_factory` takes it."""
+"""Turns a class with `reset` and tool methods, as in TRL's `environment_factory`, into an environment."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ from verbatim.environments.tools.function_tool import as_result
 from verbatim.environments.tools.threads import in_thread
 
 NO_TOOLS = ("reset", "get_reward", "reward", "close")
-"""Public methods that are no tools; nor is `solution`, where it takes no arguments."""
+"""Public methods that are not tools; `solution` is not one either if it takes no arguments."""
 SEEDS = {"train": range(100), "eval": range(100, 150)}
-"""Without data: an example for each of these seeds."""
+"""Without data, each of these seeds is an example."""
 
 
 class ToolClass:
-    """A class whose `reset` begins an episode and whose other public methods are tools.
+    """An environment made from a class whose `reset` begins an episode and whose other public methods are tools.
 
-    Each episode makes an object of its own and calls `reset` with those fields of its row that it takes (all, where it
-    takes `**kwargs`), and with `seed`, where it names that. The text that `reset` returns is appended to the user's
-    message. The episode ends when the model speaks without calling a tool, or when the object's attribute `done` is
-    True. A ValueError in a tool is told to the model. The reward is given by `reward` functions, the method
-    `get_reward`, or the method or attribute `reward`. A `close` is called at the end. Plain methods run in threads.
+    Each episode creates its own object. Its `reset` is called with the row's fields that its signature names (all of
+    them if it takes `**kwargs`), and with `seed` if it names it. The text that `reset` returns is appended to the
+    user's message. The episode ends when the model answers without a tool call, or when the object's `done` is True.
+    A ValueError in a tool is reported to the model. The reward comes from `reward` functions, the method `get_reward`,
+    or the method or attribute `reward`. `close`, if there is one, is called at the end. Plain methods run in threads.
 
     Args:
-        environment: The class, a function that makes an object of it, or its import path.
-        data: Rows, as of `SingleTurn`; without, 100 seeds for training and 50 for evaluation.
-        reward: Functions as of `SingleTurn`; TRL's may take `environments`.
-        prompt: The field with the prompt, where the data has one.
-        user_prompt: The user's message, where the data has no prompt.
-        system_prompt: A system message before it.
-        eval_data: As of `SingleTurn`; so are the others.
+        environment: The class, a function that creates an object, or the import path of either.
+        data: Rows, as for `SingleTurn`; None: 100 seeds for training and 50 for evaluation.
+        reward: Functions, as for `SingleTurn`; TRL's may take `environments`.
+        prompt: The field with the prompt, if the data has one.
+        user_prompt: The user's message if the data has no prompt.
+        system_prompt: A system message in front of the user's.
+        eval_data: As for `SingleTurn`; so are the next two.
+        eval_share: As for `SingleTurn`.
+        weights: As for `SingleTurn`.
         args: Keyword arguments of the class.
 
     Raises:
-        ComponentError: no such class, no object of it, no tools, or no reward; says what was found and expected.
-        UsageError: data that cannot be read.
+        ComponentError: the class cannot be imported or created, or has no tools or no reward.
+        UsageError: the data cannot be read.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class ToolClass:
         self._check(made(make, self._name), columns)
 
     def _check(self, one: Any, columns: Mapping[str, Any]) -> None:
-        """Refuse a class that cannot be played."""
+        """Refuse a class without `reset`, tools or a reward, or whose `reset` needs fields that the data lacks."""
         reset = getattr(one, "reset", None)
         if not callable(reset):
             raise ComponentError(f"{self._name} has no reset; expected `def reset(self, **kwargs) -> str | None`")
@@ -100,7 +102,7 @@ class ToolClass:
             )
         if not self._rewards.functions and not (callable(getattr(one, "get_reward", None)) or hasattr(one, "reward")):
             raise ComponentError(
-                f"{self._name} says nothing of a reward; expected a method get_reward() or an attribute reward (set in "
+                f"{self._name} has no reward; expected a method get_reward() or an attribute reward (set in "
                 '__init__), or a function: reward = "my_rewards.solved"'
             )
         close = getattr(one, "close", None)
@@ -108,11 +110,11 @@ class ToolClass:
             close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows, or the seeds, of "train" or "eval"."""
+        """The rows, or the seeds, of a split, "train" or "eval"."""
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """Make an object and reset it."""
+        """Create an object and reset it."""
         one = await in_thread(self._make)
         fields = {**example.payload, "prompt": prompt_of(example, self._prompt)}
         fields.setdefault("seed", seed)
@@ -128,7 +130,7 @@ class ToolClass:
         return _with_observation(messages, observation, self._name)
 
     async def reward_of(self, one: Any, trajectory: Trajectory, example: Example, num_opening: int) -> Score:
-        """What an episode earned that began with this number of messages."""
+        """The reward of an episode that was opened with `num_opening` messages."""
         if self._rewards.functions:
             prompt = prompt_of(example, self._prompt)
             return await self._rewards.score(trajectory, example, prompt, num_opening=num_opening, environment=one)
@@ -137,7 +139,7 @@ class ToolClass:
         return earned
 
     def tools_of(self, one: Any) -> list[FunctionTool]:
-        """An object's tools; each also looks whether it is done."""
+        """An object's tools; each call also checks the object's `done`."""
         return _tools(one, self._name)
 
 
@@ -158,10 +160,10 @@ class _ToolClassEpisode(Episode):
 
 
 def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """What makes the object of one episode, from a class, a function or an import path.
+    """A function that creates one episode's object, from a class, a function or an import path.
 
     Raises:
-        ComponentError: it cannot be imported, or is an object already.
+        ComponentError: the path cannot be imported, or `environment` is an object instead of a class.
     """
     make = import_object(environment) if isinstance(environment, str) else environment
     if not (inspect.isclass(make) or inspect.isroutine(make) or isinstance(make, functools.partial)):
@@ -174,13 +176,13 @@ def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]
 
 
 def name_of(environment: Any) -> str:
-    """What errors call it."""
+    """The name for `environment` in error messages."""
     inner = environment.func if isinstance(environment, functools.partial) else environment
     return inner if isinstance(inner, str) else str(getattr(inner, "__name__", inner))
 
 
 def made(make: Callable[[], Any], name: str) -> Any:
-    """One object; a ComponentError says what was raised."""
+    """Create one object; what its constructor raises becomes a ComponentError."""
     expected = "expected a class that can be made without arguments, or with those of args"
     with users_errors(lambda error: ComponentError(f"{name}() raised {told(error)}; {expected}")):
         return make()
@@ -188,19 +190,19 @@ def made(make: Callable[[], Any], name: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def closed_on_failure(one: Any) -> AsyncIterator[None]:
-    """Close the object of an episode that fails before it begins; nothing else would."""
+    """Close an object if the block fails: an episode that never began is not closed by the rollout."""
     try:
         yield
     except Exception:
         close = getattr(one, "close", None)
         if callable(close):
-            with contextlib.suppress(Exception):  # what failed first is told
+            with contextlib.suppress(Exception):  # the first failure is the one to report
                 await called(close)
         raise
 
 
 async def called(function: Callable[..., Any]) -> Any:
-    """The result of a plain function, in a thread, or of an async one."""
+    """Call a user's function: a plain one in a thread, since it may block, an async one on the event loop."""
     inner = function.func if isinstance(function, functools.partial) else function
     value = function() if inspect.iscoroutinefunction(inner) else await in_thread(function)
     return await value if inspect.isawaitable(value) else value
@@ -208,7 +210,7 @@ async def called(function: Callable[..., Any]) -> Any:
 
 def tool_methods(cls: type) -> list[str]:
     """The names of a class's public methods that are tools, in the order of definition."""
-    names = {
+    names = {  # a dict keeps the order of definition; base classes come first
         name: None
         for base in reversed(cls.__mro__)
         if base is not object
@@ -222,13 +224,13 @@ def tool_methods(cls: type) -> list[str]:
 
 
 def _has_solution(cls: type) -> bool:
-    """Whether a class says how an episode is solved, for `verbatim env check`: a method without arguments."""
+    """True if `solution` is a method without arguments, which `verbatim env check` plays; else it may be a tool."""
     solution = getattr(cls, "solution", None)
     return inspect.isfunction(solution) and len(inspect.signature(solution).parameters) == 1
 
 
 class _Method(FunctionTool):
-    """A method as a tool. Its ValueError is told to the model, and it ends the episode where the object is done."""
+    """A method as a tool. Its ValueError is reported to the model; it ends the episode if the object is done."""
 
     def __init__(self, one: Any, method: Callable[..., Any]) -> None:
         super().__init__(method)
@@ -263,7 +265,7 @@ def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Exampl
 
 
 def _with_observation(messages: list[Message], observation: Any, name: str) -> list[Message]:
-    """The opening with the text of `reset`, appended to the last user message."""
+    """The opening messages with the text of `reset` appended to the last user message, as TRL does."""
     if observation is not None and not isinstance(observation, str):
         raise EnvironmentFault(f"{name}.reset returned {shown(observation)}; expected a text for the model, or None")
     if observation and messages and messages[-1]["role"] == "user":

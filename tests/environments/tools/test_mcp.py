@@ -197,7 +197,7 @@ def test_a_call_under_way_when_the_server_dies_fails_and_is_not_sent_again(tmp_p
 
         for kind, text in asyncio.run(together()):
             assert kind == "exception"
-            assert "what was asked may have been done, or not" in text
+            assert "the call may or may not have been carried out" in text
         assert (tmp_path / "log").read_text() == "dies\n"
 
         async def after():
@@ -391,7 +391,7 @@ GOOD = {"name": "good", "inputSchema": {"type": "object"}}
 )
 def test_one_invalid_tool_of_a_list_is_named(bad, where):
     with pytest.raises(
-        ComponentError, match=rf"MCP server .*: it lists what is no tool of MCP: {where}: found"
+        ComponentError, match=rf"MCP server .*: it lists an invalid MCP tool: {where}: found"
     ) as told:
         raw([GOOD, bad]).open()
     assert "pydantic" not in str(told.value)

@@ -453,7 +453,7 @@ async def test_calls_at_one_time_run_at_one_time():
         ({"name": "look"}, "has the function None; expected name, description, parameters, function"),
         ({"type": "function", "function": {"name": "look"}}, "has the key 'type'"),
         ({"function": look, "parameters": {"place": "string"}}, "expected a JSON schema such as"),
-        ({"function": look, "parameters": {"type": "object", "required": "place"}}, "are no JSON schema: 'place'"),
+        ({"function": look, "parameters": {"type": "object", "required": "place"}}, "are not a JSON schema: 'place'"),
     ],
 )
 def test_a_dict_that_is_no_tool_is_refused(tool, message):

@@ -29,7 +29,7 @@ def test_keys_among_those_that_are_given_are_redacted():
     ("env", "env_from", "said"),
     [
         ({}, ["NOT_THERE"], "program: env_from names the environment variable NOT_THERE, which is not set"),
-        ({"SEARCH": "a"}, ["SEARCH"], "SEARCH stands in env and in env_from"),
+        ({"SEARCH": "a"}, ["SEARCH"], "SEARCH is in both env and env_from"),
         ({}, "SEARCH", 'expected a list of names: env_from = ["SEARCH"]'),
     ],
 )

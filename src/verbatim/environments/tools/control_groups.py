@@ -1,7 +1,7 @@
-"""Bounds the memory of a process and its descendants by a control group of the kernel, where one can be made.
+"""Limits the memory of a process and its descendants with a Linux control group (cgroup), if one can be created.
 
-The kernel keeps such a limit at every moment. A group can be made by root, and by a user to whom the system has given
-the folder of its own group (systemd does with `Delegate=yes`). Both versions of control groups are known.
+Unlike polling, the kernel enforces the limit at every moment. Root can create a group, and so can a user who owns the
+folder of their own group (systemd: `Delegate=yes`). Both cgroup versions are supported.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _NAME = "verbatim-{pid}-{number}"
+"""Name of a group's folder. The pid tells a later process whether the owner is still alive (`_remove_left`)."""
 _NUMBERS = itertools.count()
 
 
 class MemoryGroup:
-    """A control group with a limit, made by `MemoryGroup.make`.
+    """A control group with a memory limit; `MemoryGroup.make` creates one.
 
     Args:
-        folder: Of the group.
-        is_first: Whether it is of version 1 of control groups.
+        folder: The group's folder.
+        is_first: True for cgroup version 1, False for version 2.
     """
 
     def __init__(self, folder: Path, *, is_first: bool) -> None:
@@ -30,11 +31,12 @@ class MemoryGroup:
 
     @classmethod
     def make(cls, memory_mb: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
-        """A group inside of this process's own. None where the system has none, or does not allow it.
+        """Create a group inside this process's own group; None if the system has no cgroups or does not allow it.
 
         Args:
-            memory_mb: MiB that its processes may hold together; those of files that they read are given back first.
-            proc: Where the system tells of this process.
+            memory_mb: Limit in MiB on the memory of all processes in the group. The page cache counts too, but the
+                kernel reclaims it before it kills a process.
+            proc: The proc file system.
         """
         parent, is_first = _own_group(proc)
         if parent is None:
@@ -51,17 +53,18 @@ class MemoryGroup:
         )
         try:
             _write(folder / limits[0], memory_mb << 20)
-        except OSError:  # the memory of groups below this one is not the kernel's business
+        except OSError:  # the parent group does not delegate the memory controller, so the file does not exist
             group.remove()
             return None
-        with contextlib.suppress(OSError):  # without swap there is no such file
+        # Version 1 limits memory and swap together, version 2 swap alone: both values mean no swap.
+        with contextlib.suppress(OSError):  # a kernel without swap accounting has no such file
             _write(folder / limits[1], memory_mb << 20 if is_first else 0)
-        with contextlib.suppress(OSError):  # version 1 ends one process only
+        with contextlib.suppress(OSError):  # kill the whole group, not one process; version 1 cannot
             _write(folder / "memory.oom.group", 1)
         return group
 
     def take(self, pids: Iterable[int]) -> bool:
-        """Put processes in; what they start from then on is in it too. False where the system does not allow it."""
+        """Move processes into the group, with all children that they start from then on. False if not permitted."""
         try:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -72,7 +75,7 @@ class MemoryGroup:
 
     @property
     def has_killed(self) -> bool:
-        """Whether the kernel has ended a process of the group, because there was no memory left."""
+        """True if the kernel has killed a process of the group because it was out of memory."""
         try:
             lines = self._kills.read_text(encoding="ascii").splitlines()
         except OSError:
@@ -80,7 +83,7 @@ class MemoryGroup:
         return any(line.split()[0] == "oom_kill" and int(line.split()[1]) > 0 for line in lines if line)
 
     def remove(self) -> bool:
-        """Remove it. False while a process is in it."""
+        """Remove the group; False while it still has a process."""
         try:
             self.folder.rmdir()
         except FileNotFoundError:
@@ -91,7 +94,7 @@ class MemoryGroup:
 
 
 def _own_group(proc: Path) -> tuple[Path | None, bool]:
-    """The folder of this process's group that bounds memory, and whether it is of version 1."""
+    """The folder of this process's memory group, or None, and whether it is cgroup version 1."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
         mounts = (proc / "self" / "mounts").read_text(encoding="utf-8").splitlines()
@@ -110,15 +113,15 @@ def _own_group(proc: Path) -> tuple[Path | None, bool]:
 
 
 def _remove_left(parent: Path, proc: Path) -> None:
-    """Remove the groups of processes of ours that were killed."""
+    """Remove groups whose owner was killed before it could remove them."""
     for folder in parent.glob(_NAME.format(pid="[0-9]*", number="[0-9]*")):
         if not (proc / folder.name.split("-")[1]).exists():
-            with contextlib.suppress(OSError):  # a process is in it
+            with contextlib.suppress(OSError):  # it still has a process
                 folder.rmdir()
 
 
 def _inside(mounts: Iterable[Path], path: str) -> Path | None:
-    """The folder of a group; in a container its path may be another one than that from inside."""
+    """The folder of a group. In a container, /proc may give the path on the host, and the mount is the group itself."""
     for mount in mounts:
         for folder in (mount / path.lstrip("/"), mount):
             if (folder / "cgroup.procs").is_file():
@@ -127,6 +130,6 @@ def _inside(mounts: Iterable[Path], path: str) -> Path | None:
 
 
 def _write(path: Path, value: int) -> None:
-    # Opened without O_CREAT: in a folder that is no group nothing is made.
+    # Without O_CREAT: if the folder is not a control group, this fails instead of creating a plain file.
     with open(os.open(path, os.O_WRONLY), "w", encoding="ascii") as file:
         file.write(str(value))

@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class FunctionTool:
-    """A tool from a function, a method, a `functools.partial` or an object with `__call__`.
+    """A tool made from a function, a method, a `functools.partial` or an object with `__call__`.
 
-    The description, and those of the arguments, are read from the docstring (Google, NumPy or Sphinx style) and from
-    `Annotated[..., Field(description=...)]`; where both describe an argument, the docstring does. The schema is what
-    `transformers.utils.get_json_schema` gives, and also carries defaults, constraints and nested models.
+    The descriptions of the tool and its arguments come from the docstring (Google, NumPy or Sphinx style) and from
+    `Annotated[..., Field(description=...)]`; the docstring takes precedence. The schema is the one that
+    `transformers.utils.get_json_schema` gives, plus defaults, constraints and nested models.
 
-    A coroutine function runs on the event loop. Any other function runs in a thread, so that it may block;
-    `inline=True` calls it on the loop instead, for work of microseconds, where the thread costs more.
+    A coroutine function runs on the event loop. Any other function runs in a thread, so that it may block. With
+    `inline=True` it is called on the event loop, for work of microseconds that costs less than the thread.
 
     Args:
         function: The callable. Arguments bound by `functools.partial` are hidden from the model.
-        name: Its name for the model; by default the function's, or the class's of an object.
-        description: Instead of the docstring's; "" for no description.
-        parameters: A JSON schema in place of the signature's types, for a function that has none.
-        inline: Call it on the event loop.
-        returns: Put the schema of the return value under `return`. Most chat templates ignore it.
+        name: The tool's name for the model; by default the function's name, or an object's class name.
+        description: Overrides the docstring's description; "": no description.
+        parameters: A JSON schema of the arguments, for a function whose signature has no types.
+        inline: Call the function on the event loop.
+        returns: Add the return value's schema under `return`. Most chat templates ignore it.
 
     Example:
         >>> def guess(number: int) -> str:
@@ -57,8 +57,8 @@ class FunctionTool:
         {'number': {'type': 'integer', 'description': 'From 1 to 15.'}}
 
     Raises:
-        ComponentError: a parameter without a type, of a type without a JSON form, or `*args` or `**kwargs`; or
-            `parameters` that are not a JSON schema.
+        ComponentError: a parameter has no type, or one without a JSON form; the function has `*args` or `**kwargs`; or
+            `parameters` is not a JSON schema.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FunctionTool:
         if inspect.isclass(function):
             name = function.__name__
             raise ComponentError(
-                f"FunctionTool({name}): a class is no tool; give a function, or a method: FunctionTool({name}().method)"
+                f"FunctionTool({name}): a class is not a tool; give a function or method: FunctionTool({name}().method)"
             )
         subject = UnwrappedCallable.of(function)
         self._function = function
@@ -98,7 +98,7 @@ class FunctionTool:
             said, value = signature.description, signature.returns
         text = (said if description is None else description).strip()
         self.lacks_description = description is None and not text
-        """Whether nothing describes it; with `description=""` that is on purpose."""
+        """True if neither docstring nor argument describes the tool; `description=""` counts as a description."""
         self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {
@@ -113,7 +113,7 @@ class FunctionTool:
         return f"FunctionTool({self.name!r})"
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Validate the arguments and run; the return value is read by `as_result`.
+        """Validate the arguments and run the function; `as_result` converts its return value.
 
         Raises:
             ToolArgumentsError: the arguments do not fit the signature.
@@ -125,14 +125,14 @@ class FunctionTool:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether `at_once` may be used: a plain function that is called on the event loop."""
+        """True if `at_once` may be used: for a plain function with `inline=True` and no overridden `__call__`."""
         return self._inline and not self._is_async and type(self).__call__ is FunctionTool.__call__
 
     def at_once(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[Any]:
-        """The result without a task of its own; or what the function returned, where that is to be awaited.
+        """Run the function without creating a task; returns its result, or the awaitable that the function returned.
 
         Raises:
-            ToolArgumentsError, TypeError: as a call.
+            ToolArgumentsError, TypeError: as in `__call__`.
         """
         value = self._call(arguments)()
         return value if type(value) is ToolResult or inspect.isawaitable(value) else as_result(value)
@@ -144,16 +144,16 @@ class FunctionTool:
 
 
 def as_result(value: object) -> ToolResult:
-    """A `ToolResult` or string unchanged, None as "", any other value as JSON.
+    """Convert a return value: a `ToolResult` or string is unchanged, None becomes "", any other value becomes JSON.
 
-    Dataclasses, pydantic models and mappings are objects; an enumeration's member is its value; a set is a sorted list,
-    so that it reads the same in every process; dates, paths and numpy values are converted by pydantic and numpy.
+    Dataclasses, pydantic models and mappings become objects, enumeration members their values, and sets sorted lists,
+    because the order of a set differs between processes. Dates, paths and NumPy values are converted too.
 
     >>> as_result({"towns": {"Ulm", "Bonn"}}).content
     '{"towns": ["Bonn", "Ulm"]}'
 
     Raises:
-        TypeError: a value without a JSON form.
+        TypeError: the value has no JSON form.
     """
     if isinstance(value, ToolResult):
         return value
@@ -161,14 +161,14 @@ def as_result(value: object) -> ToolResult:
     if value is None:
         return ToolResult(content="")
     if (why := why_refused(value, of_json=False)) is not None:
-        raise TypeError(f"what it returned has no JSON form: {why}")
+        raise TypeError(f"its return value has no JSON form: {why}")
     return ToolResult(
         content=as_atom(value) if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False)
     )
 
 
 def _plain(value: Any) -> Any:
-    """The value in JSON's own types."""
+    """Convert a value to dicts, lists, strings, numbers, booleans and None."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if value is None or isinstance(value, str | int | float):
@@ -179,8 +179,9 @@ def _plain(value: Any) -> Any:
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         made = [(_key(key), _plain(inner)) for key, inner in value.items()]
+        # JSON keys are strings: 1 and "1" would silently become one key.
         if len({key if isinstance(key, str) else json.dumps(key) for key, _ in made}) < len(made):
-            raise TypeError(f"two keys of {shown(value, 80)} are one text in JSON; return keys that differ as texts")
+            raise TypeError(f"two keys of {shown(value, 80)} are the same JSON key; return keys that differ as strings")
         return dict(made)
     if isinstance(value, Set):
         return _sorted([_plain(item) for item in value])
@@ -197,7 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sorted(items: list[Any]) -> list[Any]:
-    """Sorted by value, or by JSON text if the values do not compare."""
+    """Sort by value, or by JSON text if the values cannot be compared."""
     try:
         return sorted(items)
     except TypeError:

@@ -1,8 +1,7 @@
-"""Bounds the memory that a process and all its descendants hold together, and says who holds too much.
+"""Limits the memory of a process and all its descendants together, and reports when they exceed the limit.
 
-The limit on the data of one process (RLIMIT_DATA) is the kernel's, and cannot be passed by. It counts neither the
-children of a process together nor memory that is shared. Where a control group can be made, the kernel bounds those
-too; everywhere they are looked at in /proc, several times a second.
+The kernel enforces RLIMIT_DATA for each process, but that counts neither a process's children nor shared memory. If a
+control group can be created, the kernel limits those too. In any case /proc is polled several times a second.
 """
 
 from __future__ import annotations
@@ -19,22 +18,24 @@ from verbatim.environments.tools.control_groups import MemoryGroup
 logger = logging.getLogger(__name__)
 
 INTERVAL = 0.25
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 OF_KERNEL_MB = 32
-"""MiB that a control group allows more, for what the kernel keeps of processes: one that takes too much at once is then
-refused by its own limit on data, and not killed."""
+"""MiB that a control group allows on top, for the kernel's own memory of the processes. A single process that allocates
+too much then meets RLIMIT_DATA first: its allocation fails, and it is not killed."""
 _OWN = ("RssAnon:", "RssShmem:")
+"""Lines of /proc/PID/status: the memory of one process, with shared pages counted in full."""
 _SHARE = ("Pss_Anon:", "Pss_Shmem:")
+"""Lines of /proc/PID/smaps_rollup: the same, with shared pages divided among the processes that share them."""
 
 
 def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
-    """A process, its children, and theirs, as far as they are alive."""
+    """A process and all its living descendants."""
     seen, left = {pid}, [pid]
     while left:
         yield (pid := left.pop())
         try:
             threads = os.listdir(proc / str(pid) / "task")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         for thread in threads:
             for child in map(int, _read(proc / str(pid) / "task" / thread / "children").split()):
@@ -44,13 +45,13 @@ def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
 
 
 def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None) -> int:
-    """KiB of memory that a process and its descendants hold together: not files that are mapped, and once what several
-    of them share.
+    """The memory of a process and its descendants in KiB, without mapped files; shared pages count once.
 
     Args:
         pid: The process.
-        proc: Where the system tells of its processes.
-        at_most: What is added up first counts shared pages for each process; where that is no more, it is the answer.
+        proc: The proc file system.
+        at_most: A limit in KiB. A cheap upper bound, which counts shared pages once per process, is returned if it does
+            not exceed the limit; None: always the exact sum.
     """
     found = list(descendants(pid, proc))
     held = sum(_kb(proc / str(one) / "status", _OWN) or 0 for one in found)
@@ -62,52 +63,54 @@ def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None)
 
 @dataclass(frozen=True, eq=False)
 class WatchedProcess:
-    """A process whose memory is looked at."""
+    """A process whose memory, with that of its descendants, is watched."""
 
     pid: int
+    """The process's id."""
     most_kb: int
+    """Limit in KiB."""
     on_too_much: Callable[[], None]
-    """Called from the watching thread, once."""
+    """Called once, from the watching thread, when the limit is exceeded."""
     group: MemoryGroup | None
-    """Bounds them by the kernel; None where it cannot."""
+    """The control group that enforces the limit; None: there is none, and only polling finds an excess."""
 
     @property
     def was_ended(self) -> bool:
-        """Whether the kernel has ended one of them, because together they held too much."""
+        """True if the kernel has killed one of the processes because the group exceeded its limit."""
         return self.group is not None and self.group.has_killed
 
     @property
     def holds_too_much(self) -> bool:
-        """Whether they hold too much, or one of them was ended for it."""
+        """True if the processes exceed the limit, or one was killed for it."""
         if self.was_ended:
             return True
         return held_kb(self.pid, at_most=self.most_kb) > self.most_kb
 
 
 class MemoryWatch:
-    """Looks at the memory of groups of processes, in a thread that runs while there are any.
+    """Polls the memory of groups of processes, in a thread that runs while there are any.
 
     Args:
-        interval: Seconds between two looks.
+        interval: Seconds between two checks.
     """
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self._interval = interval
         self._watched: set[WatchedProcess] = set()
         self._left: set[MemoryGroup] = set()
-        """Groups that are no longer needed, and could not be removed yet."""
+        """Groups that are no longer needed but could not be removed yet, because they still have a process."""
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, pid: int, memory_mb: int, on_too_much: Callable[[], None], *, files_mb: int = 0) -> WatchedProcess:
-        """Look at a process and its descendants from now on.
+        """Start to watch a process and its descendants.
 
         Args:
-            pid: The process, a child of this one that has not been waited for.
-            memory_mb: MiB that they may hold together.
-            on_too_much: Called from another thread, once, when they hold more.
-            files_mb: MiB of files that they may hold in memory beside it, which a control group counts too.
+            pid: The process: a child of this one that has not been waited for, so that its id cannot be reused.
+            memory_mb: Limit in MiB on their memory together.
+            on_too_much: Called once, from another thread, when they exceed the limit.
+            files_mb: MiB of files that they may keep in memory (tmpfs), which a control group counts too.
         """
         group = MemoryGroup.make(memory_mb + files_mb + OF_KERNEL_MB)
         if group is not None and not group.take(descendants(pid)):
@@ -122,21 +125,22 @@ class MemoryWatch:
         return watched
 
     def remove(self, watched: WatchedProcess | None) -> None:
-        """Look at it no more. May be called again."""
+        """Stop watching a process. May be called more than once."""
         with self._lock:
             self._watched -= {watched}
             if watched is not None and watched.group is not None:
                 self._left.add(watched.group)
-            self._left = {group for group in self._left if not group.remove()}  # those that still have a process
+            # A group with a dying process cannot be removed yet: try all of these again.
+            self._left = {group for group in self._left if not group.remove()}
 
     def look(self) -> None:
-        """Look at all of them once."""
+        """Check each watched process once."""
         with self._lock:
             now = list(self._watched)
         for watched in now:
             if not watched.holds_too_much:
                 continue
-            with self._lock:
+            with self._lock:  # `remove` may have come first, and the callback must be called only once
                 is_here = watched in self._watched
                 self._watched.discard(watched)
             if is_here:
@@ -153,11 +157,11 @@ class MemoryWatch:
 
 
 WATCH = MemoryWatch()
-"""The one of this process."""
+"""The watch shared by all sandboxes of this process."""
 
 
 def _kb(path: Path, names: tuple[str, ...]) -> int | None:
-    """The sum of the lines with these names, in KiB; None where it cannot be read, or has none of them."""
+    """The sum of the lines with these names, in KiB; None if the file cannot be read or has no such line."""
     found = [int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names)]
     return sum(found) if found else None
 
@@ -165,5 +169,5 @@ def _kb(path: Path, names: tuple[str, ...]) -> int | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return ""

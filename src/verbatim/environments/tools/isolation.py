@@ -1,4 +1,4 @@
-"""Isolates scripts: by bubblewrap, by plain user namespaces (tested once), or not at all."""
+"""Isolates scripts with bubblewrap, with plain user namespaces, or not at all; each way is tried once per process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import UsageError
 
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "TERM": "dumb"}
-"""All variables that an isolated script inherits."""
+"""The only environment variables that an isolated script inherits."""
 WORK = "/tmp/work"
-"""The temporary directory as seen from inside; it and /tmp above it share one file system."""
+"""The working directory as seen from inside. It shares one file system, with one size limit, with /tmp above it."""
 
 NOBODY = "65534"
+"""User and group id of `nobody` on Linux."""
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts")
 INSTALL = "install bubblewrap (Debian, Ubuntu: `apt-get install bubblewrap`; Fedora: `dnf install bubblewrap`)"
 
@@ -29,19 +30,19 @@ class SandboxLimits:
     """Resource limits of one sandbox, all above 0."""
 
     timeout: float = 5.0
-    """Seconds for one command."""
+    """Time limit of one command, in seconds."""
     cpu_seconds: int = 10
-    """CPU seconds of one process."""
+    """CPU time limit of one process, in seconds."""
     memory_mb: int = 256
-    """MiB of data that one process may have, and that all of them may hold together."""
+    """Memory limit in MiB, of each process and of all processes together."""
     processes: int = 32
-    """Processes at a time; the sandbox's own shell needs two."""
+    """Maximum number of processes at a time; the sandbox's own shell needs two."""
     open_files: int = 128
-    """Open files of one process."""
+    """Maximum number of open files of one process."""
     disk_mb: int = 16
-    """MiB of all files in the temporary directory together."""
+    """Size limit in MiB of all files in the temporary directory together."""
     output_bytes: int = 8192
-    """Bytes shown of one command's output."""
+    """Maximum number of bytes of a command's output that are shown to the model."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,15 +52,15 @@ class SandboxLimits:
 
 
 def ulimits(limits: SandboxLimits, *names: str) -> str:
-    """The bash command that sets limits of processes, for good. One that is above what this process may set is lowered
-    to that: a system that allows 1,024 open files has sandboxes with as many.
+    """The bash command that sets limits on processes, soft and hard. A limit above this process's own hard limit is
+    lowered to that: bash would refuse it.
 
     Args:
-        limits: Of the sandbox. `memory_mb` is the kernel's RLIMIT_DATA, memory that can be written to; address space
-            that is only reserved, as by WebAssembly and the JVM, is free.
-        names: Those that are set, of `limits`.
+        limits: The sandbox's limits. `memory_mb` sets RLIMIT_DATA, which counts writable memory; RLIMIT_AS would also
+            count address space that is only reserved, as by WebAssembly and the JVM.
+        names: The fields of `limits` to set.
     """
-    kinds = {  # the option, its value, the kernel's limit, and bytes of one unit
+    kinds = {  # bash's option and its value, the kernel's limit, and the option's unit in bytes or counts
         "cpu_seconds": ("-t", limits.cpu_seconds, resource.RLIMIT_CPU, 1),
         "memory_mb": ("-d", limits.memory_mb << 10, resource.RLIMIT_DATA, 1024),
         "disk_mb": ("-f", limits.disk_mb << 10, resource.RLIMIT_FSIZE, 1024),
@@ -80,15 +81,18 @@ class Isolation:
     name: str
     """"bubblewrap", "unshare" or "none"."""
     command: Callable[..., list[str]]
-    """(limits, script) -> the command line that runs a bash script under these limits. A third argument maps further
-    folders that are visible, read-only, by their paths inside to those outside."""
+    """(limits, script) -> the command line that runs a bash script under these limits. An optional third argument maps
+    paths inside to folders outside that are shown there read-only."""
     has_namespaces: bool = True
-    """Whether the script is process 1 of a process namespace of its own."""
+    """True if the script is process 1 of its own process namespace."""
 
 
 def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
-    """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works. Otherwise a
-    UsageError says what was tried and what to install."""
+    """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works.
+
+    Raises:
+        UsageError: none works; the message lists what was tried and what to install.
+    """
     found, tried = _try_all(ISOLATIONS)
     if found is not None:
         return found
@@ -113,7 +117,7 @@ def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple
 
 
 def why_not(isolation: Isolation) -> str | None:
-    """Why an isolation does not work here, found by running it; None: it works."""
+    """The reason why an isolation does not work on this machine, found by running it; None: it works."""
     try:
         command = isolation.command(SandboxLimits(), f"cd /proc/self/ns && readlink {' '.join(NAMESPACES)}")
         done = run_program(command, environment=ENVIRONMENT, folder="/", timeout=30)
@@ -135,14 +139,14 @@ def _program(name: str) -> str:
 
 
 def _as_nobody() -> list[str]:
-    """Command prefix: killed with its parent (for the kernel, the thread that started it), and never run as the real
-    root, to whom the limit on processes does not apply."""
+    """A command prefix that kills the command with its parent (for the kernel: the thread that started it), and never
+    runs it as the real root, who is exempt from the limit on processes."""
     other = ["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
     return [_program("setpriv"), *other, "--no-new-privs", "--pdeathsig", "KILL", "--"]
 
 
 def _system_folders() -> list[tuple[str, str | None]]:
-    """System folders and files that are visible, read-only: (path, None), or (link, target)."""
+    """System folders and files that are shown read-only: (path, None), or (link, target) for a symbolic link."""
     shown: list[tuple[str, str | None]] = [("/usr", None)]
     for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")):
         if path.is_symlink():
@@ -152,9 +156,9 @@ def _system_folders() -> list[tuple[str, str | None]]:
     return shown
 
 
-# Mounts the temporary directory, then drops privileges: a process in new namespaces holds capabilities over them; a
-# nested user namespace would give them back, and with them in-memory file systems of any size. Bubblewrap's own file
-# systems have no limit on the number of files, each of which takes kernel memory.
+# _WORK mounts the temporary directory: bubblewrap's own tmpfs has no limit on the number of files, and each file takes
+# kernel memory. _SEAL then drops the capabilities that a process has in its new namespaces, and forbids nested user
+# namespaces: one would give the capabilities back, and with them in-memory file systems of any size.
 _WORK = """
 mount -t tmpfs -o size={size},nr_inodes=10k,mode=755,nosuid,nodev work {at}
 mkdir {at}/work
@@ -166,6 +170,7 @@ exec setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --securebit
   --no-new-privs bash -c "{script}"
 """
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SETPCAP")
+"""Capabilities that `_WORK` and `_SEAL` need; `_SEAL` drops them."""
 
 
 def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:
@@ -199,7 +204,7 @@ def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | N
         "/dev",
         "--dir",
         "/tmp",
-        # Bubblewrap's file systems lie in memory, without a size limit, so none of them stays writable.
+        # Bubblewrap's file systems are in memory and have no size limit, so none of them may stay writable.
         "--remount-ro",
         "/dev",
         "--remount-ro",
@@ -219,7 +224,8 @@ def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | N
     ]
 
 
-# The same as bubblewrap, by hand.
+# What bubblewrap does, in bash: build a root in a tmpfs, make all of it read-only, and switch to it. The arguments are
+# triples (path inside, link target or "", path outside) up to "--", then the size in bytes and the script.
 _UNSHARE = """
 set -e
 new=/tmp
@@ -282,5 +288,5 @@ def _none(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = 
 
 
 ISOLATIONS = (Isolation(name="bubblewrap", command=_bubblewrap), Isolation(name="unshare", command=_unshare))
-"""In order of preference."""
+"""The isolations in order of preference."""
 NO_ISOLATION = Isolation(name="none", command=_none, has_namespaces=False)

@@ -1,5 +1,5 @@
-"""Validates a call's arguments against an untrusted JSON schema, by jsonschema's validators with a deadline: a pattern,
-a reference or a long list in a schema cannot hang a run."""
+"""Validates a call's arguments against an untrusted JSON schema, with jsonschema's validators and a deadline: no
+pattern, reference or long list in a schema can hang a run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from verbatim.core.errors import ComponentError
 from verbatim.environments.tools.tool import ToolArgumentsError
 
 SECONDS = 1.0
-"""Processor seconds to check the arguments of one call: a machine that stands still refuses no call."""
+"""CPU time limit, in seconds, for checking one call's arguments. Not wall-clock time: on a machine that stalls, valid
+calls must not be refused."""
 MOST_ERRORS = 20
-"""Most errors that are reported for one call."""
+"""Maximum number of errors reported for one call."""
 MOST_VALUES = 100_000
-"""Most values of one schema: lists, objects, texts and numbers."""
+"""Maximum number of values in a schema: lists, objects, strings and numbers."""
 MOST_CHARACTERS = 10_000
-"""Most characters of a pattern."""
+"""Maximum length of a pattern, also with its repeats expanded."""
 
 _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 class JsonArguments:
-    """Validates arguments against a JSON schema. Nothing that the schema refers to is fetched.
+    """Validates arguments against a JSON schema. Remote references in the schema are never fetched.
 
-    Hostile schemas and arguments can take for ever to check (a pattern that backtracks, references that double at each
+    Hostile schemas and arguments can take forever to check (a pattern that backtracks, references that double at each
     step): after `SECONDS` the arguments count as invalid.
 
     Example:
@@ -45,7 +46,7 @@ class JsonArguments:
         verbatim.environments.tools.tool.ToolArgumentsError: place: 3 is not of type 'string'
 
     Raises:
-        ComponentError: not a schema of an object, or one that cannot be checked in bounded time.
+        ComponentError: the schema is not that of an object, or cannot be checked in bounded time.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
@@ -61,12 +62,16 @@ class JsonArguments:
             known.check_schema(schema)
             self._validator = _bounded(known)(_without_dialects(schema), registry=Registry())
         except SchemaError as error:
-            raise ComponentError(f"{where}: its parameters are no JSON schema: {error.message[:500]}") from error
+            raise ComponentError(f"{where}: its parameters are not a JSON schema: {error.message[:500]}") from error
         except (ValueError, OverflowError, RecursionError) as error:
             raise ComponentError(f"{where}: its parameters cannot be checked: {error}") from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, if they are valid; else a ToolArgumentsError that says where and why."""
+        """The arguments, if they are valid.
+
+        Raises:
+            ToolArgumentsError: they are not; the message has the place and the reason of each error.
+        """
         token = _deadline.set(time.thread_time() + SECONDS)
         try:
             wrong = list(islice(self._validator.iter_errors(dict(arguments)), MOST_ERRORS))
@@ -86,11 +91,12 @@ def _explain(error: ValidationError) -> str:
     return f"{where}: {error.message[:200]}" if where else error.message[:200]
 
 
-# ---- jsonschema's keywords, with a deadline
+# ---- jsonschema's keywords with a deadline. Each keyword checks the time before it starts. Keywords that match a pattern
+# or compare all items can take long by themselves, so they are replaced.
 
 
 class _TooLong(Exception):
-    """The check exceeded its time."""
+    """The check exceeded its CPU time."""
 
 
 def _time_left() -> float:
@@ -180,12 +186,12 @@ def _without_dialects(schema: Any) -> Any:
     return [_without_dialects(inner) for inner in schema] if isinstance(schema, (list, tuple)) else schema
 
 
-# ---- schemas that no deadline bounds
+# ---- schemas that take too much time or memory even with a deadline
 
 
 def _refuse_unbounded(schema: Any) -> None:
-    """Refuse a schema that is too large, whose patterns take too much memory, or that jsonschema would search by
-    patterns without a deadline."""
+    """Refuse a schema that is too large, whose patterns need too much memory, or that makes jsonschema match patterns
+    without a deadline (it does so for unevaluatedProperties)."""
     waiting, num_values = [schema], 0
     unevaluated = by_pattern = False
     while waiting:
@@ -198,13 +204,13 @@ def _refuse_unbounded(schema: Any) -> None:
             unevaluated |= "unevaluatedProperties" in value
             by_pattern |= bool(named)
             if unevaluated and by_pattern:
-                raise ValueError("patternProperties beside unevaluatedProperties; give additionalProperties instead")
+                raise ValueError("patternProperties with unevaluatedProperties; give additionalProperties instead")
             patterns = [value.get("pattern"), *(named if isinstance(named, Mapping) else ())]
             for pattern in (given for given in patterns if isinstance(given, str)):
                 if len(pattern) > MOST_CHARACTERS or _written_out(pattern) > MOST_CHARACTERS:
                     raise ValueError(
-                        f"the pattern {pattern[:80]!r} has, its repeats written out, more than "
-                        f"{MOST_CHARACTERS:,} characters"
+                        f"the pattern {pattern[:80]!r} has more than {MOST_CHARACTERS:,} characters "
+                        "with its repeats expanded"
                     )
             waiting += value.values()
         elif isinstance(value, list | tuple):
@@ -212,7 +218,7 @@ def _refuse_unbounded(schema: Any) -> None:
 
 
 def _written_out(pattern: str) -> int:
-    """Length of a pattern with each `{n}` expanded: `regex` allocates memory for it before it searches.
+    """Length of a pattern with each `{n}` expanded: `regex` allocates that much memory before it searches.
 
     >>> _written_out("[a-z]{2}-(a{10}){10}")
     103

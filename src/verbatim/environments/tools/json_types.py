@@ -1,7 +1,7 @@
-"""Converts type hints to JSON schemas, in the forms that `transformers.utils.get_json_schema` writes.
+"""Converts type hints to JSON schemas in the forms that `transformers.utils.get_json_schema` writes.
 
-Chat templates and models know these forms, so that a schema by hand, by transformers or by a `FunctionTool` gives the
-same prompt. pydantic also covers types that transformers refuses: models, dataclasses, typed dicts, dates, constraints.
+Models were trained on prompts with these forms, and a `FunctionTool` must give the same prompt as transformers does for
+the same function. pydantic adds types that transformers refuses: models, dataclasses, typed dicts, dates, constraints.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class ToolSchema(GenerateJsonSchema):
     """
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
-        """`"nullable"` beside the inner schema."""
+        """The inner schema with `"nullable": true`."""
         inner = self.generate_inner(schema["schema"])
         return inner if inner == {"type": "null"} else {**inner, "nullable": True}
 
     def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
-        """One list of types if every branch is only a type."""
+        """A list of types if every branch is only a type, else `anyOf`."""
         branches = [
             self.generate_inner(choice[0] if isinstance(choice, tuple) else choice) for choice in schema["choices"]
         ]
@@ -52,7 +52,7 @@ class ToolSchema(GenerateJsonSchema):
         return {"anyOf": branches}
 
     def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
-        """The values and their types, also of a single value."""
+        """The values and their types, also for a single value."""
         values = [value.value if isinstance(value, Enum) else value for value in schema["expected"]]
         return _values(values) or super().literal_schema(schema)
 
@@ -78,9 +78,9 @@ class ToolSchema(GenerateJsonSchema):
 
 
 def readable(hint: Any) -> Any:
-    """Convert a type hint for pydantic, and so that `ToolSchema` can distinguish `list` from `list[Any]`.
+    """Convert a type hint for pydantic; a bare `list` keeps a schema that differs from that of `list[Any]`.
 
-    Before Python 3.12 pydantic accepts only typed dicts of `typing_extensions`, so those of `typing` are converted.
+    Before Python 3.12, pydantic accepts only the `TypedDict` of `typing_extensions`, so that of `typing` is converted.
     """
     return _readable(hint, {})
 
@@ -115,7 +115,8 @@ def _typed_dict(hint: Any, known: dict[Any, Any]) -> Any:
 
 
 def untitled(schema: Any, names_first: bool = False) -> Any:
-    """Remove the titles that pydantic derives from names, which only cost tokens; keeps properties called "title"."""
+    """Remove the titles that pydantic derives from names, which only cost tokens. Properties called "title" are kept:
+    with `names_first`, the keys of `schema` are names and not keywords."""
     if isinstance(schema, list):
         return [untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -128,7 +129,7 @@ def untitled(schema: Any, names_first: bool = False) -> Any:
 
 
 def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """Inline the values of enumerations from `$defs`, without their docstrings."""
+    """Inline enumerations from `$defs` where they are used, as transformers does, without their docstrings."""
     definitions = schema.get("$defs", {})
     enums = {
         f"{_REFERENCE}{name}": {key: inner[key] for key in ("type", "enum") if key in inner}
@@ -152,7 +153,7 @@ def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def _values(values: Sequence[Any]) -> JsonSchemaValue | None:
-    """The schema of a choice between JSON values; None if a value has no JSON form."""
+    """The schema of a choice between values; None if a value is not a JSON scalar."""
     if not values or any(type(value) not in _SCALARS for value in values):
         return None
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))

@@ -1,4 +1,4 @@
-"""Runs the model's tool calls; every failure becomes a message to the model, and is counted."""
+"""Runs the model's tool calls. Every failure becomes a message to the model and is counted."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from verbatim.environments.tools.mcp import McpTools
 from verbatim.environments.tools.tool import Tool, ToolArgumentsError, ToolFailed, ToolResult
 
 MAX_ERROR_CHARACTERS = 500
-"""Most characters of an exception's text."""
+"""Maximum length of an exception's text."""
 _LONGEST_REFUSAL = 16_384
-"""Most characters of a message about invalid arguments."""
+"""Maximum length, in characters, of a message about invalid arguments."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
-"""Lone surrogates (from `os.fsdecode`, for example) have no encoding."""
+"""Lone surrogates (for example from `os.fsdecode`): they cannot be encoded as UTF-8, so no tokenizer takes them."""
 
 _KEYS = ("name", "description", "parameters", "function")
-"""Keys of a tool given as a dict."""
+"""Keys of a dict that describes a tool."""
 
 _UNREADABLE = {
     "invalid_json": "it is not valid JSON",
@@ -47,32 +47,32 @@ _UNREADABLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOutcome:
-    """The outcome of one call."""
+    """The outcome of one tool call."""
 
     message: Message
     """The tool message for the model."""
     done: bool = False
-    """Whether the tool ended the episode."""
+    """True if the tool ended the episode."""
     reward: float | None = None
-    """The reward the tool gave to the turn."""
+    """The turn's reward, if the tool gave one."""
     error_kind: str | None = None
-    """None, or the kind of error to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments",
-    "exception", "timeout", "oversize" (the tool ran, its answer was cut)."""
+    """The kind of error to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments",
+    "exception", "timeout", or "oversize" (the tool ran, but its answer was cut); None: no error."""
     fault: BaseException | None = None
-    """An exception of the tool other than `ToolFailed`: a fault of the tool. Its traceback holds the frames of the tool
-    and of its callers with all their variables: `verbatim.core.user_code.drop_tracebacks` frees them."""
+    """The exception, if it is a fault of the tool (not a `ToolFailed`). Its traceback keeps the frames of the tool and
+    its callers alive, with all their variables; `verbatim.core.user_code.drop_tracebacks` frees them."""
 
 
 class ToolManager(Mapping[str, Tool]):
     """The tools of one episode, by name.
 
-    Accepts `Tool` objects; everything that `FunctionTool` accepts (typed functions, `functools.partial`, objects with
-    `__call__`); twinkle's tools, which have `tool_info()` and are called with a name and arguments; dicts with `name`,
-    `description`, `parameters` (a JSON schema) and `function`; and any other object, each of whose public methods but
-    `reset` is a tool. They come as a list, or as a mapping, whose keys do not count.
+    Takes a list, or a mapping whose keys are ignored, of: `Tool` objects; anything that `FunctionTool` accepts (typed
+    functions, `functools.partial`, objects with `__call__`); twinkle's tools, which have `tool_info()` and are called
+    with a name and arguments; dicts with `name`, `description`, `parameters` (a JSON schema) and `function`; and other
+    objects, whose public methods except `reset` become tools.
 
     Raises:
-        ComponentError: two tools of one name, or an object that is not a tool.
+        ComponentError: two tools have the same name, or an object is not a tool.
     """
 
     def __init__(self, tools: Iterable[object] | Mapping[str, object] = ()) -> None:
@@ -83,8 +83,8 @@ class ToolManager(Mapping[str, Tool]):
         self.register(*tools)
 
     def register(self, *tools: object) -> None:
-        """Add tools, or none of them where the constructor would raise. An episode under way would need its
-        conversation rendered again to show them."""
+        """Add tools; if one is invalid, raise as the constructor does and add none. The model does not see tools that
+        are added during an episode, because its prompt has been rendered already."""
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:
@@ -105,7 +105,7 @@ class ToolManager(Mapping[str, Tool]):
         return len(self._tools)
 
     def values(self) -> ValuesView[Tool]:
-        """The tools, in the order of their registration."""
+        """The tools, in the order of registration."""
         return self._tools.values()
 
     @property
@@ -123,9 +123,9 @@ class ToolManager(Mapping[str, Tool]):
         """Run one call.
 
         Args:
-            call: The parsed call; a malformed call is answered without being run.
-            timeout: Seconds; None: no limit. A thread that overruns cannot be stopped; it is abandoned.
-            output_limit: Most characters of the answer, including the note about the cut; None: no limit.
+            call: The parsed call; a malformed call is answered with an error and not run.
+            timeout: Limit in seconds; None: no limit. A thread that exceeds it cannot be stopped; it is abandoned.
+            output_limit: Maximum characters of the answer, including the note about the cut; None: no limit.
 
         Never raises, except `CancelledError` when the caller is cancelled, and KeyboardInterrupt.
         """
@@ -134,6 +134,8 @@ class ToolManager(Mapping[str, Tool]):
             return _outcome(call, ToolResult(content=f"Error: {refusal[1]}"), refusal[0], output_limit)
         tool = self._tools[str(call.name)]
         if isinstance(tool, FunctionTool) and tool.is_immediate:
+            # Called here without a task of its own, which would cost more than the call. In return, a tool that cancels
+            # "its" task has cancelled the caller's: the difference in `_cancelling` shows it.
             cancelling = _cancelling()
             context = contextvars.copy_context()
             with noticed() as by_ctrl_c:
@@ -149,7 +151,7 @@ class ToolManager(Mapping[str, Tool]):
             if type(value) is ToolResult or not inspect.isawaitable(value):
                 kind, result, fault = _settled(value, error, tool)
                 return _outcome(call, result, kind, output_limit, fault)
-            # What it gave to await sees the context variables as the call left them.
+            # Await it in the call's context, so that it sees the context variables that the call set.
             awaiting = _run(functools.partial(_awaited, value))
             task = asyncio.get_running_loop().create_task(awaiting, context=context)
         else:
@@ -160,7 +162,7 @@ class ToolManager(Mapping[str, Tool]):
             task.cancel()
             raise
         if not done:
-            # Not awaited: a coroutine that swallows its cancellation would hold the episode for ever.
+            # Cancelled but not awaited: a coroutine that swallows its cancellation would block the episode forever.
             task.cancel()
             task.add_done_callback(_forget)
             text = f"Error: {tool.name} did not answer within {timeout:g} seconds. Try something smaller."
@@ -190,10 +192,10 @@ async def _run(begin: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
 
 
 def _contained(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
-    """What a tool raised, as something that does not end the run, unless it is Ctrl-C."""
+    """Replace a tool's BaseException, which would end the run, by a RuntimeError; Ctrl-C is returned unchanged."""
     if isinstance(error, Exception | asyncio.CancelledError) or is_ctrl_c(error):
         return error
-    if isinstance(error, GeneratorExit) and not is_running(task):
+    if isinstance(error, GeneratorExit) and not is_running(task):  # Python closes a coroutine that was never finished
         return error
     if isinstance(error, SystemExit):
         return RuntimeError(f"it called sys.exit({shown(error.code, 80)})")
@@ -205,10 +207,10 @@ async def _awaited(value: Awaitable[Any]) -> ToolResult:
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What a call returns, and what it raises."""
+    """A call's return value and its exception, one of which is None."""
     try:
         return call(), None
-    except BaseException as error:  # noqa: BLE001  `_settled` raises what is no failure of a tool
+    except BaseException as error:  # noqa: BLE001  `_settled` raises again what is not the tool's failure
         return None, error
 
 
@@ -218,17 +220,17 @@ def _cancelling() -> int:
 
 
 async def _take_back(before: int, by_ctrl_c: bool) -> None:
-    """A tool cancelled the task that it runs on, which is its caller's: the caller goes on, unless it is cancelled from
-    outside too, or it was no tool but Ctrl-C.
+    """Undo a cancellation of the caller's task by a tool that ran on it. A cancellation from outside, or by Ctrl-C,
+    which asyncio turns into one, is raised.
 
     Args:
-        before: How often the task had been cancelled before.
-        by_ctrl_c: Whether a Ctrl-C came meanwhile.
+        before: `task.cancelling()` before the call.
+        by_ctrl_c: True if Ctrl-C was pressed during the call.
     """
     task = asyncio.current_task()
     assert task is not None
     own = 0 if by_ctrl_c else task.cancelling() - before
-    with contextlib.suppress(asyncio.CancelledError):
+    with contextlib.suppress(asyncio.CancelledError):  # the tool's cancel() is delivered at the next await: this one
         await asyncio.sleep(0)
     for _ in range(own):
         task.uncancel()
@@ -239,8 +241,8 @@ async def _take_back(before: int, by_ctrl_c: bool) -> None:
 def _settled(
     given: object, error: BaseException | None, tool: Tool
 ) -> tuple[str | None, ToolResult, BaseException | None]:
-    """The result of a finished tool, or its failure: its kind, the message, and what it raised where that is a fault of
-    the tool. Other exceptions are let go."""
+    """The error kind, the result and the fault of a finished tool, as in `ToolOutcome`. Raises `error` again if it is
+    neither an Exception nor a cancellation."""
     fault: BaseException | None
     if error is None:
         result = ToolResult(content=given) if isinstance(given, str) else given
@@ -261,6 +263,7 @@ def _settled(
         said, fault = str(error), None
     elif isinstance(error, asyncio.CancelledError):
         drop_tracebacks(error)
+        # The tool awaited something that was cancelled. A new error, without the frames of the original.
         said, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
     elif isinstance(error, Exception):
         said, fault = error_text(error, MAX_ERROR_CHARACTERS), error
@@ -299,7 +302,7 @@ def _as_tools(item: object) -> list[Tool]:
     methods = [] if isinstance(item, type) else _public_methods(item)
     if not methods:
         raise ComponentError(
-            f"{item!r:.80} is no tool; expected a typed function, an object with name, schema and "
+            f"{item!r:.80} is not a tool; expected a typed function, an object with name, schema and "
             "`async def __call__(arguments)`, a dict with a function, or an object with public "
             "methods"
         )
@@ -312,14 +315,14 @@ def _described(item: Mapping[str, Any]) -> FunctionTool:
     if unknown or not callable(item.get("function")):
         found = f"the key {unknown[0]!r}" if unknown else f"the function {item.get('function')!r:.80}"
         raise ComponentError(
-            f"a tool given as a dict has {found}; expected {', '.join(_KEYS)}, of which `function` is "
-            "to be called and the others may be left out"
+            f"a tool given as a dict has {found}; expected {', '.join(_KEYS)}; `function` must be "
+            "callable, the others are optional"
         )
     return FunctionTool(**item)
 
 
 def _of_twinkle(item: Any) -> FunctionTool:
-    """A tool from an object of twinkle's: `tool_info()` gives the schema, `(tool_name, arguments)` is a call."""
+    """A tool from a twinkle object: `tool_info()` returns the schema, and `(tool_name, arguments)` calls it."""
     info = item.tool_info()
     function = info.get("function") if isinstance(info, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -340,8 +343,8 @@ def _of_twinkle(item: Any) -> FunctionTool:
 
 
 def _public_methods(item: object) -> list[Callable[..., Any]]:
-    """An object's public methods, in the order of definition. `reset` is left out: in classes for other trainers it
-    begins an episode."""
+    """An object's public methods, in the order of definition. `reset` is excluded: in classes written for other
+    trainers it begins an episode."""
     names = {
         name: None
         for cls in reversed(type(item).__mro__)
@@ -355,4 +358,4 @@ def _public_methods(item: object) -> list[Callable[..., Any]]:
 
 def _forget(task: asyncio.Future[Any]) -> None:
     if not task.cancelled():
-        task.exception()
+        task.exception()  # marks it as retrieved, or asyncio would log "exception was never retrieved"

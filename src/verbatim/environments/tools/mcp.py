@@ -1,4 +1,4 @@
-"""Offers the tools of an MCP server: one session for the episodes of all event loops."""
+"""Offers the tools of an MCP server to all episodes, through one session shared by all event loops."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INSTALL = "MCP servers need the mcp package: pip install 'verbatim-rl[mcp]'"
 class McpTools:
     """A source of tools, usable inside `with` or `async with`.
 
-    The session has a thread and an event loop of its own, because rollouts start and end theirs. After a lost
-    connection the next call starts the server, or connects, again; a call under way fails and is not sent again,
-    because it may have had its effect.
+    The session has its own thread and event loop, because it outlives the event loops of rollouts. When the connection
+    is lost, calls in progress fail and are not repeated, because the server may have carried them out; the next call
+    restarts the server or reconnects.
 
     Example:
         >>> with McpTools.stdio("python", ["server.py"]) as source:  # doctest: +SKIP
@@ -36,7 +36,7 @@ class McpTools:
         if timeout <= 0:
             raise UsageError(f"{name}: connect_timeout = {timeout}; expected more than 0 seconds")
         self.name = name
-        """The command line or address."""
+        """The command line or address, without secrets."""
         self._connect, self._prefix, self._timeout = connect, prefix, timeout
         self._stack: ExitStack | None = None
         self._portal: Any = None
@@ -55,19 +55,19 @@ class McpTools:
         prefix: str = "",
         connect_timeout: float = 30.0,
     ) -> Self:
-        """A server that is started as a process and ends with the source.
+        """A server that runs as a child process and ends with the source.
 
         Args:
             command: The program.
-            args: Its arguments.
-            env: Variables beside the few harmless ones that it inherits (PATH, HOME, ...).
-            env_from: Further variables of this process that it gets: their names, or `{name there: name here}`.
-            cwd: Its working directory.
-            prefix: In front of each tool's name, where two servers have tools of one name.
-            connect_timeout: Seconds until it has answered.
+            args: The program's arguments.
+            env: Environment variables in addition to the few harmless ones that it inherits (PATH, HOME, ...).
+            env_from: Variables to copy from this process: their names, or `{name there: name here}`.
+            cwd: The working directory.
+            prefix: A prefix for each tool's name, to distinguish servers whose tools have the same names.
+            connect_timeout: Limit in seconds for the server's first answer.
 
         Raises:
-            UsageError: a command or arguments of a wrong type, or a variable that is not set.
+            UsageError: the command or its arguments have a wrong type, or a variable is not set.
         """
         if not isinstance(command, str) or isinstance(args, str) or not all(isinstance(arg, str) for arg in args):
             raise UsageError(
@@ -91,10 +91,10 @@ class McpTools:
         """A running server, over streamable HTTP.
 
         Args:
-            url: Its endpoint, such as "http://localhost:8000/mcp".
-            headers: Sent with each request.
+            url: The endpoint, such as "http://localhost:8000/mcp".
+            headers: Headers of each request. Secrets among them are redacted in logs from now on.
             prefix: As for `stdio`.
-            connect_timeout: Seconds until it has answered.
+            connect_timeout: As for `stdio`.
         """
 
         for name, value in (headers or {}).items():
@@ -122,7 +122,7 @@ class McpTools:
 
         Raises:
             ComponentError: the server cannot be reached, or lists an invalid tool.
-            UsageError: it is open already, or the mcp package is not installed.
+            UsageError: the source is open already, or the mcp package is not installed.
         """
         if self._stack is not None:
             raise UsageError(f"{self!r} is open already")
@@ -144,14 +144,14 @@ class McpTools:
         return self
 
     def close(self) -> None:
-        """End the session and the server's processes. May be called again."""
+        """End the session and the server's processes. May be called more than once."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
 
     def refresh(self) -> None:
-        """List the tools again; a ComponentError as in `open`. Existing managers keep their tools, so that schemas in
-        prompts stay valid."""
+        """List the tools again; raises ComponentError as `open` does. Existing `ToolManager`s keep their tools, so that
+        the schemas in rendered prompts stay valid."""
         try:
             self._tools = tuple(
                 FunctionTool(
@@ -166,10 +166,10 @@ class McpTools:
             raise ComponentError(f"MCP server {self.name}: {error}") from error
 
     async def _run(self, tool: str, /, **arguments: Any) -> ToolResult:
-        """Run a tool on the server; a ToolFailed also if it answers with data other than text."""
+        """Run a tool on the server; raises ToolFailed, also if the server answers with data that is not text."""
         if self._stack is None:
             raise ToolFailed("its source is closed")
-        # Cancelling this future cancels the call and notifies the server.
+        # The call runs on the session's event loop. Cancelling this future cancels the call and notifies the server.
         result = await asyncio.wrap_future(self._portal.start_task_soon(self._session.call, tool, arguments))
         content = "\n".join(_text(block) for block in result.content)
         if result.is_error:
@@ -189,7 +189,7 @@ class McpTools:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            await asyncio.wait({opening})  # the thread cannot be stopped; its session has to be closed
+            await asyncio.wait({opening})  # a thread cannot be stopped: let it finish, then close its session
             await asyncio.to_thread(self.close)
             raise
 
@@ -198,7 +198,7 @@ class McpTools:
 
 
 def _text(block: Any) -> str:
-    """The text of an answer's block."""
+    """The text of one content block; raises ToolFailed for other data."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource_link":

@@ -1,4 +1,5 @@
-"""Keeps one MCP server's session on one event loop: reconnects after a loss, and never sends a call twice."""
+"""Keeps a session with one MCP server on one event loop; reconnects when the connection is lost, and never repeats a
+call that the server may have carried out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 Streams = AbstractAsyncContextManager[tuple[Any, Any]]
 
 _UNKNOWN_SESSION = re.compile(r"session (not found|terminated)", re.IGNORECASE)
-"""The answer of a restarted HTTP server that has not run the call. Its status, 404, is not passed on."""
+"""The answer of a restarted HTTP server, which has not run the call. The client does not pass on its status, 404."""
 
 
 @dataclass(eq=False)
@@ -36,13 +37,13 @@ class _Link:
     """One connection."""
 
     ready: anyio.Event = field(default_factory=anyio.Event)
-    """Set when it is connected or has failed."""
+    """Set when the connection is established or has failed."""
     over: anyio.Event = field(default_factory=anyio.Event)
-    """Set when it has failed, is lost or is closed."""
+    """Set when the connection has failed, is lost or is to be closed."""
     failure: str | None = "its source is closed"
-    """Why it is not connected; None: connected."""
+    """The reason why there is no connection; None: connected."""
     client: Any = None
-    """The `Client`, once it is connected."""
+    """The `Client`, once connected."""
 
 
 class McpSession:
@@ -50,8 +51,8 @@ class McpSession:
 
     Args:
         name: The server's name in messages.
-        connect: Starts or reaches the server; calls its argument when the server has ended.
-        timeout: Seconds for the server to accept a connection, or to list its tools.
+        connect: Starts or connects to the server; calls its argument when the server has ended.
+        timeout: Limit in seconds for connecting, and for listing the tools.
     """
 
     def __init__(self, name: str, connect: Callable[[Callable[[], None]], Streams], timeout: float) -> None:
@@ -61,7 +62,7 @@ class McpSession:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context manager in which the session can be used; ends its connection and tasks."""
+        """A context in which the session can be used; on exit it ends the connection and its tasks."""
         async with anyio.create_task_group() as group:
             self._group = group
             try:
@@ -70,12 +71,15 @@ class McpSession:
                 self._group = None
                 if self._link is not None and self._link.ready.is_set():
                     self._link.over.set()
-                else:
+                else:  # still connecting, so `_hold` does not wait for `over` yet
                     group.cancel_scope.cancel()
 
     async def tools(self) -> list[Tool]:
-        """The server's present tools; a ToolFailed where it cannot be reached, does not answer, or lists what is no
-        tool."""
+        """The server's current tools.
+
+        Raises:
+            ToolFailed: the server cannot be reached, does not answer, or lists something that is not a tool.
+        """
         client = (await self._connected()).client
         found: list[Tool] = []
         cursor: str | None = None
@@ -92,12 +96,15 @@ class McpSession:
         except MCPError as error:
             raise ToolFailed(f"it did not list its tools: {error.message}") from error
         except ValidationError as error:
-            raise ToolFailed(f"it lists what is no tool of MCP: {_found_wrong(error)}") from None
+            raise ToolFailed(f"it lists an invalid MCP tool: {_found_wrong(error)}") from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Run one tool; a ToolFailed if the server refused, cannot be reached, was lost meanwhile, or answered with
-        what is no result."""
-        for is_last in (False, True):
+        """Run one tool.
+
+        Raises:
+            ToolFailed: the server refused, cannot be reached, was lost during the call, or sent an invalid result.
+        """
+        for is_last in (False, True):  # twice, only for a restarted HTTP server that does not know the session
             link = await self._connected()
             try:
                 return await link.client.call_tool(name, dict(arguments))
@@ -105,23 +112,23 @@ class McpSession:
                 if error.code == CONNECTION_CLOSED:
                     link.over.set()
                     raise ToolFailed(
-                        "the connection to its server was lost; what was asked may have been done, or "
-                        "not. Ask again if that does no harm."
+                        "the connection to its server was lost; the call may or may not have been carried "
+                        "out. Call it again if repeating it does no harm."
                     ) from error
                 if is_last or not _UNKNOWN_SESSION.search(error.message):
                     raise ToolFailed(f"its server refused: {error.message}") from error
                 link.over.set()
             except ValidationError as error:
-                raise ToolFailed(f"its server answered with what is no result of MCP: {_found_wrong(error)}") from None
-            except RuntimeError as error:  # the client's word for a result that the tool's own output schema refuses
+                raise ToolFailed(f"its server sent an invalid MCP result: {_found_wrong(error)}") from None
+            except RuntimeError as error:  # the client raises this if a result does not match the tool's output schema
                 raise ToolFailed(
-                    f"its server answered with a wrong result: {cut(printable(str(error)), 300)}"
+                    f"its server sent a wrong result: {cut(printable(str(error)), 300)}"
                 ) from None
         raise AssertionError("the second attempt returns or raises")
 
     async def _connected(self) -> _Link:
-        """The connection; if it is lost, all callers wait for the same new one. A task of its own opens it, so that a
-        caller that times out does not end it for the others."""
+        """The connection. If it was lost, all callers wait for the same new one. A separate task opens it, so that a
+        caller that times out does not cancel it for the others."""
         if self._link is None or self._link.over.is_set():
             if self._group is None:
                 raise ToolFailed("its source is closed")
@@ -134,7 +141,8 @@ class McpSession:
         return link
 
     async def _hold(self, link: _Link) -> None:
-        """Open and close one connection in one task, as its cancel scopes require."""
+        """Open, hold and close one connection in one task: anyio's cancel scopes must be left by the task that entered
+        them."""
         try:
             with anyio.move_on_after(self._timeout) as patience:
                 async with Client(self._connect(link.over.set)) as link.client:
@@ -144,9 +152,9 @@ class McpSession:
                     await link.over.wait()
             if patience.cancelled_caught:
                 link.failure = f"its server did not answer within {self._timeout:g} s"
-        except Exception as error:  # noqa: BLE001  transports raise anything; the callers get the reason
+        except Exception as error:  # noqa: BLE001  transports raise anything; callers get the reason
             if link.ready.is_set():
-                logger.warning("%s: the connection broke: %s", self._name, _reason(error))
+                logger.warning("%s: the connection was lost: %s", self._name, _reason(error))
             else:
                 link.failure = f"its server cannot be reached: {_reason(error)}"
         finally:
@@ -156,18 +164,21 @@ class McpSession:
 
 @asynccontextmanager
 async def start_server(server: Mapping[str, Any], on_end: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """Start a server process; it and its children end with the context. Its end is noticed at once rather than at the
-    next call, so that the next call starts a new server."""
+    """Start a server process; it and its children end with the context.
+
+    `on_end` is called as soon as the process ends, so that the next call starts a new server instead of failing. For
+    this, all messages pass through a stream of our own: its source runs dry when the process ends.
+    """
     sender, receiver = anyio.create_memory_object_stream[Any](0)
 
     async def pass_on(read: Any) -> None:
-        with suppress(anyio.BrokenResourceError):  # the receiver is closed
+        with suppress(anyio.BrokenResourceError):  # the client has closed the receiver
             async with sender:
                 async for message in read:
                     await sender.send(message)
         on_end()
 
-    # Not sys.stderr: a notebook's has no file descriptor.
+    # Not sys.stderr, which has no file descriptor in a notebook.
     started = stdio_client(StdioServerParameters(**server), errlog=sys.__stderr__)
     async with started as (read, write), anyio.create_task_group() as group:
         group.start_soon(pass_on, read)
@@ -177,8 +188,8 @@ async def start_server(server: Mapping[str, Any], on_end: Callable[[], None]) ->
 
 @asynccontextmanager
 async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any]]:
-    """A server behind streamable HTTP."""
-    timeout = httpx2.Timeout(30.0, read=None)  # no read timeout: tools have their own deadline
+    """Connect to a server over streamable HTTP."""
+    timeout = httpx2.Timeout(30.0, read=None)  # no read timeout: `ToolManager.dispatch` has one for each call
     async with (
         httpx2.AsyncClient(headers=dict(headers), timeout=timeout) as http,
         streamable_http_client(url, http_client=http) as streams,
@@ -187,7 +198,7 @@ async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tu
 
 
 def _found_wrong(error: ValidationError) -> str:
-    """The first thing that is wrong, in a sentence: where it is, what was found, what was expected."""
+    """A sentence on the first validation error: where it is, what was found, what was expected."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"])) or "the answer"
     return cut(

@@ -1,6 +1,6 @@
 """Runs a model's commands in a bash shell: in a temporary directory, without network, with resource limits.
 
-Commands go in on one pipe, output comes back on another, split by marks with a random token.
+Commands are written to the shell's input. Marks with a random token split its output into the commands' outputs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from verbatim.environments.tools.group_memory import WATCH, WatchedProcess
 from verbatim.environments.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find_isolation, ulimits
 
 START_SECONDS = 60.0
-"""Seconds to start; many sandboxes may start at a time on few cores."""
+"""Time limit for the start, in seconds; generous, because many sandboxes may start at a time on few cores."""
 GRACE_SECONDS = 5.0
-"""Seconds to kill the processes inside."""
+"""Time limit, in seconds, for killing the processes inside."""
 MOST_OUTPUT = 1 << 20
-"""Bytes of output after which a command is stopped; output beyond the shown limit is discarded."""
+"""Bytes of output after which a command is stopped. `SandboxLimits.output_bytes` of them are shown."""
 
 _FRESH = "a fresh shell has started, files are kept"
 
 
-# Process 1 of the namespace. It starts the shell that reads commands, and another one when that one ends or SIGTERM has
-# killed everything but process 1; each time it reports the status of the previous shell. `kill -1` outside of it would
-# reach every process of the user. If memory runs out, the kernel kills processes in here first; if a file grows
-# too long, the command gets an error and nothing is killed.
+# Process 1 of the namespace. It starts the shell that reads commands, and a new shell when that one ends or when
+# SIGTERM has killed everything but process 1; each time it reports the status of the previous shell. The SIGTERM
+# handler is set only in process 1: outside a namespace, `kill -1` would reach every process of the user. The highest
+# oom_score_adj makes the kernel kill these processes first if the machine runs out of memory. With SIGXFSZ ignored, a
+# file over the size limit is an error of the command, which is not killed.
 _KEEPER = """
 exec 3<&0 4>&1 </dev/null
 {stop}
@@ -63,13 +64,14 @@ class ShellOutput:
     output: bytes
     """Bytes before the mark."""
     to: int | Literal["ready"]
-    """The number of the finished command; "ready" = a shell, the first or a fresh one, is ready."""
+    """The number of the finished command; "ready": a shell, the first or a new one, is ready."""
     status: int
     """Exit status of the command, or of the previous shell."""
 
 
 class ShellProtocol:
-    """Marks and commands of one shell. They are safe against accidents; a command that forges marks harms only itself.
+    """The commands and marks of one shell. Output does not look like a mark by accident; a command that forges marks
+    harms only its own episode.
 
     Example: after `eval 'echo a' ...; printf ...` as command 1 the shell has written
     `a\\n\\0sandbox-d2b7c4f1a09e3356 1 0\\0`, which reads as `ShellOutput(output=b"a\\n", to=1, status=0)`.
@@ -79,28 +81,28 @@ class ShellProtocol:
         self._token = f"sandbox-{secrets.token_hex(8)}"  # a digit after \\0 would be part of the escape
         self._mark = re.compile(rb"\0%s (\d{1,9}|ready) (\d{1,3})\0" % self._token.encode())
         self.received = bytearray()
-        """Bytes written by the shell that belong to no answer yet."""
+        """Output of the shell after the last complete answer."""
 
     def init_script(self, limits: SandboxLimits, *, has_namespaces: bool) -> str:
-        """The script that sets the limits and keeps a shell running; the shell reads commands from its input."""
+        """The script that sets the limits and keeps a shell running, which reads commands from its standard input."""
         return _KEEPER.format(
             token=self._token,
             stop=_STOP if has_namespaces else "",
-            # Outside a user namespace the limit on processes would count all of the user's.
+            # Outside a user namespace, the limit on processes would count all processes of the user.
             ulimits=ulimits(
                 limits, "cpu_seconds", "memory_mb", "disk_mb", "open_files", *(("processes",) if has_namespaces else ())
             ),
         )
 
     def line(self, command: str, number: int) -> bytes:
-        """The bytes to send for one command. It runs in `eval`, so a stray `break` or `return` has no effect, and
-        its processes can reach neither later commands nor the descriptor of the marks."""
+        """The bytes to send for one command. It runs in `eval`, so that a stray `break` or `return` has no effect, and
+        its processes have access neither to later commands (stdin) nor to the descriptor of the marks (4)."""
         quoted = shlex.quote(command.replace("\0", ""))
         done = f"builtin printf '\\0{self._token} {number} %s\\0' $? >&4"
         return f"eval {quoted} </dev/null 4>&-; {done}\n".encode(errors="replace")
 
     def answer(self) -> ShellOutput | None:
-        """The next complete answer in `received`; None: incomplete."""
+        """Take the next complete answer from `received`; None: there is none yet."""
         found = self._mark.search(self.received)
         if found is None:
             return None
@@ -121,11 +123,11 @@ class CommandResult:
     """
 
     output: str
-    """Its stdout and stderr, up to the limit."""
+    """Stdout and stderr together, up to `SandboxLimits.output_bytes`."""
     status: int | None
-    """Its exit status; None if it was stopped."""
+    """Exit status; None: the command was stopped."""
     notes: tuple[str, ...] = ()
-    """Notes about limits and restarts."""
+    """Notes to the model about limits and restarts."""
 
     @property
     def text(self) -> str:
@@ -136,10 +138,10 @@ class CommandResult:
 
 
 class Sandbox:
-    """One bash shell, used from one event loop. Directory and variables persist between commands.
+    """One bash shell, used from one event loop. Working directory and variables persist between commands.
 
-    Commands read from /dev/null. One that takes too long or writes too much is killed with all other processes inside,
-    and a fresh shell starts with the same files. Processes inside are not trusted.
+    A command's standard input is empty. A command that takes too long or writes too much is killed together with all
+    processes inside; then a new shell starts with the same files. Processes inside are not trusted.
     """
 
     def __init__(self, limits: SandboxLimits, isolation: Isolation) -> None:
@@ -164,11 +166,16 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         isolation: Isolation | None = None,
     ) -> Sandbox:
-        """Start a shell in a directory with these files (text by relative path), isolated as strongly as works here.
+        """Start a shell in a new directory.
+
+        Args:
+            limits: Resource limits; None: the defaults.
+            files: Texts to write into the directory, by relative path.
+            isolation: How to isolate the shell; None: the strongest way that works on this machine.
 
         Raises:
-            UsageError: no isolation works, or a path outside the directory.
-            EnvironmentFault: it does not start, or the files do not fit.
+            UsageError: no isolation works, or a path leads out of the directory.
+            EnvironmentFault: the sandbox does not start, or the files do not fit.
         """
         sandbox = cls(limits or SandboxLimits(), isolation or find_isolation())
         try:
@@ -183,18 +190,18 @@ class Sandbox:
         return sandbox
 
     async def run(self, command: str) -> CommandResult:
-        """Run one command, of one or more lines; an EnvironmentFault if the sandbox has ended."""
+        """Run one command, of one or more lines; raises EnvironmentFault if the sandbox has ended."""
         async with self._one_at_a_time:
             try:
                 return await self._run(command)
             except asyncio.CancelledError:
-                self._kill()  # the shell's state is unknown
+                self._kill()  # the command may still run, so the shell's state is unknown
                 raise
             except ConnectionError as error:
                 raise EnvironmentFault("the sandbox has ended") from error
 
     async def close(self) -> None:
-        """Kill all processes inside and delete the files. May be called again."""
+        """Kill all processes inside and delete the files. May be called more than once."""
         WATCH.remove(self._watched)
         if self._stopping is not None:
             self._stopping.cancel()
@@ -228,13 +235,13 @@ class Sandbox:
                 await self._answer("ready")
         except (TimeoutError, EnvironmentFault) as error:
             said = bytes(self._protocol.received).decode(errors="replace").strip()[:200]
-            raise EnvironmentFault(f"sandbox: {self.isolation.name} did not start; it said {said!r}") from error
+            raise EnvironmentFault(f"sandbox: {self.isolation.name} did not start; it printed {said!r}") from error
         if self.isolation.has_namespaces:
             self._init = _open_child(self._process.pid)
         self._watch()
 
     def _watch(self) -> None:
-        """Look at the memory of all processes inside from now on."""
+        """Start to watch the memory of all processes inside; again after each restart, since a watch fires once."""
         assert self._process is not None
         loop = asyncio.get_running_loop()
 
@@ -247,9 +254,9 @@ class Sandbox:
         self._watched = WATCH.add(self._process.pid, self.limits.memory_mb, on_too_much, files_mb=self.limits.disk_mb)
 
     def _stop_too_much(self) -> None:
-        """Stop the command that runs, or what the last one has left."""
+        """Stop the running command, or the processes that the last one left in the background."""
         self._holds_too_much = True
-        if self._deadline is not None and not self._deadline.expired():
+        if self._deadline is not None and not self._deadline.expired():  # `_run` then sees a timeout
             self._deadline.reschedule(0)
         elif self._process is not None:
             self._stopping = asyncio.create_task(self._stop_left(), name="sandbox-memory")
@@ -257,7 +264,7 @@ class Sandbox:
     async def _stop_left(self) -> None:
         async with self._one_at_a_time:
             if self._holds_too_much:
-                with contextlib.suppress(EnvironmentFault):  # it has ended; the next command is told
+                with contextlib.suppress(EnvironmentFault):  # the sandbox has ended; the next command reports it
                     self._notes = (await self._stop(self._why_too_much())).notes
 
     def _why_too_much(self) -> str:
@@ -284,12 +291,12 @@ class Sandbox:
         return self._result(answer.output, answer.status, *notes)
 
     async def _answer(self, to: int | str, most: int | None = None) -> ShellOutput:
-        """Read up to the answer to this command, or up to the mark of a fresh shell."""
+        """Read up to the answer to this command, or up to the mark of a new shell; raises `_TooMuch` above `most`."""
         process = self._running()
         assert process.stdout is not None
         while True:
             while answer := self._protocol.answer():
-                if answer.to in (to, "ready"):
+                if answer.to in (to, "ready"):  # answers to earlier commands, which were stopped, are skipped
                     return answer
             if most is not None and len(self._protocol.received) > most:
                 raise _TooMuch
@@ -299,9 +306,9 @@ class Sandbox:
             self._protocol.received += chunk
 
     async def _stop(self, why: str) -> CommandResult:
-        """Kill all processes but the init, which starts a fresh shell."""
+        """Kill all processes except process 1 of the namespace, which starts a new shell."""
         output = bytes(self._protocol.received)
-        if self._init is None:
+        if self._init is None:  # no namespace: start everything again
             self._kill()
             await _reap(self._running())
             self._protocol.received.clear()
@@ -323,7 +330,7 @@ class Sandbox:
         return self._process
 
     def _kill(self) -> None:
-        """Kill process 1, which ends its namespace."""
+        """Kill process 1 and with it all processes of its namespace; without a namespace, the process group."""
         if self._process is None or self._process.returncode is not None:
             return
         if self._init is None:
@@ -344,7 +351,7 @@ class _TooMuch(Exception):
 
 
 def _open_child(pid: int) -> int:
-    """A pidfd of the only child of a process; a process id could be reused before a signal is sent."""
+    """A pidfd of the only child of a process. Not its id, which could be reused before a signal is sent."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return os.pidfd_open(int(children.split()[0]))
 
@@ -358,11 +365,11 @@ async def _reap(process: Process) -> None:
                 pass
             await process.wait()
     except TimeoutError as error:
-        raise EnvironmentFault(f"sandbox: process {process.pid}, or what it started, outlives it") from error
+        raise EnvironmentFault(f"sandbox: process {process.pid}, or one that it started, did not end") from error
 
 
 def _write(files: Mapping[str, str]) -> str:
-    """The command that writes the files."""
+    """The shell command that writes the files."""
     lines = []
     for name, text in files.items():
         path = PurePosixPath(name)

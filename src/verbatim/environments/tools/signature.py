@@ -1,5 +1,5 @@
-"""Reads a function's signature and docstring as a tool's: its parameters, their JSON schema and descriptions, and the
-validation of a call."""
+"""Reads a function's signature and docstring for a tool: the parameters with their JSON schema and descriptions, and
+the model that validates a call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class UnwrappedCallable:
-    """A callable, unwrapped to the function whose signature is read.
+    """A callable, unwrapped to the plain function whose signature is read.
 
     Example: `partial(search, index)` unwraps to `search`, with one parameter bound.
     """
@@ -46,11 +46,11 @@ class UnwrappedCallable:
     name: str
     """The name of the function, or of the class of a callable object."""
     doc: str
-    """Its docstring; for an object whose `__call__` has none, the class's."""
+    """The function's docstring; for an object whose `__call__` has none, the class's docstring."""
     num_bound: int = 0
-    """Number of leading parameters already bound: `self`, and positional arguments of `functools.partial`."""
+    """Number of leading parameters that are bound already: `self`, and positional arguments of `functools.partial`."""
     bound: frozenset[str] = frozenset()
-    """Parameters already bound by name."""
+    """Parameters that are bound by name already."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> UnwrappedCallable:
@@ -90,19 +90,23 @@ class Signature:
     description: str
     """The function's description."""
     model: type[BaseModel]
-    """One field per parameter, `p0`, `p1`, ..., with the parameter's name as alias, so that no name clashes."""
+    """One field per parameter, called `p0`, `p1`, ... with the parameter's name as alias: a parameter may have a name
+    that a pydantic model uses itself, such as `copy`."""
     names: Mapping[str, str]
-    """Parameter name to field name."""
+    """Field name by parameter name."""
     by_position: tuple[str, ...]
     """Positional-only parameters."""
     schema: Mapping[str, Any]
     """JSON schema of an object with one property per parameter."""
     returns: Mapping[str, Any] | None
-    """JSON schema of the return value; None without an annotation that JSON can express."""
+    """JSON schema of the return value; None: no annotation, or one that JSON cannot express."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate strictly as JSON: "5" is not an integer, but a date may be a string. A ToolArgumentsError says what
-        is wrong where."""
+        """Validate the arguments as strict JSON: "5" is not an integer, but a date may be a string.
+
+        Raises:
+            ToolArgumentsError: an argument is unknown, missing or invalid; the message has the place and the reason.
+        """
         if not arguments.keys() <= self.names.keys():
             unknown = [name for name in arguments if name not in self.names]
             expected = ", ".join(self.names) or "no arguments"
@@ -120,22 +124,22 @@ _PLAIN = frozenset({str, int, bool, types.NoneType})
 
 
 def _written(arguments: Mapping[str, Any]) -> str | bytes:
-    """The arguments as JSON."""
+    """The arguments as JSON, because pydantic accepts dates and enumerations from strings only when it parses JSON."""
     if _PLAIN.issuperset(map(type, arguments.values())):
         try:
-            return to_json(arguments)  # a fifth of the time
-        except PydanticSerializationError:  # a lone surrogate, which has no UTF-8
+            return to_json(arguments)  # takes a fifth of the time of json.dumps
+        except PydanticSerializationError:  # a lone surrogate, which UTF-8 cannot encode
             pass
     return json.dumps(dict(arguments))
 
 
-# Cached by the plain function, so that creating a tool for each episode builds no new model.
+# Cached by the plain function: building a pydantic model is slow, and each episode creates its tools from new objects.
 @lru_cache(maxsize=1024)
 def read_signature(subject: UnwrappedCallable) -> Signature:
     """The parameters of a callable that are not bound yet.
 
     Raises:
-        ComponentError: a parameter without a type, of a type without a JSON form, or `*args` or `**kwargs`.
+        ComponentError: a parameter has no type, or one without a JSON form; or there is `*args` or `**kwargs`.
     """
     function, num_bound = subject.function, subject.num_bound
     where = f"tool {getattr(function, '__qualname__', function)!s}"
@@ -204,7 +208,7 @@ def _field(parameter: inspect.Parameter, hint: Any, said: str | None) -> tuple[A
 
 
 def _choices(said: str) -> tuple[str, tuple[Any, ...]]:
-    """Split a description from the values of a `(choices: ["tea", "coffee"])` at its end."""
+    """Split a description such as `What to drink (choices: ["tea", "coffee"])` into the text and the values."""
     match = _CHOICES.search(said)
     try:
         values = json.loads(match[1]) if match else None
@@ -222,7 +226,7 @@ def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _object(raw: dict[str, Any]) -> dict[str, Any]:
-    """The arguments' schema, without parts that only pydantic needs."""
+    """The arguments' JSON schema, without the parts that only pydantic needs."""
     raw = with_enums_inside(raw)
     properties = untitled(raw.get("properties", {}), names_first=True)
     schema = {"type": "object", "properties": {name: _in_order(about) for name, about in properties.items()}}
@@ -234,7 +238,8 @@ def _object(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: dict[str, Any]) -> dict[str, Any]:
-    """Keys in the order of transformers, and the default last, because prompts contain the schema as text."""
+    """Put the keys in the order of transformers, with the default last: chat templates print the schema, so the order
+    changes the prompt."""
     last = [key for key in ("description", "default") if key in schema]
     return {**{key: value for key, value in schema.items() if key not in last}, **{key: schema[key] for key in last}}
 
@@ -244,7 +249,7 @@ def _returns(hint: Any, said: str | None) -> dict[str, Any] | None:
         adapter = TypeAdapter(readable(hint))
         schema = untitled(with_enums_inside(adapter.json_schema(mode="serialization", schema_generator=ToolSchema)))
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
-        return None  # the model never writes the value
+        return None  # not an error: the model never has to write a return value
     return {**schema, **({"description": said} if said is not None else {})}
 
 
@@ -269,12 +274,16 @@ class FunctionDoc:
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Description by argument name, each on one line."""
     returns: str | None = None
-    """Description of the return value; None: none."""
+    """Description of the return value; None: there is none."""
 
 
 def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
-    """Parse Google, NumPy or Sphinx style: the one that describes most of the function's parameters, `names`.
-    Descriptions of other names are dropped."""
+    """Parse a docstring in Google, NumPy or Sphinx style, whichever describes most of the function's parameters.
+
+    Args:
+        text: The docstring.
+        names: The function's parameters; descriptions of other names are dropped.
+    """
     if "\n" not in text.strip():
         return FunctionDoc(description=text.strip())
     from docstring_parser import ParseError, google, numpydoc, rest  # imported here: most docstrings are one line
@@ -303,7 +312,8 @@ def _before_sections(text: str) -> str:
 
 
 def _with_indented_continuations(text: str) -> str:
-    """Indent continuation lines, as Google style requires; every line that starts no entry counts as one."""
+    """Indent continuation lines, as Google style requires: in the arguments section, each line that does not start an
+    entry."""
     lines: list[str] = []
     inside, indent = False, None
     for line in text.splitlines():

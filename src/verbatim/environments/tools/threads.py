@@ -1,4 +1,4 @@
-"""Calls functions that may block on threads beside the event loop's."""
+"""Calls functions that may block on threads outside the event loop's pool."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 KEPT_SECONDS = 10.0
-"""A thread that has nothing to do waits so long for the next call, because starting one takes 0.2 to 0.5 ms."""
+"""Seconds that an idle thread waits for another call before it ends: starting a thread takes 0.2 to 0.5 ms."""
 MOST_KEPT = 256
-"""Threads that wait at a time. A burst of calls leaves no more: a worker process with 1,000 threads is replaced
-(`MOST_THREADS` of `rollouts.processes`)."""
+"""Maximum number of idle threads. After a burst of calls the others end: a worker process with 1,000 threads would be
+replaced (`MOST_THREADS` in `rollouts.processes`)."""
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """What a function returns that may block: it has a thread for itself, with the caller's context variables.
+    """Run a function that may block in a thread of its own, with the caller's context variables.
 
-    There are as many threads as calls at a time. A call that hangs keeps its thread, and nothing else: neither other
-    calls nor the end of the process wait for it.
+    There is a thread for each call in progress. A call that hangs occupies only its own thread: neither other calls nor
+    the end of the process wait for it.
 
     Raises:
-        BaseException: what the function raised; a StopIteration as a RuntimeError, because coroutines cannot raise it.
+        BaseException: the function's exception; StopIteration as a RuntimeError, because coroutines cannot raise it.
     """
     result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # from here on it holds what the call gives, whether or not that is awaited
+    result.set_running_or_notify_cancel()  # cancelling it is refused from here on, so that `set_result` cannot fail
     try:
         worker = _idle.pop()
     except IndexError:
@@ -38,17 +38,19 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     try:
         return await asyncio.wrap_future(result)
     finally:
-        del result  # it holds what was raised, whose traceback holds this frame: a cycle, with all that the call held
+        # The future holds the exception, whose traceback holds this frame: break the cycle, which keeps the call's
+        # objects alive.
+        del result
 
 
 class _ToolThread:
-    """A thread that takes one call after the other."""
+    """A thread that runs one call after another."""
 
     def __init__(self) -> None:
         _forgotten_in_copies()
         self.calls: SimpleQueue[tuple[Future[Any], contextvars.Context, Callable[[], Any]]] = SimpleQueue()
-        # A daemon, and not of the loop's pool: a call that hangs would keep the process from ending, or block one of
-        # the few threads for ever.
+        # A daemon thread, because a call that hangs must not keep the process from ending; not the event loop's pool,
+        # because it would occupy one of that pool's few threads forever.
         threading.Thread(target=self._main, daemon=True, name="verbatim-tool").start()
 
     def _main(self) -> None:
@@ -58,7 +60,7 @@ class _ToolThread:
             except Empty:
                 try:
                     _idle.remove(self)
-                except ValueError:  # taken in this moment: its call comes
+                except ValueError:  # a caller popped this thread just now: its call is about to arrive
                     continue
                 return
             if not self._answer(*given):
@@ -66,7 +68,7 @@ class _ToolThread:
             del given
 
     def _answer(self, result: Future[Any], context: contextvars.Context, call: Callable[[], Any]) -> bool:
-        """Run a call. Whether the thread waits for the next one."""
+        """Run a call; True if the thread waits for the next one."""
         try:
             value = context.run(call)
         except StopIteration as stop:
@@ -83,6 +85,7 @@ class _ToolThread:
         return waits
 
     def _wait(self) -> bool:
+        """Become idle; False if there are enough idle threads. Called before the caller gets its result (`_idle`)."""
         if len(_idle) >= MOST_KEPT:
             return False
         _idle.append(self)
@@ -90,13 +93,14 @@ class _ToolThread:
 
 
 _idle: list[_ToolThread] = []
-"""Threads without a call; the last one is taken first. `pop`, `remove` and `append` are each one operation of Python:
-no lock is needed. A thread is here before its caller has the answer, so that the caller's next call finds it."""
+"""Idle threads; the last one is taken first, so that the others can time out. `pop`, `remove` and `append` are atomic
+in CPython: no lock is needed. A thread is added before its caller gets the result, so that the caller's next call finds
+it."""
 
 
 @cache
 def _forgotten_in_copies() -> None:
-    """A forked process has none of the threads."""
+    """After a fork, empty the list in the child: threads are not copied. Registered once, with the first thread."""
     os.register_at_fork(after_in_child=_forget)
 
 
