@@ -375,7 +375,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(place: P
     status, ours = typed("rl", "run.toml", "--run-dir", run, "--resume")
     text = " ".join([*capfd.readouterr().out.split(), *ours.split()])  # the trainer's process, and this one
     assert status == 0
-    assert "is damaged and not used: weights/model.safetensors has another SHA-256" in text
+    assert "is damaged and not used: weights/model.safetensors has a different SHA-256" in text
     assert f"going on after step {STEPS - 2}" in text
     assert_same_run(run, unstopped)
 
@@ -394,7 +394,7 @@ def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_
         wait_until((run / "logs" / "orchestrator.log").exists)
         status, text = typed("trainer", *new, "--max-steps", STEPS + 1)
         assert status == 2
-        assert f"another configuration; stored -> given: max_steps: {STEPS} -> {STEPS + 1}" in text
+        assert f"a different configuration; stored -> given: max_steps: {STEPS} -> {STEPS + 1}" in text
         with process("trainer", *new) as trainer:
             wait_until(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 1)
             trainer.send_signal(signal.SIGINT)

@@ -59,7 +59,7 @@ def test_a_call_without_words_is_a_message(write):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"jsonl:3: no JSON \(Expecting"),
+        ("{", r"jsonl:3: not valid JSON \(Expecting"),
         ("[1]", r"jsonl:3: found \[1\], expected a JSON object on each line"),
         ({"id": None}, "jsonl:3: id: found None, expected a text or a whole number"),
         ({"id": 1.5}, "jsonl:3: id: found 1.5"),
@@ -68,7 +68,7 @@ def test_a_call_without_words_is_a_message(write):
         ({"id": 2, "messages": [USER, {"role": "user"}]}, r"jsonl:3: messages\[1\]: found {'role': 'user'}, expected"),
         ({"id": 2, "messages": [{"role": "user", "content": ["x"]}]}, r"jsonl:3: messages\[0\]: found"),
         ({"id": 2, "tools": [{"name": "look"}]}, r"jsonl:3: tools: found {'name': 'look'}, expected"),
-        ({"id": 2, "tools": "look"}, "jsonl:3: tools: no JSON"),
+        ({"id": 2, "tools": "look"}, "jsonl:3: tools: not valid JSON"),
     ],
 )
 def test_a_line_that_is_no_example_is_refused_with_file_and_line(write, line, message):

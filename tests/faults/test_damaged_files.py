@@ -196,7 +196,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_says_so(plain: Recorded
         status, said = type_("--resume")
     assert status == 2
     assert "every checkpoint of this run is damaged:" in said
-    assert said.count("weights/model.safetensors has another SHA-256 than when it was written") >= 2
+    assert said.count("weights/model.safetensors has a different SHA-256 than when it was written") >= 2
     assert "start a new run in another folder, without --resume" in said
 
 
@@ -235,7 +235,9 @@ def test_a_prepared_model_that_is_damaged_before_the_first_checkpoint_is_made_ag
         cut(folder / "model" / "tokenizer.json")
         status, said = type_("--resume", str(folder))  # `latest` names a run with its first checkpoint
         assert status == 0
-        assert "warm_start is damaged: model.safetensors has another SHA-256 than when it was written; it is" in said
+        assert (
+            "warm_start is damaged: model.safetensors has a different SHA-256 than when it was written; it is" in said
+        )
         assert "model is damaged: tokenizer.json has " in said
         assert {path.name for path in folder.glob("*.damaged-*")} == {"warm_start.damaged-1", "model.damaged-1"}
         assert what_differs(folder, prepared) is None
@@ -266,7 +268,7 @@ def test_a_damaged_configuration_without_a_copy_says_how_to_write_it_anew(plain:
         status, said = type_("--resume")
         assert status == 2
         stored = (folder / "config.toml").resolve()
-        assert f"{stored}, the configuration that the run is compared with, is damaged: it is no TOML" in said
+        assert f"{stored}, the run's stored configuration, is damaged: it is not valid TOML" in said
         assert f"verbatim config FILE > {stored}" in said
         said_config = io.StringIO()
         with contextlib.redirect_stdout(said_config):

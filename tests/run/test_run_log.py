@@ -161,8 +161,8 @@ def test_damage_is_told_once_and_not_at_the_next_resume(four_steps: RunFolder, c
     with caplog.at_level(logging.WARNING):
         log_of(four_steps, 3).close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{four_steps.metrics} is damaged: line 2 is no record; 2 of 3 records up to step 3 are left, none of step 2. "
-        f"What was found is kept as {four_steps.metrics}.damaged-1",
+        f"{four_steps.metrics} is damaged: line 2 is not a record; 2 of 3 records up to step 3 are left, none of step "
+        f"2. What was found is kept as {four_steps.metrics}.damaged-1",
         f"{four_steps.trajectories}: the files of steps 1-3 are missing",
     ]
     caplog.clear()

@@ -1,5 +1,5 @@
-"""What a run writes, and reads again: metrics and alarms, trajectories with their outcomes, checkpoints.
+"""What a run writes and reads back: metrics and alarms, trajectories with their outcomes, checkpoints.
 
-In: what happened in a step. Out: lines, Parquet files, folders that survive a loss of power. Read first:
+In: the results of a step. Out: log lines, Parquet files, and checkpoints that survive a power failure. Read first:
 `monitors/monitor.py`, `checkpoints/run_folder.py`. Imports `core`, `config`, `models`, `rollouts`.
 """

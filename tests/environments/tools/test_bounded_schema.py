@@ -144,7 +144,7 @@ def test_the_size_of_a_pattern_with_its_repeats_written_out(pattern, size, monke
     monkeypatch.setattr(json_arguments, "MOST_CHARACTERS", 50 * size)
     JsonArguments(schema, "tool look")
     monkeypatch.setattr(json_arguments, "MOST_CHARACTERS", 50 * size - 1)
-    with pytest.raises(ComponentError, match="has more than 10,000 characters with its repeats expanded"):
+    with pytest.raises(ComponentError, match="with its repeats expanded"):
         JsonArguments(schema, "tool look")
 
 

@@ -196,7 +196,7 @@ def empty(x: Literal[()]) -> str: ...
         (empty, "tool empty: a parameter's type has no JSON form"),
         ("lost", r"FunctionTool\('lost'\): a str cannot be called; give the function itself, without parentheses"),
         (None, "a NoneType cannot be called"),
-        (Opaque, r"FunctionTool\(Opaque\): a class is no tool"),
+        (Opaque, r"FunctionTool\(Opaque\): a class is not a tool"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused_with_what_to_give(given, says):

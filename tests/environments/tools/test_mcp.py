@@ -390,9 +390,7 @@ GOOD = {"name": "good", "inputSchema": {"type": "object"}}
     ],
 )
 def test_one_invalid_tool_of_a_list_is_named(bad, where):
-    with pytest.raises(
-        ComponentError, match=rf"MCP server .*: it lists an invalid MCP tool: {where}: found"
-    ) as told:
+    with pytest.raises(ComponentError, match=rf"MCP server .*: it lists an invalid MCP tool: {where}: found") as told:
         raw([GOOD, bad]).open()
     assert "pydantic" not in str(told.value)
 
@@ -400,8 +398,8 @@ def test_one_invalid_tool_of_a_list_is_named(bad, where):
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        ({"content": "x"}, "no result of MCP: content: found 'x'"),
-        ({"content": [{"type": "nonsense"}]}, "no result of MCP: content.0"),
+        ({"content": "x"}, "an invalid MCP result: content: found 'x'"),
+        ({"content": [{"type": "nonsense"}]}, "an invalid MCP result: content.0"),
         ({"content": [], "structuredContent": {"a": "x"}}, "a wrong result: "),
     ],
 )

@@ -465,7 +465,7 @@ def test_two_tools_of_one_name_and_things_that_are_no_tools_are_refused():
     with pytest.raises(ComponentError, match="two tools are called 'look'"):
         ToolManager([look, look])
     for thing in (7, "look", ToolResult, ToolResult(content=""), object(), None):
-        with pytest.raises(ComponentError, match="is no tool"):
+        with pytest.raises(ComponentError, match="is not a tool"):
             ToolManager([thing])
 
 

@@ -147,7 +147,9 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
     text = shown([run, make_run(tmp_path / "b", wins={3: 8})])
     assert "metrics.jsonl, byte 0: no JSON" in text
     assert "config.toml is missing or damaged: its keys are not compared" in text
-    assert "evaluations/step-000003.parquet cannot be read as trajectories of ours" in " ".join(text.split())
+    assert "evaluations/step-000003.parquet cannot be read as a file of Verbatim's trajectories" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize(

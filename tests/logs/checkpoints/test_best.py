@@ -105,7 +105,7 @@ def test_no_run_and_a_run_without_a_best_are_refused(tmp_path: Path, store: Chec
 def test_a_damaged_one_is_not_used_and_the_latest_is_the_newest_whole_one(run: Path):
     (run / "checkpoints" / "step_000020" / "weights" / "model.safetensors").write_text("xx")
     (run / "checkpoints" / "step_000040" / "weights" / "model.safetensors").write_text("xx")
-    with pytest.raises(UsageError, match=r"step_000020 is damaged: weights/model\.safetensors has another SHA-256"):
+    with pytest.raises(UsageError, match=r"step_000020 is damaged: weights/model\.safetensors has a different SHA-256"):
         find_checkpoint(run, "best")
     assert find_checkpoint(run).step == 30
 

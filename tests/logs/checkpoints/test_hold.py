@@ -271,6 +271,8 @@ def test_a_folder_whose_run_was_killed_at_its_start_is_not_taken_with_what_was_p
     check(config)
     (mine / name).write_text("theirs")
     before = names_in(mine)
-    with pytest.raises(UsageError, match=rf"mine belongs to a run that never began, and holds {name}, which that run"):
+    with pytest.raises(
+        UsageError, match=rf"mine belongs to a run that never began, and contains {name}, which that run"
+    ):
         RunFolder.create(config, name="run", now=NOON)
     assert names_in(mine) == before and (mine / name).read_text() == "theirs"

@@ -24,7 +24,7 @@ def test_a_value_that_cannot_be_written_leaves_the_old_file(tmp_path: Path):
     assert read_json(tmp_path / "a.json") == 1
 
 
-@pytest.mark.parametrize(("text", "found"), [(None, "cannot be read: No such file"), ("{", "holds no JSON")])
+@pytest.mark.parametrize(("text", "found"), [(None, "cannot be read: No such file"), ("{", "is not valid JSON")])
 def test_a_file_without_json_is_named(tmp_path: Path, text: str | None, found: str):
     file = tmp_path / "a.json"
     if text is not None:

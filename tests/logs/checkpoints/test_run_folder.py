@@ -349,9 +349,9 @@ def test_a_folder_with_checkpoints_and_no_configuration_holds_a_run(tmp_path: Pa
     ("content", "found"),
     [
         (b"", "it has no \\[model\\] table"),
-        (b"max_steps = 3\n[mod", "it is no TOML: "),
-        (b"\0" * 50, "it is no TOML: "),
-        (b"\xff\xfe", "it is no TOML: 'utf-8' codec"),
+        (b"max_steps = 3\n[mod", "it is not valid TOML: "),
+        (b"\0" * 50, "it is not valid TOML: "),
+        (b"\xff\xfe", "it is not valid TOML: 'utf-8' codec"),
         (b"model = 3\n", "it has no \\[model\\] table"),
         (b"a = " + b"[" * 100_000, "it is nested too deeply"),
     ],
@@ -365,7 +365,7 @@ def test_a_damaged_configuration_is_restored_from_a_checkpoint_or_says_what_to_t
     stored = tmp_path / "mine" / "config.toml"
     whole = stored.read_bytes()
     stored.write_bytes(content)
-    told = rf"config\.toml, the configuration .* is damaged: {found}.*config FILE > {stored}"
+    told = rf"config\.toml, the run's stored configuration, is damaged: {found}.*config FILE > {stored}"
     with pytest.raises(UsageError, match=told):
         RunFolder.resume(config, name="x")
     assert stored.read_bytes() == content

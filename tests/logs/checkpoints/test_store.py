@@ -87,7 +87,7 @@ def shorten(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (change, "model/a.bin has another SHA-256 than when it was written"),
+        (change, "model/a.bin has a different SHA-256 than when it was written"),
         (shorten, "model/a.bin has 1 bytes, expected 9"),
         (Path.unlink, "model/a.bin is missing"),
     ],

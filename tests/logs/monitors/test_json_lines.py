@@ -62,7 +62,7 @@ def test_a_reader_that_goes_ends_no_run(caplog):
         monitor.on_step(2, {"loss": 0.5})
         monitor.on_end({"state": "finished"})
     assert [record.getMessage() for record in caplog.records] == [
-        "the program that read the run's JSON lines has gone; the run goes on without it"
+        "the program that read the run's JSON lines has exited; the run goes on without it"
     ]
 
 

@@ -102,8 +102,8 @@ def test_one_corrupt_line_costs_that_line_and_is_told_with_its_step(path: Path, 
     found = back_to_4(path)
     aside = path.with_name("metrics.jsonl.damaged-1")
     assert found.fault == (
-        f"{path} is damaged: line 3 is no record; 3 of 4 records up to step 4 are left, none of step 3. What was found "
-        f"is kept as {aside}"
+        f"{path} is damaged: line 3 is not a record; 3 of 4 records up to step 4 are left, none of step 3. "
+        f"What was found is kept as {aside}"
     )
     assert path.read_bytes() == b"".join(map(line_of, (1, 2, 4)))
     assert aside.read_bytes() == damaged
@@ -185,7 +185,7 @@ def test_a_folder_in_the_place_of_a_log_is_kept_aside(path: Path):
     path.mkdir()
     found = back_to_4(path)
     assert found.fault is not None
-    assert "cannot be read (Is a directory); the log begins anew. What was found is kept as" in found.fault
+    assert "cannot be read (Is a directory); a new log is started. What was found is kept as" in found.fault
     assert not path.exists()
     assert found.mark == LogMark()
 
@@ -195,7 +195,7 @@ def test_a_pipe_in_the_place_of_a_log_is_kept_aside_and_not_waited_for(path: Pat
     os.mkfifo(path)
     found = back_to_4(path)
     assert found.fault is not None
-    assert "cannot be read (it is a pipe, a socket or a device); the log begins anew" in found.fault
+    assert "cannot be read (it is a pipe, a socket or a device); a new log is started" in found.fault
     assert path.with_name("metrics.jsonl.damaged-1").is_fifo()
     assert found.mark == LogMark()
 
@@ -213,11 +213,11 @@ def test_without_a_mark_missing_steps_are_told_where_every_step_has_a_line(path:
     damaged = path.read_bytes()
     found = back_to_4(path, None)
     assert found.fault is not None
-    assert "line 2 is no record; 3 records up to step 4 are left, none of step 2." in found.fault
+    assert "line 2 is not a record; 3 records up to step 4 are left, none of step 2." in found.fault
     path.write_bytes(damaged)
     found = restore(path, step=4, mark=None, is_record=is_metrics)
     assert found.fault is not None
-    assert f"{path} is damaged: line 2 is no record; 3 records up to step 4 are left." in found.fault
+    assert f"{path} is damaged: line 2 is not a record; 3 records up to step 4 are left." in found.fault
 
 
 def test_without_a_mark_a_log_that_was_not_kept_is_not_missed(tmp_path: Path):

@@ -132,5 +132,5 @@ def test_logprobs_come_back_bit_for_bit(logprobs: list[float]):
 def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path):
     file = tmp_path / "trajectories.jsonl"
     file.write_text('{"format": 1, "step": 1, "trajectory": {"turns": []}}\n')
-    with pytest.raises(UsageError, match=r"trajectories.jsonl:1: no trajectory of ours \(KeyError: 'reward'\)"):
+    with pytest.raises(UsageError, match=r"trajectories.jsonl:1: not a Verbatim trajectory \(KeyError: 'reward'\)"):
         list(read_trajectories(file))

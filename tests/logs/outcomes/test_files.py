@@ -281,7 +281,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
         list(read_outcomes(tmp_path))
     path = tmp_path / "step-000001.parquet"
     path.write_bytes(b"PAR1 and no more")
-    with pytest.raises(UsageError, match=r"step-000001\.parquet cannot be read as trajectories of ours \(Arrow"):
+    with pytest.raises(
+        UsageError, match=r"step-000001\.parquet cannot be read as a file of Verbatim's trajectories \(Arrow"
+    ):
         list(read_outcomes(tmp_path))
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(

@@ -91,8 +91,8 @@ def _explain(error: ValidationError) -> str:
     return f"{where}: {error.message[:200]}" if where else error.message[:200]
 
 
-# ---- jsonschema's keywords with a deadline. Each keyword checks the time before it starts. Keywords that match a pattern
-# or compare all items can take long by themselves, so they are replaced.
+# ---- jsonschema's keywords with a deadline. Each keyword checks the time before it starts; keywords that match
+# patterns or compare all items can take long by themselves, so they are replaced.
 
 
 class _TooLong(Exception):

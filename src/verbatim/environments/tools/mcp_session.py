@@ -119,10 +119,10 @@ class McpSession:
                     raise ToolFailed(f"its server refused: {error.message}") from error
                 link.over.set()
             except ValidationError as error:
-                raise ToolFailed(f"its server sent an invalid MCP result: {_found_wrong(error)}") from None
+                raise ToolFailed(f"its server answered with an invalid MCP result: {_found_wrong(error)}") from None
             except RuntimeError as error:  # the client raises this if a result does not match the tool's output schema
                 raise ToolFailed(
-                    f"its server sent a wrong result: {cut(printable(str(error)), 300)}"
+                    f"its server answered with a wrong result: {cut(printable(str(error)), 300)}"
                 ) from None
         raise AssertionError("the second attempt returns or raises")
 

@@ -1,4 +1,4 @@
-"""Finds a checkpoint of a run by what people call it: the latest, the best, or a step."""
+"""Finds a checkpoint of a run by name: "latest", "best", or a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:
     """An undamaged checkpoint of a run.
 
     Args:
-        run: The run's folder.
-        which: "latest", the newest one; "best", that of the best evaluation (`checkpoint.keep_best`); or a step, "40".
+        run: The run folder.
+        which: "latest": the newest undamaged one; "best": that of the best evaluation (`checkpoint.keep_best`); or a
+            step, such as "40".
 
     Raises:
-        UsageError: there is no such checkpoint, or it is damaged; says which there are.
-        CheckpointError: it cannot be read.
+        UsageError: there is no such checkpoint, or it is damaged; the message lists those that exist.
+        CheckpointError: all checkpoints are damaged, or they cannot be read.
     """
     store = CheckpointStore(run / "checkpoints", read_only=True)
     steps = store.steps()
@@ -28,13 +29,13 @@ def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:
     there = f"there are checkpoints of {'step' if len(steps) == 1 else 'steps'} {ranges(steps)}"
     if which == "latest":
         latest = store.latest()
-        assert latest is not None, "there are some, and one of them is whole"
+        assert latest is not None, "there are checkpoints, and `latest` raises if all are damaged"
         return latest
     if which == "best":
         best = store.best()
         if best is None:
             raise UsageError(
-                f"{run} knows no best checkpoint: set checkpoint.keep_best = {{}} before a run is trained; {there}"
+                f"{run} has no best checkpoint: set checkpoint.keep_best = {{}} before a run is trained; {there}"
             )
         step = int(best["step"])
     elif which.isdecimal():

@@ -1,5 +1,8 @@
-"""Holds the folder of a run for one process of a role: before the run is checked, so that a second command on the same
-folder is refused at once, and given up where the checks fail."""
+"""Locks a run folder for one process per role.
+
+The folder is locked before the configuration is checked, so that a second command on the same folder is refused at
+once. If a check fails, it is released, and a folder that was new is left as it was found.
+"""
 
 from __future__ import annotations
 
@@ -25,49 +28,53 @@ from verbatim.logs.checkpoints.stored_config import CONFIG
 RUNS = Path("runs")
 LATEST = "latest"
 BEST, TEMPORARY_BEST = "best", ".best.tmp"
-"""The one link in a run's folder, to the weights of the best evaluation's checkpoint, and its name while it is made."""
+"""The only link in a run folder, to the weights of the best evaluation's checkpoint, and its name while it is being
+created."""
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
-"""The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
+"""The roles of a run's processes. Each has its lock, such as `orchestrator.lock`, and log, `logs/orchestrator.log`."""
 LOCKS = (f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock")
 _ATTEMPTS = 20
+"""Attempts to hold a new folder while other processes keep creating and removing it."""
 _LEAVING = 10.0
-"""Seconds in which a process of a killed run notices that the other has ended, and ends."""
+"""Seconds to wait for the trainer of a killed run, which ends once it notices that its orchestrator has ended."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Held:
-    """A folder that is locked for this process, and that nothing was written into but what proves so."""
+    """A folder that is locked for this process. Apart from the lock and the marker, nothing was written into it."""
 
     path: Path
+    """The folder."""
     lock: FolderLock
+    """The lock of this process's role."""
     made: tuple[Path, ...] = ()
-    """Folders that were not there before, the innermost first."""
+    """The folder and its parents, as far as they did not exist before; the innermost first."""
     is_new: bool = False
-    """Whether it is no longer a run's when it is given up."""
+    """True if the folder was not a run's before, so that `give_up` removes the marker."""
     _is_taken: bool = False
 
     def take(self) -> FolderLock:
-        """The lock, which is the caller's from now on."""
+        """The lock, which the caller must release from now on."""
         self._is_taken = True
         return self.lock
 
     def give_up(self) -> None:
-        """Release the folder, unless its lock was taken; a new one is as it was before."""
+        """Release the folder, unless its lock was taken; a new folder is restored to what it was before."""
         if self._is_taken:
             return
-        if self.is_new:
+        if self.is_new:  # before the lock is released: afterwards another process may begin a run here
             unclaim(self.path)
             self.lock.remove()
         self.lock.release()
         for folder in self.made if self.is_new else ():
             try:
                 folder.rmdir()
-            except OSError:  # somebody put something into it
+            except OSError:  # no longer empty: another process has put something into it
                 return
 
 
 def lock_of(path: Path, role: str) -> FolderLock:
-    """The lock of a role in a run's folder.
+    """Lock a run folder for a role.
 
     Raises:
         UsageError: another process holds it.
@@ -76,15 +83,15 @@ def lock_of(path: Path, role: str) -> FolderLock:
 
 
 def hold_new(path: Path, role: str = ORCHESTRATOR) -> Held:
-    """Hold the folder of a new run, which is empty or not there.
+    """Hold the folder of a new run, which is empty or does not exist.
 
     Raises:
-        UsageError: it holds a run, or something that no run made; it is in use, or cannot be written to.
+        UsageError: the folder contains a run, or files that no run made; it is in use, or cannot be written to.
     """
     for _ in range(_ATTEMPTS):
         try:
             return _hold_new(path, role)
-        except UsageError as error:  # a process that has made the folder may give it up, and remove it, meanwhile
+        except UsageError as error:  # the process that created the folder may give it up and remove it meanwhile
             if not isinstance(error.__context__, FileNotFoundError):
                 raise
     return _hold_new(path, role)
@@ -94,9 +101,10 @@ def _hold_new(path: Path, role: str) -> Held:
     _refuse_a_run(path)
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     is_new = not is_claimed(path)
-    claim(path, but=[name for name in LOCKS if is_lock_file(path / name)])  # of a process that gives it up
+    # Accept the lock file of a process that is just giving the folder up; the lock below decides.
+    claim(path, but=[name for name in LOCKS if is_lock_file(path / name)])
     held = Held(path=path, lock=lock_of(path, role), made=made, is_new=is_new)
-    try:  # another process may have begun a run, or given the folder up, until it was locked
+    try:  # check again: before it was locked, another process may have begun a run in the folder, or given it up
         _refuse_a_run(path)
         held.is_new |= not is_claimed(path)
         claim(path, but=(held.lock.path.name,))
@@ -107,11 +115,11 @@ def _hold_new(path: Path, role: str) -> Held:
 
 
 def hold_old(path: Path, role: str) -> Held:
-    """Hold the folder of a run that goes on.
+    """Hold the folder of a run that is resumed.
 
     Raises:
-        UsageError: nothing proves that it is a run's; something in it is a link, through which the run would write and
-            remove what is elsewhere; it is in use, or cannot be written to.
+        UsageError: nothing proves that a run made the folder; one of its files is a link, through which the run would
+            write or remove files elsewhere; it is in use, or cannot be written to.
     """
     require_ours(path)
     for name in sorted(NAMES - {BEST, TEMPORARY_BEST}):
@@ -120,20 +128,20 @@ def hold_old(path: Path, role: str) -> Held:
 
 
 def hold_shared(path: Path, role: str) -> Held:
-    """Hold the folder of a new run whose processes are started one by one, for one of them.
+    """Hold the folder of a new run for one of its processes, if they are started separately.
 
     Raises:
-        UsageError: as `claim`; another process of this role holds it.
+        UsageError: as `claim`; or another process of this role holds it.
     """
     claim(path)
     return Held(path=path, lock=lock_of(path, role))
 
 
 def folder_to_resume(config: RunConfig, name: str, resume: Path | None, root: Path = RUNS) -> Path:
-    """The folder of a run to continue: the given one, `config.run_dir`, or the latest of this name.
+    """The folder of a run to resume: `resume`, or else `config.run_dir`, or else the latest run of this name.
 
     Raises:
-        UsageError: no such run.
+        UsageError: the folder holds no run.
     """
     path = resume or config.run_dir or root / name / LATEST
     if not holds_run(path):
@@ -146,10 +154,10 @@ def folder_to_resume(config: RunConfig, name: str, resume: Path | None, root: Pa
 
 
 def folder_to_join(config: RunConfig) -> Path:
-    """The explicit folder of a run whose processes are started one by one.
+    """`config.run_dir`, which a run needs if its processes are started separately.
 
     Raises:
-        UsageError: there is none.
+        UsageError: it is not set.
     """
     if config.run_dir is None:
         raise UsageError(
@@ -161,16 +169,17 @@ def folder_to_join(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def holding(config: RunConfig, role: str, *, resume: bool | Path, joins: bool = False) -> Iterator[Held | None]:
-    """Context manager: the folder of the run, held while the block checks whether the run can start; given up at its
-    end, unless a `RunFolder` was made of it. None for a new run without `run_dir`, whose folder is its own.
+    """Hold the run folder while the block checks whether the run can start. At the end of the block it is given up,
+    unless a `RunFolder` has taken it. None for a new run without `run_dir`: its folder is created later, under a name
+    that no other process uses.
 
     Args:
-        config: With its name.
-        role: The process.
+        config: The run's configuration, with its name.
+        role: This process's role.
         resume, joins: As for `RunFolder.open`.
 
     Raises:
-        UsageError: as `RunFolder.open`, but for what the configuration is compared with.
+        UsageError: as `RunFolder.open`, except for the comparison with the stored configuration.
     """
     held: Held | None = None
     if resume:
@@ -187,12 +196,12 @@ def holding(config: RunConfig, role: str, *, resume: bool | Path, joins: bool = 
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run was started in this folder."""
+    """True if a run was started in this folder."""
     return (path / CONFIG).is_file() or any((path / "checkpoints").glob("step_*"))
 
 
 def refusal_of_a_run(path: Path) -> UsageError:
-    """What a new run is told that finds another one."""
+    """The error for a new run in a folder that already holds one."""
     return UsageError(
         f"{path} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
     )

@@ -1,4 +1,4 @@
-"""Reads JSON files, and replaces them atomically."""
+"""Reads JSON files, and writes them atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.core.formats import content_of, stamped
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value atomically; also safe against a loss of power."""
+    """Write a JSON value atomically: after a crash or power failure the file has the old or the new value."""
     write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
@@ -22,29 +22,29 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
 
     Args:
         path: The file.
-        parse: Makes the value of the file's text.
+        parse: Converts the file's text to the value.
 
     Raises:
-        CheckpointError: no such file, a link, or invalid JSON.
+        CheckpointError: the file does not exist, is a link, or is not valid JSON.
     """
     try:
         return parse(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} holds no JSON: {error}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """`write_json` of a file whose name has a number in `FORMATS`."""
+    """Write a JSON file together with its format number, which `core.formats.FORMATS` has for its name."""
     write_json(path, stamped(path.name, content))
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What `write_record` wrote.
+    """Read the content that `write_record` wrote.
 
     Raises:
         CheckpointError: as `read_json`.
-        FormatError: the file has another number, or none.
+        FormatError: the file has a different format number, or none.
     """
     return content_of(path.name, read_json(path), path)

@@ -1,4 +1,4 @@
-"""Locks a folder for one process of each role; the system releases the lock when the process ends."""
+"""Locks a folder for one process per role; the operating system releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ANOTHER_FOLDER = "choose another folder with --run-dir FOLDER (in Python run_dir
 
 
 class FolderLock:
-    """Holds a lock file in a folder, which contains the id of this process.
+    """Holds a lock file in a folder. The file contains this process's id, for the error message of other processes.
 
     Args:
         folder: An existing folder.
-        name: The file, one for each role.
-        patience: Seconds to wait for a process that is ending.
+        name: Name of the lock file, one per role.
+        patience: Seconds to wait for another process to release the lock.
 
     Raises:
-        UsageError: another process holds it, or the file cannot be opened.
+        UsageError: another process holds the lock, or the file cannot be opened.
     """
 
     def __init__(self, folder: Path, name: str, *, patience: float = 0.0) -> None:
@@ -32,7 +32,7 @@ class FolderLock:
         self._open()
         until = time.monotonic() + patience
         while not self._acquire():
-            if self._was_removed():
+            if self._was_removed():  # its holder removed it before releasing it: lock a new file
                 self._file.close()
                 self._open()
             elif time.monotonic() >= until:
@@ -54,7 +54,7 @@ class FolderLock:
             self._file = self.path.open("a+", encoding="ascii", errors="backslashreplace")
         except OSError as error:
             raise UsageError(
-                f"{self.path} cannot be opened: {error.strerror}; remove what is there, or {ANOTHER_FOLDER}"
+                f"{self.path} cannot be opened: {error.strerror}; remove it, or {ANOTHER_FOLDER}"
             ) from None
 
     def _acquire(self) -> bool:
@@ -65,14 +65,14 @@ class FolderLock:
         return not self._was_removed()
 
     def _was_removed(self) -> bool:
-        """Whether the open file is no longer the one of this name: its lock would keep nobody else out."""
+        """True if the path no longer leads to the open file: other processes would lock another file."""
         try:
             return not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except OSError:
             return True
 
     def remove(self) -> None:
-        """Remove the file while it is locked: a process that waits for it takes one of its own."""
+        """Remove the file while it is locked; a process that waits for the lock then creates a new file."""
         self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -81,7 +81,7 @@ class FolderLock:
 
 
 def is_lock_file(path: Path) -> bool:
-    """Whether a file can be one of these: it is empty, or holds the id of a process and nothing else."""
+    """True if a file looks like a lock file: it is empty, or contains a process id and nothing else."""
     try:
         with open_regular(path) as file:
             return re.fullmatch(rb"(\d{1,10}\n)?", file.read(16)) is not None
@@ -90,7 +90,7 @@ def is_lock_file(path: Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds this lock file; does not change it."""
+    """True if a process holds this lock file; does not change the file."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Reads and writes the orchestrator's part of a checkpoint: a JSON file, and a line per example in a difficulty pool.
+"""Reads and writes the orchestrator's part of a checkpoint: a JSON file, and one line per example in a difficulty pool.
 
 ```
-orchestrator.json      step, ledger, schedule with the state of its random numbers, groups in flight
+orchestrator.json      step, ledger, schedule with the state of its random generators, groups in flight
 easy_examples.jsonl    {"env": "guess_number", "example_id": "secret-7", "mean_reward": 1.0}
 hard_examples.jsonl
 ```
@@ -19,10 +19,11 @@ from verbatim.logs.checkpoints.json_files import read_json, read_record, write_r
 
 STATE = "orchestrator.json"
 POOLS = ("easy", "hard")
+"""Pools with a file each; an example in neither is in the normal pool."""
 
 
 def write_loop_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write `Orchestrator.state_dict()` into a checkpoint's folder."""
+    """Write `Orchestrator.state_dict()` into a checkpoint's folder. `write_manifest` syncs the files later."""
     dispatcher = state["dispatcher"]
     schedule = dispatcher["schedule"]
     pools = dict(schedule["pools"])
@@ -37,13 +38,13 @@ def read_loop_state(folder: Path) -> dict[str, Any]:
     """Read the state that `write_loop_state` wrote.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another version; names it.
+        CheckpointError: a file, which is named, is missing, damaged, or of another version.
     """
     state = read_record(folder / STATE)
     try:
         pools = state["dispatcher"]["schedule"]["pools"]
     except (LookupError, TypeError):
-        raise CheckpointError(f"{folder / STATE} is no state of a run") from None
+        raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
     for pool in POOLS:
         file = folder / f"{pool}_examples.jsonl"
         pools[pool] = read_json(file, lambda text: [json.loads(line) for line in text.splitlines()])

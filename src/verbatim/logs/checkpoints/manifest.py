@@ -1,7 +1,7 @@
-"""Seals folders with a `manifest.json` that has size and SHA-256 of every file.
+"""Seals folders with a `manifest.json` that has the size and SHA-256 of every file.
 
 ```
-{"format": 1, "files": {"weights/model.safetensors": {"size": 81920, "sha256": "..."}}, ...what its writer adds}
+{"format": 1, "files": {"weights/model.safetensors": {"size": 81920, "sha256": "..."}}, ...further keys}
 ```
 """
 
@@ -19,14 +19,14 @@ from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 MANIFEST = "manifest.json"
 _OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Errors of the reading process that do not mean damage."""
+"""Error numbers that mean a problem of the reading process (permissions, open files, memory), not damage."""
 
 
 def write_manifest(folder: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest, and sync everything except the name of the folder.
+    """Write the manifest and sync the folder's content. The caller syncs the parent, after it has renamed the folder.
 
     Args:
-        folder: A folder with all its files.
+        folder: A folder that is complete except for the manifest.
         more: Further keys of the manifest.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
@@ -41,14 +41,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a sealed folder.
 
     Raises:
-        CheckpointError: it is missing, unreadable, or of another version.
+        CheckpointError: the manifest is missing, unreadable, or of another version.
     """
     return read_record(folder / MANIFEST)
 
 
 def listed_files(folder: Path) -> set[str]:
-    """Paths of what we have written into a sealed folder, relative to it: the manifest and all that it lists; empty
-    where it cannot be read."""
+    """The files that Verbatim wrote into a sealed folder, as relative paths: the manifest and all files that it lists.
+    Empty if the manifest cannot be read."""
     try:
         return {MANIFEST, *read_manifest(folder)["files"]}
     except (CheckpointError, KeyError, TypeError):
@@ -56,11 +56,11 @@ def listed_files(folder: Path) -> set[str]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first missing or changed file of a sealed folder, as a sentence; None if all are intact.
+    """A sentence on the first missing or changed file of a sealed folder; None if all files are intact.
 
     Raises:
         CheckpointError: the files cannot be checked: no permission, or too many open files.
-        FormatError: another version of Verbatim sealed it.
+        FormatError: another version of Verbatim sealed the folder.
     """
     try:
         manifest = read_manifest(folder)
@@ -72,10 +72,10 @@ def find_damage(folder: Path) -> str | None:
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, expected {size}"
             if sha256(path) != expected:
-                return f"{name} has another SHA-256 than when it was written"
+                return f"{name} has a different SHA-256 than when it was written"
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(error, FormatError) and error.number is not None:
+        if isinstance(error, FormatError) and error.number is not None:  # a valid file of another version
             raise
         if isinstance(cause, OSError) and cause.errno in _OF_THE_READER:
             raise CheckpointError(f"{folder} cannot be read: {describe(cause)}") from cause
@@ -83,12 +83,12 @@ def find_damage(folder: Path) -> str | None:
             return f"{error.filename or folder} cannot be read: {error.strerror or error}"
         return str(error)
     except (KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not one of ours"
+        return f"{MANIFEST} was not written by Verbatim"
     return None
 
 
 def was_changed(path: Path) -> bool:
-    """Whether a file of a sealed folder is not what its manifest lists; False where the manifest says nothing of it."""
+    """True if a file of a sealed folder differs from its entry in the manifest; False if there is no entry."""
     try:
         return bool(read_manifest(path.parent)["files"][path.name]["sha256"] != sha256(path))
     except (CheckpointError, OSError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Reads and writes `forked_from.json`: which run another one was forked from, at which step, and what was changed.
+"""Reads and writes `forked_from.json`: the run that a fork comes from, the step, and the changed keys.
 
 ```
 {"format": 1, "run": "/data/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
@@ -18,36 +18,36 @@ from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 ORIGIN = "forked_from.json"
 FORKING = ".forking"
-"""The file of a folder that is being made, with the names of what is put into it."""
+"""A file that exists while a fork's folder is being filled; it lists the files that the fork writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a fork comes from. Its folder needs nothing of that run: it may be gone."""
+    """The origin of a fork, for information only: the fork works without the other run, which may have been deleted."""
 
     run: str
-    """The folder of the run that it was forked from, absolute, as it was then."""
+    """Absolute path of the folder of the run that was forked, at the time of the fork."""
     step: int
-    """The step after which it goes on."""
+    """The step of the checkpoint at which the fork begins."""
     fresh: tuple[str, ...] = ()
-    """What was not taken over of the checkpoint: "optimizer", "examples"."""
+    """Parts of the state that were reset instead of copied from the checkpoint: "optimizer", "examples"."""
     changes: tuple[str, ...] = ()
-    """The keys that were changed, "key: before -> after", without secrets."""
+    """The changed keys of the configuration, as "key: before -> after", without secrets."""
     forked_from: Origin | None = None
-    """Where that run was forked from in turn."""
+    """The origin of that run, if it is a fork too."""
 
     def in_short(self) -> dict[str, Any]:
-        """Run, step and changed keys: plain JSON values."""
+        """Run, step and changed keys, as plain JSON values."""
         return {"run": self.run, "step": self.step, "changes": list(self.changes)}
 
 
 def write_origin(run: Path, origin: Origin) -> None:
-    """Write it into the folder of a run."""
+    """Write an origin into a run folder."""
     write_record(run / ORIGIN, asdict(origin))
 
 
 def read_origin(run: Path) -> Origin | None:
-    """Where the run in this folder was forked from; None where it was not.
+    """The origin of the run in this folder; None if it is not a fork.
 
     Raises:
         CheckpointError: the file is damaged, or of another version.

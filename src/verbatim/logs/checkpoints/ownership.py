@@ -1,13 +1,13 @@
-"""Proves that a folder is a run's, so that nothing of anybody else is ever removed or replaced.
+"""Proves that a folder belongs to a run, so that other people's files are never removed or replaced.
 
-A run begins in an empty folder, and first writes `verbatim_run.json` into it:
+A run begins in an empty folder, and first writes a marker, `verbatim_run.json`, into it:
 
 ```
 {"format": 1, "id": "5f0c...", "names": ["alarms.jsonl", "best", "checkpoints", "config.toml", ...]}
 ```
 
-`names` are the files and folders that a run makes there; no other is ever removed. A folder that has something in it
-and no such file is not touched.
+`names` are the files and folders that a run creates there; nothing else is ever removed. A folder that is not empty and
+has no marker is not touched.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ NAMES = frozenset({
     "orchestrator.lock", "precision.json", "states", "summary.json", "summary.txt", "trainer.lock", "trajectories",
     "warm_start", "weights",
 })  # fmt: skip
-"""What a run makes in its folder."""
+"""Files and folders that a run creates in its folder."""
 _OF_THE_DISK = frozenset({"lost+found"})
-"""What a file system puts into its root."""
+"""Entries that a file system creates in its root: a mounted empty disk counts as empty."""
 OF_A_BEGINNING = frozenset({MARKER, "orchestrator.lock", "trainer.lock", "logs", *_OF_THE_DISK})
-"""What stands in the folder of a run before its configuration does."""
+"""Entries of a run folder that may exist before the stored configuration does."""
 _HALF_WRITTEN = re.compile(rf"\.{re.escape(MARKER)}\.[0-9a-f]{{16}}")
-"""The name of a marker while it is written."""
+"""The name of a marker while it is being written."""
 _MOST_NAMED = 3
+"""Maximum number of unexpected files that an error names."""
 _MOST_BYTES = 1 << 16
+"""Bytes to read of a marker: a longer file is not one."""
 
 
 def claim(path: Path, but: Iterable[str] = ()) -> None:
-    """Make a folder a run's: it is created, or is empty, or is a run's already.
+    """Mark a folder as a run's. It is created if missing; otherwise it must be empty, or marked already.
 
     Args:
         path: The folder.
-        but: Names that an empty folder may have: the caller's lock.
+        but: Names that are ignored when checking that the folder is empty: the caller's lock.
 
     Raises:
-        UsageError: it holds something and is no run's, or it cannot be written to.
+        UsageError: the folder is neither empty nor a run's, or cannot be written to.
     """
     passed = {*_OF_THE_DISK, *but}
     with _naming(path):
@@ -70,7 +72,7 @@ def claim(path: Path, but: Iterable[str] = ()) -> None:
             )
             if not there:
                 _write(path)
-            elif (problem := _problem(path)) is not None:  # another process of this run may have begun meanwhile
+            elif (problem := _problem(path)) is not None:  # check again: another process may have marked it meanwhile
                 raise UsageError(
                     f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
                     f"found {first_of(there, _MOST_NAMED)}. A new run takes an empty folder; {ANOTHER_FOLDER}"
@@ -79,16 +81,16 @@ def claim(path: Path, but: Iterable[str] = ()) -> None:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether a folder is proven to be a run's."""
+    """True if a folder has a valid marker."""
     return _problem(path) is None
 
 
 def refuse_what_is_not_of_a_beginning(path: Path) -> None:
-    """Refuse a folder with a run's marker and no stored configuration that holds more than a run writes before that:
-    the run was killed at its start, or the marker was copied, and somebody else has put the rest there.
+    """Refuse a folder that has a marker and no stored configuration, but more files than a run writes before its
+    configuration. A run was killed at its start, or the marker was copied, and someone else has added the files.
 
     Raises:
-        UsageError: names what is there.
+        UsageError: there are such files; the message names them.
     """
     if not is_claimed(path) or (path / FORKING).exists():  # a fork lists what it writes
         return
@@ -99,21 +101,21 @@ def refuse_what_is_not_of_a_beginning(path: Path) -> None:
     )
     if there:
         raise UsageError(
-            f"{path} belongs to a run that never began, and holds {first_of(there, _MOST_NAMED)}, which "
-            f"that run has not written; move it to another place, or {ANOTHER_FOLDER}"
+            f"{path} belongs to a run that never began, and contains {first_of(there, _MOST_NAMED)}, which "
+            f"that run did not write; move it elsewhere, or {ANOTHER_FOLDER}"
         )
 
 
 def unclaim(path: Path) -> None:
-    """Take back `claim`: nothing else was written into the folder."""
+    """Undo `claim`, for a folder into which nothing else was written."""
     (path / MARKER).unlink(missing_ok=True)
 
 
 def require_ours(path: Path) -> None:
-    """Refuse a folder that no run has made.
+    """Refuse a folder without a valid marker.
 
     Raises:
-        UsageError: says what is missing.
+        UsageError: there is none; the message has the reason.
     """
     problem = _problem(path)
     if problem is not None:
@@ -129,7 +131,7 @@ def require_writable(path: Path) -> None:
     """Create a folder for runs, and check early that it can be written to.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it cannot be created or written to.
     """
     with _naming(path):
         make_folder(path)
@@ -137,26 +139,26 @@ def require_writable(path: Path) -> None:
 
 
 def remove_from(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders of a run's folder, as far as they are there."""
+    """Remove these files and folders from a run folder; missing ones are ignored."""
     for name in names:
         assert name in NAMES, name
         path = folder / name
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir() and not path.is_symlink():  # never follow a link out of the folder
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what the run has made, and the folder, if nothing else is in it."""
+    """Remove all files of a run, and the folder if it is empty then."""
     remove_from(folder, sorted(NAMES))
-    (folder / MARKER).unlink(missing_ok=True)
+    (folder / MARKER).unlink(missing_ok=True)  # last: if this is interrupted, the rest still counts as a run's
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def _problem(path: Path) -> str | None:
-    """Why this folder is not proven to be a run's."""
+    """The reason why a folder has no valid marker; None: it has one."""
     marker = path / MARKER
     try:
         with open_regular(marker) as file:
@@ -176,7 +178,8 @@ def _problem(path: Path) -> str | None:
 
 
 def _write(path: Path) -> None:
-    """Two processes of one run may do so at once: both write the same, but for the id."""
+    """Write the marker. Both processes of a run may do so at once: the first one's marker stays, because a hard link,
+    unlike a rename, does not replace an existing file."""
     content = stamped(MARKER, {"id": secrets.token_hex(16), "names": sorted(NAMES)})
     temporary = path / f".{MARKER}.{secrets.token_hex(8)}"
     try:
@@ -193,7 +196,7 @@ def _write(path: Path) -> None:
 
 
 def _probe(path: Path) -> None:
-    """Write to a file without a name: an empty one can be written to a full disk."""
+    """Check that the folder can be written to. With some bytes, because an empty file can be created on a full disk."""
     with tempfile.TemporaryFile(dir=path) as probe:
         probe.write(bytes(1 << 16))
 

@@ -1,4 +1,4 @@
-"""Manages the folder of one run: its path, its files, its lock and its stored configuration.
+"""Manages a run folder: its path, its files, its lock and its stored configuration.
 
 ```
 runs/guess_number/latest -> 20260131-142501
@@ -65,7 +65,7 @@ from verbatim.logs.checkpoints.stored_config import (
 logger = logging.getLogger(__name__)
 
 PRECISION = "precision.json"
-"""What `dtype = "auto"` became, and why."""
+"""The dtype that `dtype = "auto"` selected, and the reason."""
 _LEFT = {
     ORCHESTRATOR: (
         ".trainer_state",
@@ -79,32 +79,34 @@ _LEFT = {
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }
-"""Files that a killed process may leave half written, by role; the next process of that role removes them."""
+"""Files that a killed process may leave incomplete, by role; the next process of that role removes them. By role,
+because the other process of the run may be writing its own."""
 
 
 class RunFolder:
-    """A run's folder, locked for one role until `close`. Created by `create`, `resume` or `join`."""
+    """A run folder, locked for one role until `close`. Use `open`, `create`, `resume` or `join` to get one."""
 
     def __init__(self, path: Path, role: str, lock: FolderLock | None = None) -> None:
         self.path = path
         self.weights = path / "weights"
         """Folder of published weights."""
         self.exchange = path / "exchange"
-        """Folder through which the two processes exchange files."""
+        """Folder in which orchestrator and trainer exchange files."""
         self.checkpoints = path / "checkpoints"
-        """Folder of a `CheckpointStore`."""
+        """Folder of the run's `CheckpointStore`."""
         self.metrics = path / "metrics.jsonl"
+        """Metrics, one line per step."""
         self.alarms = path / "alarms.jsonl"
-        """What went wrong on the way: one line for each alarm that was raised or cleared."""
+        """Alarms, one line for each that was raised or cleared."""
         self.trajectories = path / "trajectories"
-        """What was sampled and what became of it: a Parquet file for each step."""
+        """Trajectories with the outcomes of their tokens, one Parquet file per step."""
         self.evaluations = path / "evaluations"
-        """The episodes of evaluations: a Parquet file for each, by the step that it came after."""
+        """Episodes of the evaluations, one Parquet file each, named after the last step before the evaluation."""
         self.learning_curve = path / "learning_curve.png"
         self.summary = path / "summary.json"
-        """What the run came to."""
+        """Final results."""
         self.summary_text = path / "summary.txt"
-        """The same as it was printed, with the learning curve and an episode before and after training."""
+        """Final results as printed, with the learning curve and an episode before and after training."""
         self.final = path / "final"
         """The trained model, a Hugging Face folder."""
         self.best = path / BEST
@@ -116,20 +118,20 @@ class RunFolder:
         self._new = self._stamped = False
         self._beginning: tuple[str, ...] = ()
         self.is_withdrawn = False
-        """Whether `withdraw` has removed the run: there is nothing to resume."""
+        """True once `withdraw` has removed the run: there is nothing to resume."""
 
     @classmethod
     def open(
         cls, config: RunConfig, role: str, *, resume: bool | Path, joins: bool, held: Held | None = None
     ) -> RunFolder:
-        """The folder of a run that is resumed, joined or created.
+        """Resume, join or create a run.
 
         Args:
-            config: With its name.
-            role: The process: `ORCHESTRATOR` or `TRAINER`.
-            resume: False for a new run; True for the latest of this name, or a run folder.
-            joins: Whether the other process of a new run is started separately.
-            held: The folder, where `holding` holds it already.
+            config: The run's configuration, with its name.
+            role: This process's role, `ORCHESTRATOR` or `TRAINER`.
+            resume: False: a new run; True: the latest run of this name; a path: the run in this folder.
+            joins: True if the other process of a new run is started separately.
+            held: The folder, if `holding` holds it already.
 
         Raises:
             UsageError: as `create`, `resume` and `join`.
@@ -153,18 +155,18 @@ class RunFolder:
         beginning: Callable[[Path], Sequence[str]] | None = None,
         held: Held | None = None,
     ) -> RunFolder:
-        """A folder for a new run: `config.run_dir`, or else `root/name/{time stamp}`.
+        """Create the folder of a new run: `config.run_dir`, or else `root/name/{time stamp}`.
 
         Args:
-            config: The run's configuration, stored last: until then the folder holds no run.
-            name: The folder's below `root`.
-            now: For the time stamp.
-            root: Where runs are.
-            beginning: Puts into the folder what the run begins with; returns the names of it.
+            config: The run's configuration. It is stored last: a folder without it does not count as a run.
+            name: Name of the folder below `root`.
+            now: The time for the time stamp.
+            root: The folder of all runs.
+            beginning: Writes initial files into the folder (for a fork: the checkpoint), and returns their names.
             held: As for `open`.
 
         Raises:
-            UsageError: `run_dir` already holds a run, or something that no run made, or cannot be written to.
+            UsageError: `run_dir` already contains a run, or files that no run made, or cannot be written to.
         """
         if config.run_dir is not None:
             held = held or hold_new(config.run_dir)
@@ -183,7 +185,8 @@ class RunFolder:
 
         folder = cls._open(path, ORCHESTRATOR, begin, held)
         folder._new, folder._stamped = True, config.run_dir is None
-        if folders := folders_beside():  # the stored configuration names modules that lie there
+        # Folders from which the configuration's modules were imported: next to a TOML file that is not part of the run.
+        if folders := folders_beside():
             write_record(path / MODULE_FOLDERS, {"folders": folders})
         return folder
 
@@ -198,31 +201,32 @@ class RunFolder:
         role: str = ORCHESTRATOR,
         held: Held | None = None,
     ) -> RunFolder:
-        """The folder of a run to continue: the given one, `config.run_dir`, or the latest of this name.
+        """Open the folder of a run to resume: `folder`, or else `config.run_dir`, or else the latest run of this name.
 
-        Changes of the configuration are logged and stored.
+        Changes to the configuration are logged and stored.
 
         Raises:
-            UsageError: no such run, it is in use, it cannot be written to, or its stored configuration is damaged and
-                no checkpoint has a copy.
-            CheckpointError: the configuration names another model, or fewer steps than are done.
+            UsageError: there is no such run, it is in use, it cannot be written to, or its stored configuration is
+                damaged and no checkpoint has a copy.
+            CheckpointError: the configuration has another model, or fewer steps than are done.
         """
         held = held or hold_old(folder_to_resume(config, name, folder, root), role)
         return cls._open(held.path, role, lambda found: found._compare_config(config), held)
 
     @classmethod
     def join(cls, config: RunConfig, *, role: str, held: Held | None = None) -> RunFolder:
-        """The explicit folder of a run whose processes are started one by one; the first creates it.
+        """Open `config.run_dir` for a run whose processes are started separately; the first one creates it.
 
         Raises:
-            UsageError: no `run_dir`, a run that has checkpoints, or another configuration than the other process's.
+            UsageError: `run_dir` is not set, the run has checkpoints already, or the other process has a different
+                configuration.
         """
         held = held or hold_shared(folder_to_join(config), role)
         return cls._open(held.path, role, lambda found: found._agree_on_config(config), held)
 
     @classmethod
     def _open(cls, path: Path, role: str, begin: Callable[[RunFolder], None], held: Held | None = None) -> RunFolder:
-        """The folder, locked, after `begin` has prepared it."""
+        """Lock the folder, then let `begin` prepare it; released if that fails."""
         found = cls(path, role, None if held is None else held.take())
         try:
             found.remove_left_overs(role)
@@ -234,26 +238,27 @@ class RunFolder:
 
     @staticmethod
     def stored_tables(config: RunConfig, resume: bool | Path, root: Path = RUNS) -> Mapping[str, Any] | None:
-        """The tables of the configuration that a run to continue has stored, or its newest checkpoint; None where there
-        is no such run, which `resume` refuses.
+        """The stored configuration of a run to resume, as TOML tables, or its copy in the newest checkpoint; None if
+        there is no such run, which `resume` then refuses.
 
         Args:
-            config: With its name.
-            resume: True for the latest of this name, or a run folder.
-            root: Where runs are.
+            config: The given configuration, with its name.
+            resume: True: the latest run of this name; a path: the run in this folder.
+            root: The folder of all runs.
         """
         path = resume if isinstance(resume, Path) else config.run_dir or root / str(config.name) / LATEST
         return stored_tables(path)
 
     def log(self, role: str) -> Path:
-        """The log file of a process, for its owner's eyes; creates it and its folder."""
+        """The log file of a role, readable by its owner only; creates the file and its folder."""
         folder = self.path / "logs"
         folder.mkdir(exist_ok=True)
         make_private(folder / f"{role}.log")
         return folder / f"{role}.log"
 
     def link_latest(self) -> None:
-        """Point `latest` to this run once it can be resumed, so that a run that fails earlier hides no other."""
+        """Point `latest` to this run. Called once the run can be resumed: a run that fails earlier must not hide the
+        one before it."""
         if not self._stamped:
             return
         link = self.path.with_name(LATEST)
@@ -261,7 +266,7 @@ class RunFolder:
             logger.warning("%s is not a link that Verbatim made, and is left alone; the run is in %s", link, self.path)
             return
         if link.is_symlink() and os.readlink(link) == self.path.name:
-            sync(link.parent)  # a killed process may have created it
+            sync(link.parent)  # a process that was killed may have created the link without syncing it
             return
         temporary = self.path.with_name(f".{LATEST}-{self.path.name}")
         temporary.unlink(missing_ok=True)
@@ -269,8 +274,8 @@ class RunFolder:
         rename(temporary, link)
 
     def link_best(self, step: int | None) -> None:
-        """Point `best` to the weights of this step's checkpoint; None removes it. Where the system refuses, that is
-        logged: the checkpoint is there all the same."""
+        """Point `best` to the weights of this step's checkpoint; None removes the link. A failure is only logged: the
+        link is a convenience, and the checkpoint exists without it."""
         temporary = self.path / TEMPORARY_BEST
         try:
             if step is None:
@@ -287,9 +292,9 @@ class RunFolder:
             logger.warning("%s could not be linked to the best checkpoint: %s", self.best, error.strerror or error)
 
     def withdraw(self) -> None:
-        """Remove a new run that failed to start, unless its warm start is done.
+        """Remove a new run that failed to start, unless its warm start is done and can be resumed.
 
-        A time-stamped folder is deleted. In a folder that the user named, which was empty, the logs stay.
+        A time-stamped folder is deleted. In a folder that the user named, the logs are kept.
         """
         if not self._new or ((self.path / "warm_start").exists() and not self._beginning):
             return
@@ -300,7 +305,7 @@ class RunFolder:
             remove_from(self.path, sorted(NAMES - OF_A_BEGINNING))
 
     def remove_left_overs(self, role: str) -> None:
-        """Remove files that a killed process of this role left half written."""
+        """Remove incomplete files of a killed process of this role."""
         remove_from(self.path, (*_LEFT[role], _temporary_config(role)))
 
     def close(self) -> None:
@@ -314,7 +319,7 @@ class RunFolder:
         self.close()
 
     def _store(self, toml: str) -> None:
-        # Both processes of a run may write it, each under its own temporary name.
+        # A temporary name per role, because both processes of a run may write it at once.
         write_file(self.path / CONFIG, toml.encode(), temporary=self.path / _temporary_config(self._role), private=True)
         self.toml = toml
 
@@ -325,6 +330,7 @@ class RunFolder:
         self.toml = dump_config(config)
         temporary = self.path / _temporary_config(self._role)
         try:
+            # A hard link fails if the file exists, where a rename would replace the other process's configuration.
             with naming(self.path / CONFIG):
                 write_private(temporary, self.toml.encode())
             sync(temporary)
@@ -333,24 +339,24 @@ class RunFolder:
         except FileExistsError:
             self.agree(config, self._stored())
         finally:
-            temporary.unlink(missing_ok=True)  # once stored, it has the final name
+            temporary.unlink(missing_ok=True)  # the stored file is a second link to it
 
     def agree(self, config: RunConfig, other: str) -> None:
-        """Refuse a configuration that differs from that of the run's other process, which stays stored.
+        """Refuse a configuration that differs from that of the run's other process, whose configuration is stored.
 
         Raises:
-            UsageError: names every key that differs.
+            UsageError: they differ; the message has every key that does.
         """
         if changes := changed_keys(config, other):
             self._store(other)
             raise UsageError(
-                f"the other process of the run in {self.path} has another configuration; stored -> "
+                f"the other process of the run in {self.path} has a different configuration; stored -> "
                 f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
                 "folder with --run-dir FOLDER"
             ) from None
 
     def _stored(self) -> str:
-        """The stored configuration; a damaged one is restored from the newest checkpoint with a copy."""
+        """The stored configuration as TOML; a damaged file is restored from the newest checkpoint with a copy."""
         path = self.path / CONFIG
         damage = damage_of_stored(path)
         if damage is None:
@@ -358,8 +364,8 @@ class RunFolder:
         copy = newest_copy(self.path)
         if copy is None:
             raise UsageError(
-                f"{path}, the configuration that the run is compared with, is damaged: {damage}. Write it "
-                f"anew from the file that the run was started with:  verbatim config FILE > {path}; "
+                f"{path}, the run's stored configuration, is damaged: {damage}. Write it "
+                f"again from the file that the run was started with:  verbatim config FILE > {path}; "
                 "or start a new run"
             )
         aside = f", and the damaged one is {keep_aside(path)}" if path.exists() else ""
@@ -368,7 +374,7 @@ class RunFolder:
         return self.toml
 
     def _compare_config(self, config: RunConfig) -> None:
-        """Store the configuration of a run that goes on, if it can."""
+        """Store the configuration of a resumed run, if the run can be resumed with it."""
         stored = self._stored()
         changes = changed_keys(config, stored)
         if of_model := [change for change in changes if change.startswith("model.")]:
@@ -382,7 +388,7 @@ class RunFolder:
                 f"the run in {self.path} has done {done} steps, and max_steps = {config.max_steps}; "
                 f"expected at least {done}, or a new run"
             )
-        (self.path / FORKING).unlink(missing_ok=True)  # a fork that was killed once its checkpoint was there
+        (self.path / FORKING).unlink(missing_ok=True)  # left by a fork that was killed after copying its checkpoint
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)
         if (copy := newest_copy(self.path)) is not None and (other := changed_since(copy, stored)):
@@ -401,9 +407,9 @@ def _temporary_config(role: str) -> str:
 
 
 def _make_stamped(parent: Path, now: datetime) -> Path:
-    """`parent/{time stamp}`, created by this process alone; `-2`, `-3`, ... within the same second."""
+    """Create `parent/{time stamp}` for this process alone; with a suffix `-2`, `-3`, ... within the same second."""
     require_writable(parent)
-    for left in parent.glob(f".{LATEST}-*"):
+    for left in parent.glob(f".{LATEST}-*"):  # temporary links of runs that were killed in `link_latest`
         name = left.name.removeprefix(f".{LATEST}-")
         if left.is_symlink() and os.readlink(left) == name and not is_locked(parent / name / f"{ORCHESTRATOR}.lock"):
             left.unlink(missing_ok=True)

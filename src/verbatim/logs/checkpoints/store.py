@@ -2,11 +2,11 @@
 
 ```
 checkpoints/
-    step_000025/            manifest.json (size and SHA-256 of every file, lengths of the logs), and what the run wrote
+    step_000025/            manifest.json (size and SHA-256 of every file, lengths of the logs), and the run's files
     step_000050/
     .writing-step_000075/   being written; renamed when it is complete and on disk
-    step_000060.damaged-1/  was damaged when the run was resumed from the one before
-    step_000070.kept-1/     was to be removed, and holds files that its manifest does not list
+    step_000060.damaged-1/  was found damaged when the run was resumed from the one before
+    step_000070.kept-1/     was to be removed, but contains files that its manifest does not list
 ```
 """
 
@@ -41,12 +41,13 @@ from verbatim.logs.checkpoints.manifest import MANIFEST, find_damage, listed_fil
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
-"""The folder of a checkpoint that has its weights."""
+"""A checkpoint's folder with the weights."""
 BEST = "best"
-"""The manifest's key for what is known of the best evaluation: a table with its `step`."""
+"""The manifest's key for the best evaluation so far: a table with its `step`."""
 LOGS = "logs"
-"""The manifest's key for the lengths of the logs at a checkpoint."""
+"""The manifest's key for the lengths of the logs at a checkpoint; a resumed run cuts the logs to them."""
 _WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
+"""Prefixes of folders that are not checkpoints: while being written, replaced or deleted. See `_clean`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +55,13 @@ class Checkpoint:
     """A complete checkpoint."""
 
     step: int
-    """Steps done when it was written."""
+    """Number of steps done when it was written."""
     folder: Path
-    """Its folder."""
+    """The checkpoint's folder."""
 
     @property
     def weights(self) -> Path:
-        """Its weights: a Hugging Face folder, or that of an adapter of `peft`."""
+        """The folder of the weights: a Hugging Face model, or a `peft` adapter."""
         return self.folder / WEIGHTS
 
 
@@ -68,10 +69,10 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: Created if missing.
+        folder: The folder of all checkpoints; created if missing.
         keep_last: Number of newest checkpoints to keep.
         keep_every: Also keep checkpoints whose step is a multiple of this.
-        read_only: Do not remove remains of a killed write, because another process may be writing.
+        read_only: Do not remove incomplete checkpoints, which another process may be writing.
     """
 
     def __init__(
@@ -89,18 +90,18 @@ class CheckpointStore:
     def writing(
         self, step: int, logs: Mapping[str, Any] | None = None, best: Mapping[str, Any] | None = None
     ) -> Iterator[Path]:
-        """Context manager for a folder that becomes the checkpoint of this step when the block ends without an error; a
-        loss of power cannot undo it.
+        """A folder that becomes the checkpoint of this step when the block ends without an error. From then on the
+        checkpoint survives a power failure.
 
         A checkpoint of the same step is replaced. If the block raises, the folder is removed.
 
         Args:
             step: Number of finished steps.
             logs: Length of each log by name, as plain JSON values for the manifest.
-            best: The best evaluation so far, with its `step`, as plain JSON values: that step's checkpoint stays.
+            best: The best evaluation so far, with its `step`, as plain JSON values. That step's checkpoint is kept.
 
         Raises:
-            CheckpointNotWritten: the system refused to write (disk full, no permission): names path and reason.
+            CheckpointNotWritten: a write failed (disk full, no permission); the message has path and reason.
         """
         name = f"step_{step:06d}"
         temporary = self.folder / f"{_WRITING}{name}"
@@ -121,8 +122,8 @@ class CheckpointStore:
         self._retire({step, best["step"]} if best is not None else {step})
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint of another run, as it is. The files of both are the same ones, where the system has
-        second names for files."""
+        """Copy a checkpoint of another run, with hard links where the file system has them: files of a checkpoint are
+        never modified in place."""
         name = f"step_{checkpoint.step:06d}"
         temporary = self.folder / f"{_WRITING}{name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -131,7 +132,7 @@ class CheckpointStore:
         _put_in_place(temporary, self.folder / name)
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
-        """The error for a checkpoint that could not be written; further lines of `error` come last."""
+        """The error for a checkpoint that could not be written; lines of `error` after the first come last."""
         why, _, quoted = describe(error, self.folder).partition("\n")
         return CheckpointNotWritten(
             f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
@@ -148,10 +149,10 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """The newest undamaged checkpoint; None if the run has no checkpoints.
 
-        A damaged one is logged with its file, and the previous one is used.
+        A damaged checkpoint is logged with the damaged file, and the one before it is tried.
 
         Raises:
-            CheckpointError: there are checkpoints, and every one of them is damaged.
+            CheckpointError: there are checkpoints, and all of them are damaged.
         """
         damages = []
         for step in reversed(self.steps()):
@@ -170,7 +171,8 @@ class CheckpointStore:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the damaged checkpoints newer than the one that a run resumes from."""
+        """Rename checkpoints newer than the one that the run resumes from: they are damaged, and the run would replace
+        them."""
         for newer in self.steps():
             if newer > step:
                 aside = keep_aside(self.folder / f"step_{newer:06d}")
@@ -182,20 +184,20 @@ class CheckpointStore:
         return dict(found) if isinstance(found, dict) else {}
 
     def set_logs(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Replace the stored lengths after damaged logs were shortened."""
+        """Replace the stored lengths of the logs, after damaged logs were cut further back."""
         folder = self.folder / f"step_{step:06d}"
         write_record(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
 
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation, as it was given to `writing` or `mark_best` last; None where none was."""
+        """The best evaluation that was last given to `writing` or `mark_best`; None: there was none."""
         for step in reversed(self.steps()):
-            with contextlib.suppress(CheckpointError):  # a damaged manifest: the one before knows almost as much
+            with contextlib.suppress(CheckpointError):  # a damaged manifest: use the one before, which may be older
                 found = read_manifest(self.folder / f"step_{step:06d}").get(BEST)
                 return found if isinstance(found, dict) and type(found.get("step")) is int else None
         return None
 
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
-        """Say in an existing checkpoint which evaluation is the best so far."""
+        """Record the best evaluation so far in an existing checkpoint."""
         folder = self.folder / f"step_{step:06d}"
         write_record(folder / MANIFEST, {**read_manifest(folder), BEST: dict(best)})
 
@@ -206,25 +208,28 @@ class CheckpointStore:
                 continue
             try:
                 self.remove(step)
-            except OSError as error:
+            except OSError as error:  # the new checkpoint is complete: a leftover old one is no reason to fail
                 logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint; one with files that its manifest does not list is kept as `step_000025.kept-1`.
+        """Remove a checkpoint. One with files that its manifest does not list, which are the user's, is kept as
+        `step_000025.kept-1`.
 
         Raises:
-            OSError: the system refused.
+            OSError: the operating system refused.
         """
         folder = self.folder / f"step_{step:06d}"
         doomed = self.folder / f"{_DELETING}{folder.name}"
         if files_below(folder) <= (ours := listed_files(folder)):
-            rename(folder, doomed)  # so that a half deleted folder is no checkpoint
+            rename(folder, doomed)  # a partly deleted folder must not look like a checkpoint
             shutil.rmtree(doomed)
         else:
             remove_folder(folder, ours)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
+    """Rename `temporary` to `final`. An old `final` is moved aside first, since a rename cannot replace a folder with
+    files; if the process is killed in between, `_clean` moves it back."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if not files_below(final) <= (ours := listed_files(final)):
@@ -242,7 +247,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove remains of a killed process; restore a checkpoint that was moved aside and not yet replaced."""
+    """Remove incomplete folders of a killed process; restore a checkpoint that was moved aside but not replaced yet."""
     for path in folder.iterdir():
         if path.name.startswith(_REPLACED):
             final = folder / path.name.removeprefix(_REPLACED)
@@ -250,7 +255,7 @@ def _clean(folder: Path) -> None:
                 os.rename(path, final)
                 continue
         if path.name.startswith((_WRITING, _REPLACED, _DELETING)):
-            logger.warning("%s: removed, a killed process left it", path)
+            logger.warning("removed %s, which a killed process left behind", path)
             shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""Reads the configuration that is stored in a run's folder, finds its copies, and compares it with another one."""
+"""Reads the configuration stored in a run folder, finds its copies in checkpoints, and compares it with another one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ CONFIG = "config.toml"
 
 
 def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConfig:
-    """What `load`, a call of `load_config`, reads from the file; where that is the damaged one of a run folder, the
-    message says where a copy is.
+    """Load a configuration; if the file is a run folder's and damaged, the error has the command that restores it.
+
+    Args:
+        file: The configuration file.
+        load: Calls `load_config`.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: as `load_config`; or the file of a run folder is cut off.
     """
     try:
         loaded = load(file)
@@ -43,13 +46,13 @@ def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConf
 
 
 def newest_copy(path: Path) -> Path | None:
-    """Path of the configuration in the newest checkpoint with a whole one; None if none has."""
+    """The undamaged copy of the configuration in the newest checkpoint that has one; None: there is no copy."""
     copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
     return next((copy for copy in copies if damage_of_config(copy) is None and not was_changed(copy)), None)
 
 
 def damage_of_config(path: Path) -> str | None:
-    """The damage of a stored configuration as a sentence, or None. Keys of other versions of Verbatim are no damage."""
+    """A sentence on the damage of a stored configuration, or None. Keys of other Verbatim versions are not damage."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -57,18 +60,19 @@ def damage_of_config(path: Path) -> str | None:
     except RecursionError:
         return "it is nested too deeply"
     except ValueError as error:
-        return f"it is no TOML: {error}"
+        return f"it is not valid TOML: {error}"
     return None if isinstance(document.get("model"), dict) else "it has no [model] table"
 
 
 def damage_of_stored(path: Path) -> str | None:
-    """The damage of a run's own configuration as a sentence, or None: also of one that was cut off between two keys,
-    which is still TOML."""
+    """A sentence on the damage of a run folder's configuration, or None. A file that was cut off between two keys is
+    still valid TOML, so it is compared with its copy too."""
     return damage_of_config(path) or _missing_end(path)
 
 
 def _missing_end(path: Path) -> str | None:
-    """Where a run's configuration, which is TOML, has only the beginning of its copy in the newest checkpoint."""
+    """A sentence if a run folder's configuration is only the beginning of its copy in the newest checkpoint, else
+    None."""
     copy = newest_copy(path.parent)
     if copy is None:
         return None
@@ -79,8 +83,8 @@ def _missing_end(path: Path) -> str | None:
 
 
 def stored_tables(path: Path) -> Mapping[str, Any] | None:
-    """The tables of the configuration in a run's folder; of a damaged one those of its copy in the newest checkpoint.
-    None where there is neither."""
+    """The configuration in a run folder as TOML tables, or its copy in the newest checkpoint if it is damaged; None if
+    there is neither."""
     file: Path | None = path / CONFIG
     if file is not None and damage_of_stored(file) is not None:
         file = newest_copy(path)
@@ -88,10 +92,10 @@ def stored_tables(path: Path) -> Mapping[str, Any] | None:
 
 
 def changed_keys(config: RunConfig, toml: str) -> list[str]:
-    """The keys whose values differ from those of a stored configuration, as "key: stored -> given", without secrets.
+    """The keys whose values differ from a stored configuration, as "key: stored -> given", without secrets.
 
     Raises:
-        UsageError: the stored one is no TOML.
+        UsageError: the stored configuration is not valid TOML.
     """
     try:
         return _differences(toml, dump_config(config))
@@ -102,7 +106,7 @@ def changed_keys(config: RunConfig, toml: str) -> list[str]:
 
 
 def changed_since(copy: Path, toml: str) -> list[str]:
-    """The keys whose values in a stored configuration differ from those of its copy, as "key: copy -> stored", without
+    """The keys whose values differ between a stored configuration and its copy, as "key: copy -> stored", without
     secrets."""
     return _differences(copy.read_text(encoding="utf-8"), toml)
 
@@ -111,7 +115,7 @@ def _differences(before: str, now: str) -> list[str]:
     stored, current = (dict(leaves(tomllib.loads(toml))) for toml in (before, now))
     return [
         f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
-        for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
+        for key in sorted({*stored, *current} - {"run_dir"})  # a moved run folder is not a change
         if stored.get(key) != current.get(key)
     ]
 

@@ -1,4 +1,4 @@
-"""Reports a run: on the console, as JSONL of metrics and trajectories, as a learning curve, and to services."""
+"""Reports a run: on the console, as JSON lines and Parquet files, as a learning curve, and to services such as W&B."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ MONITORS: Mapping[str, str] = {
     "tensorboard": "verbatim.logs.monitors.tensorboard:Tensorboard",
     "wandb": "verbatim.logs.monitors.wandb:Wandb",
 }
-"""By the name of their table, [monitor.NAME]. The table's keys are the parameters; called with a `RunInfo` as the run
-starts, a component gives a `Monitor`."""
+"""Import path of each bundled service by the name of its table, [monitor.NAME]. The table's keys are the component's
+parameters; when the run starts, it is called with a `RunInfo` and returns a `Monitor`."""
 
 __all__ = [
     "MONITORS",

@@ -1,4 +1,4 @@
-"""Defines an alarm, and what raises alarms."""
+"""Defines alarms, and the protocol of detectors, which raise them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ State = Literal["raised", "cleared"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """Something is wrong with a run, or no longer wrong."""
+    """A problem of a run, or the end of one."""
 
     name: str
-    """Of the kind, such as `entropy_collapse`."""
+    """The kind of alarm, such as `entropy_collapse`."""
     step: int
-    """Steps done when it was noticed; 0 is before the first."""
+    """Number of steps done when the problem was detected; 0: before the first step."""
     state: State
-    """"cleared": what was raised under this name, for this environment, is over."""
+    """"raised", or "cleared": the problem raised under this name and environment is over."""
     message: str
-    """One sentence: what is seen, with its numbers."""
+    """One sentence: the observation, with its numbers."""
     cause: str
-    """What most often causes it."""
+    """The most common cause."""
     advice: str
-    """The key to change, and to what: `lower trainer.optim.lr (now 3e-4)`."""
+    """The configuration key to change, and how: `lower trainer.optim.lr (now 3e-4)`."""
     evidence: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that show it, by name."""
+    """Metrics that show the problem, by name."""
     env: str | None = None
-    """The environment that it is about; None: the run."""
+    """The environment with the problem; None: the whole run."""
     trajectory_ids: tuple[str, ...] = ()
-    """Trajectories that show it."""
+    """Trajectories that show the problem."""
 
     @property
     def metric(self) -> str:
-        """What services call it: one that is raised for two environments is two metrics.
+        """The metric's name in services. It includes the environment, so that two environments have two metrics.
 
         >>> Alarm(name="stale", step=3, state="raised", message="", cause="", advice="", env="game").metric
         'alarm/stale/game'
@@ -45,7 +45,7 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """All of it as one paragraph, for people.
+        """Message, environment, cause and advice as one paragraph.
 
         >>> Alarm(name="stale", step=3, state="raised", message="Rollouts are 9 steps old.", cause="slow episodes",
         ...       advice="lower orchestrator.max_async_level", env="game").text
@@ -59,20 +59,20 @@ class Alarm:
 
 
 class Detector(Protocol):
-    """Raises alarms. The run calls it after each step and each evaluation, on the thread and in the order of the
-    monitors, and passes what it returns to their `on_alarm`. One that raises an exception is reported, and the run goes
-    on without it."""
+    """Raises alarms. The run calls its detectors after each step and each evaluation, on the same thread as the
+    monitors, and passes the alarms to the monitors' `on_alarm`. An exception in a detector is logged, and the run
+    continues without that detector."""
 
     def on_step(
         self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]
     ) -> Iterable[Alarm]:
-        """What this step shows. Metrics and outcomes are those of `Monitor.on_step` and `Monitor.on_trajectories`."""
+        """The alarms of a step. The arguments are those of `Monitor.on_step` and `Monitor.on_trajectories`."""
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> Iterable[Alarm]:
-        """What this evaluation shows; metrics are those of `Monitor.on_eval`."""
+        """The alarms of an evaluation. The arguments are those of `Monitor.on_eval`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on watching, as plain JSON values: stored in each checkpoint."""
+        """The detector's state, as plain JSON values; stored in each checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. Not called for a checkpoint that has none."""
+        """Restore the state of `state_dict`. Not called if the checkpoint has no state of this detector."""

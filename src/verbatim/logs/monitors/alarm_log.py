@@ -1,4 +1,4 @@
-"""Writes and reads the alarms of a run as JSON lines."""
+"""Writes a run's alarms as JSON lines, and reads them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ALARMS = "alarms.jsonl"
 
 
 class AlarmLog(JsonlLog, Monitor):
-    """One object for each alarm, with its fields."""
+    """Writes one JSON object per alarm, with the alarm's fields."""
 
     def on_alarm(self, alarm: Alarm) -> None:
         self.writer.write(stamped(ALARMS, vars(alarm)))
 
 
 def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
-    """The alarm of one line of `alarms.jsonl`, as `read_log` gives it.
+    """The alarm in one record of `alarms.jsonl`, in the form that `read_log` returns.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the record is not an alarm.
     """
     if record["state"] not in ("raised", "cleared"):
         raise ValueError(f'state: found {record["state"]!r}, expected "raised" or "cleared"')
@@ -35,17 +35,17 @@ def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """The alarms of an `alarms.jsonl`, in order; empty where there is no such file.
+    """The alarms in an `alarms.jsonl`, in order; empty if there is no such file.
 
     Raises:
-        UsageError: a line that is no JSON object.
-        TypeError, ValueError: one that is no alarm.
+        UsageError: a line is not a JSON object.
+        KeyError, TypeError, ValueError: a line is not an alarm.
     """
     return [alarm_from_json(record) for record in read_log(path, ALARMS)] if path.is_file() else []
 
 
 def standing_alarms(alarms: Iterable[Alarm]) -> list[Alarm]:
-    """Those that were raised and not cleared since, in the order in which they were raised."""
+    """Alarms that were raised and have not been cleared, in the order in which they were last raised."""
     found: dict[tuple[str, str | None], Alarm] = {}
     for alarm in alarms:
         found.pop((alarm.name, alarm.env), None)
@@ -55,7 +55,7 @@ def standing_alarms(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 
 def is_alarm(record: Any) -> bool:
-    """Whether a value is a line that `AlarmLog` writes."""
+    """True if a JSON value is a record written by `AlarmLog`."""
     try:
         return type(alarm_from_json(content_of(ALARMS, record, ALARMS)).step) is int
     except (LookupError, TypeError, ValueError, AttributeError):

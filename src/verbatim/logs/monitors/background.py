@@ -1,10 +1,10 @@
-"""Passes what a run reports to a service on a thread, so that the run waits for nothing.
+"""Sends a run's reports to a service from a thread, so that the run never waits for the service.
 
 ```
 put(call) -> a queue of at most 1000 calls -> thread: handle = open(); call(handle) ...; finish(handle)
 ```
-Whatever the service does is a warning: a call that does not fit into the queue is dropped and counted, one that raises
-costs no other, and the end has a deadline.
+A failure of the service only causes a warning: if the queue is full, calls are dropped and counted; a call that raises
+does not affect the others; and closing has a deadline.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from verbatim.core.redaction import without_secrets
 logger = logging.getLogger(__name__)
 
 MAX_CALLS = 1000
-"""Steps and evaluations that wait for the service; further ones are dropped."""
+"""Maximum number of records that wait for the service; further ones are dropped."""
 OPEN_SECONDS = 30.0
-"""Until a service that does not answer is given up."""
+"""Time limit, in seconds, for the service to open the record."""
 FINISH_SECONDS = 30.0
-"""For what is left when the run is over."""
+"""Time limit, in seconds, for sending the rest after the run has ended."""
 
 Handle = TypeVar("Handle")
 
@@ -33,13 +33,12 @@ class Background(Generic[Handle]):
     """A thread that talks to one service.
 
     Args:
-        service: Its name, in front of warnings.
-        open: Opens the record; called on the thread, perhaps before the caller has this object. Where it raises, the
-            run has no record there.
-        finish: Ends it.
-        how_to_recover: What people can do about what was not delivered, as the end of a sentence.
-        retry_seconds: Until a service that could not be opened is tried again, what was put meanwhile waiting in the
-            queue; None: it is tried once.
+        service: The service's name, in front of warnings.
+        open: Opens the run's record at the service. Called on the thread, possibly before this constructor has
+            returned. If it raises, the run has no record there.
+        finish: Closes the record.
+        how_to_recover: How the user can recover what was not delivered, as the end of a sentence.
+        retry_seconds: Seconds between attempts to open the record, while calls wait in the queue; None: one attempt.
     """
 
     def __init__(
@@ -52,7 +51,8 @@ class Background(Generic[Handle]):
         retry_seconds: float | None = None,
     ) -> None:
         self._service, self._open, self._finish, self._how_to_recover = service, open, finish, how_to_recover
-        self._calls: queue.Queue[Callable[[Handle], object] | None] = queue.Queue(MAX_CALLS + 1)  # 1 for the end
+        # One place more than MAX_CALLS, so that `close` can always put the None that ends the thread.
+        self._calls: queue.Queue[Callable[[Handle], object] | None] = queue.Queue(MAX_CALLS + 1)
         self._num_dropped = self._num_refused = 0
         self._is_lost = False
         self._retry_seconds = retry_seconds
@@ -61,7 +61,7 @@ class Background(Generic[Handle]):
         self.thread.start()
 
     def put(self, call: Callable[[Handle], object]) -> None:
-        """Have this called with the open record, after what was put before. Returns at once."""
+        """Queue a call, which the thread makes with the open record, in order. Returns at once."""
         if self._is_lost:
             return
         if self._calls.qsize() >= MAX_CALLS:
@@ -72,7 +72,7 @@ class Background(Generic[Handle]):
         self._calls.put_nowait(call)
 
     def close(self) -> None:
-        """Wait until everything is delivered, at most until the deadlines."""
+        """Wait until all calls have been made, or the time limits are reached."""
         self._calls.put_nowait(None)
         self._is_closing.set()
         self.thread.join(OPEN_SECONDS + FINISH_SECONDS)
@@ -86,7 +86,7 @@ class Background(Generic[Handle]):
         warn(self._service, message)
 
     def _opened(self) -> Handle | None:
-        """The open record; None where the service cannot be used."""
+        """Open the record; None if the service cannot be used. Once more after `close`, in case the service is back."""
         was_told = False
         while True:
             is_last = self._retry_seconds is None or self._is_closing.is_set()

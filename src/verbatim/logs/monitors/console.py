@@ -1,4 +1,4 @@
-"""Prints lines of steps, evaluations and alarms, and a live view below them where there is a terminal."""
+"""Prints a line for each step, evaluation and alarm, with a live view below them on a terminal."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ COLUMNS: tuple[Column, ...] = (
     ("trainer tok/s", "tokens_per_second", ".0f"),
     ("idle s", "time/trainer_idle", ".1f"),
 )
-"""Heading, metric and number format of each column. One that had no value yet is left out; a value that is missing is
-shown as -."""
+"""Heading, metric and number format of each column. A column is left out until it has a value; values that are missing
+later are shown as -."""
 
 HEADER_EVERY = 20
-"""Lines of steps between two headings."""
+"""Number of step lines between two headings."""
 
 SECONDS_BETWEEN = 5.0
-"""On a terminal, a step that ends sooner after the last line is shown in the bar alone."""
+"""Minimum seconds between step lines on a terminal: the steps in between only move the bar."""
 
 
 class Console(Monitor):
-    """Prints steps, evaluations and alarms. On a terminal there is a live view below them: progress with the time left,
-    the last evaluation, what each side waits for, and the alarm that stands; lines have as many columns as fit, and of
-    quick steps not every one has a line. Elsewhere every step has a whole line.
+    """Prints steps, evaluations and alarms.
+
+    On a terminal, a live view below them shows the progress with the time left, the last evaluation, what sampler and
+    trainer wait for, and the latest alarm that has not cleared. Lines have as many columns as fit, and some quick steps
+    have no line. If the output is not a terminal, every step has a full line.
 
     Args:
-        max_steps: The length of the bar.
+        max_steps: Number of steps of the run.
         console: Where to print; standard output by default.
-        first_step: Steps done before this process started (a resumed run).
+        first_step: Number of steps done before this process started (a resumed run).
         now: A clock, in seconds.
-        alarms: Those that stand since before this process started; each gets a line.
+        alarms: Alarms raised by earlier processes of the run and not cleared; each is printed.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Console(Monitor):
             self._print_alarm(alarm, "since")
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """One line, under a heading every so often."""
+        """Print one line, with a heading every `HEADER_EVERY` lines."""
         reward = metrics.get("reward/mean", math.nan)
         self._bar.update(step, note="" if math.isnan(reward) else f"reward {format_number(reward)}")
         self._metrics = metrics
@@ -96,13 +98,13 @@ class Console(Monitor):
         self._last_line = self._now()
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """One line with the first figures of the evaluation; on a terminal, as many as fit."""
+        """Print one line with the main metrics of the evaluation; on a terminal, as many as fit."""
         self._evals[env] = f"{env}  {'  '.join(_main_figures(metrics)) or 'no result'}  after step {step}"
         width = self.console.width if self.console.is_terminal else None
         self._print(eval_line(step, env, metrics, width), style="bold")
 
     def on_alarm(self, alarm: Alarm) -> None:
-        """What is wrong, why, and what to do."""
+        """Print the alarm with its cause and advice."""
         self._alarms = standing_alarms([*self._alarms, alarm])
         self._print_alarm(alarm, "after")
 
@@ -117,7 +119,7 @@ class Console(Monitor):
         self.view.stop()
 
     def lines(self) -> list[tuple[str, Text]]:
-        """The lines of the live view: a label and a text for each."""
+        """The lines of the live view, each a label and a text."""
         found = []
         if self._evals:
             found.append(("eval", Text("  ·  ".join(self._evals.values()))))
@@ -134,7 +136,7 @@ class Console(Monitor):
 
 
 def known_columns(metrics: Metrics, shown: Sequence[Column] = ()) -> tuple[Column, ...]:
-    """The columns that have a value in these metrics, and those that were shown before.
+    """The columns that have a value in these metrics or were shown before.
 
     >>> known_columns({"reward/mean": 0.5, "success": float("nan")})
     (('reward', 'reward/mean', '.3f'),)
@@ -143,12 +145,12 @@ def known_columns(metrics: Metrics, shown: Sequence[Column] = ()) -> tuple[Colum
 
 
 def header(max_steps: int, columns: Sequence[Column], width: int | None = None) -> str:
-    """The columns' names over their values, as many as fit into the width."""
+    """The columns' names, aligned with their values, as many as fit into the width."""
     return _fit([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, *_ in columns)], width)
 
 
 def step_line(step: int, max_steps: int, metrics: Metrics, columns: Sequence[Column], width: int | None = None) -> str:
-    """One step: `3/100`, then the columns that fit into the width.
+    """The line of one step: `3/100`, then the columns that fit into the width.
 
     >>> step_line(3, 100, {"reward/mean": 0.5}, COLUMNS[:3])
     '   3/100    0.500        -        -'
@@ -161,7 +163,7 @@ def step_line(step: int, max_steps: int, metrics: Metrics, columns: Sequence[Col
 
 
 def _fit(cells: Sequence[str], width: int | None) -> str:
-    """The first cells that fit, two spaces between them; all of them where no width is given."""
+    """Join the first cells that fit into the width with two spaces; without a width, all of them."""
     line = cells[0]
     for cell in cells[1:]:
         if width is not None and len(line) + 2 + len(cell) > width:
@@ -171,8 +173,8 @@ def _fit(cells: Sequence[str], width: int | None) -> str:
 
 
 def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -> str:
-    """What a person reads first, where it has a value: success with its interval, the reward where it is not the
-    success, its parts, turns, and how much was played. The metrics log has the rest.
+    """The line of one evaluation: success with its interval, the reward unless it equals success, counts of examples
+    and episodes, reward parts, and turns, each if it has a value. The metrics log has the rest.
 
     >>> eval_line(20, "game", {"success": 0.91, "success/low": 0.85, "success/high": 0.95, "turns": 2.5, "lr": 0.1,
     ...                        "examples": 15, "episodes": 30, "failed": 0})
@@ -187,7 +189,7 @@ def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -
 
 
 def _main_figures(metrics: Metrics) -> list[str]:
-    """The first figures of an evaluation: success, and the reward where it is not the success."""
+    """The main metrics of an evaluation: success, and the reward unless it equals success."""
     known = {name: metrics[name] for name in ("success", "reward/mean") if not math.isnan(metrics.get(name, math.nan))}
     if len(known) == 2 and reward_is_success(metrics):
         known.pop("reward/mean")
@@ -195,14 +197,14 @@ def _main_figures(metrics: Metrics) -> list[str]:
 
 
 def _interval(name: str, metrics: Metrics) -> str:
-    """The interval beside a metric: from `success/low` and `success/high`, or `reward/low` and `reward/high`."""
+    """A metric's interval as text: from `success/low` and `success/high`, or `reward/low` and `reward/high`."""
     family = name.removesuffix("/mean")
     low, high = metrics.get(f"{family}/low", math.nan), metrics.get(f"{family}/high", math.nan)
     return "" if math.isnan(low) or math.isnan(high) else f" [{number(low)}, {number(high)}]"
 
 
 def what_waits(metrics: Metrics) -> str:
-    """What each side of the last step waited for; empty where nothing is known.
+    """What sampler, trainer and orchestrator waited for in the last step; empty if nothing is known.
 
     >>> what_waits({"time/step": 10.0, "time/sampler_idle": 1.0, "time/trainer_idle": 6.0, "time/wait_for_batch": 2.0,
     ...             "queue/groups_in_flight": 3})
@@ -234,7 +236,7 @@ def what_waits(metrics: Metrics) -> str:
 
 
 def format_number(value: float) -> str:
-    """As `number`, with an exponent for what is nearly 0; an integer is written whole.
+    """Like `number`, but with an exponent for values near 0; integers have no decimals.
 
     >>> [format_number(x) for x in (float("nan"), 0.5, 12345.6, 0.00012, 7, 0.0)]
     ['-', '0.500', '12,346', '1.2e-04', '7', '0.000']

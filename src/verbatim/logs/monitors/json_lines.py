@@ -1,4 +1,4 @@
-"""Prints a run as JSON, for programs: one object on each line for a step, an evaluation, an alarm and the end."""
+"""Prints a run as JSON lines for programs: an object for each step, evaluation and alarm, and for the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 class JsonLines(Monitor):
     """`{"kind": "step", "step": 1, "metrics": {...}}`, `{"kind": "eval", "step": 0, "env": "game", "metrics": {...}}`,
     `{"kind": "alarm", ...}` with the alarm's fields, and `{"kind": "end", "state": "finished", ...}` with the summary
-    of `Monitor.on_end`. NaN and infinities are the texts "NaN", "Infinity" and "-Infinity".
+    of `Monitor.on_end`. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as JSON has no such
+    numbers.
 
     Args:
-        stream: Where to print; each line is flushed. Once its reader has gone, nothing more is printed, and the run
-            goes on.
+        stream: Where to print; each line is flushed. If its reader closes the pipe, printing stops and the run
+            continues.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -49,4 +50,4 @@ class JsonLines(Monitor):
             self._stream.flush()
         except BrokenPipeError:
             self._has_reader = False
-            logger.warning("the program that read the run's JSON lines has gone; the run goes on without it")
+            logger.warning("the program that read the run's JSON lines has exited; the run goes on without it")

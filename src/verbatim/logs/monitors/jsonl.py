@@ -1,4 +1,4 @@
-"""Writes JSON lines so that a killed writer leaves only whole ones; tracks the length of the file."""
+"""Writes JSON lines so that a killed writer leaves only complete records, and tracks the length of the file."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LogMark:
-    """How far a log went at some moment, in bytes and lines: what stands before that place never changes."""
+    """The length of a log at some moment. The log only grows, so everything before a mark stays unchanged."""
 
     size: int = 0
+    """Length in bytes."""
     records: int = 0
+    """Length in lines."""
     crc32: int = 0
-    """CRC-32 of these bytes; it continues from one mark to the next without reading anything again."""
+    """CRC-32 of these bytes. It can be continued with the next line, without reading the file again."""
 
     def after(self, line: bytes) -> LogMark:
-        """The mark behind one more line."""
+        """The mark after one more line."""
         return LogMark(size=self.size + len(line), records=self.records + 1, crc32=zlib.crc32(line, self.crc32))
 
 
 class JsonlWriter:
-    """Appends records, each whole or not at all. A last line that a killed process left torn is cut off first.
+    """Appends records, each completely or not at all. An incomplete last line of a killed process is cut off first.
 
-    NaN and infinities, which JSON does not have, are written as the texts "NaN", "Infinity" and "-Infinity":
-    `float()` reads them back.
+    NaN and infinities, which JSON does not have, are written as the strings "NaN", "Infinity" and "-Infinity", which
+    `float()` reads back.
 
     Args:
-        path: The file; made, with its folder, if it is not there.
-        mark: What is known to be in it; read from the file if it is not given.
+        path: The file; created, with its folder, if missing.
+        mark: The length of the file; None: measured by reading it.
     """
 
     def __init__(self, path: Path, mark: LogMark | None = None) -> None:
@@ -48,7 +50,7 @@ class JsonlWriter:
         make_folder(path.parent)
         is_new = not path.exists()
         self.mark = _cut_torn_line(path) if mark is None else mark
-        """Where the next record begins."""
+        """The end of the last complete record."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._is_torn = False
         if is_new:
@@ -58,15 +60,15 @@ class JsonlWriter:
         """Append one record. Values are JSON values, or numpy scalars and arrays.
 
         Raises:
-            OSError: the system refused to write; nothing of the record is in the file.
-            TypeError, ValueError, RecursionError: it is not JSON.
+            OSError: the write failed; no part of the record is in the file.
+            TypeError, ValueError, RecursionError: the record is not JSON.
         """
         line = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
         if self._is_torn:
             self._cut_back()
         left = memoryview(line)
         try:
-            while left:
+            while left:  # os.write may write only a part, for example on a disk that is almost full
                 left = left[os.write(self._descriptor, left) :]
         except BaseException:
             self._is_torn = True
@@ -75,16 +77,16 @@ class JsonlWriter:
         self.mark = self.mark.after(line)
 
     def sync(self) -> LogMark:
-        """Wait until everything that was written is on disk; how far that is.
+        """Wait until all records are on disk; returns the mark of the last one.
 
         Raises:
-            OSError: the system could not write it.
+            OSError: the write failed.
         """
         sync_descriptor(self._descriptor)
         return self.mark
 
     def close(self) -> None:
-        """Sync and close the file. May be called again."""
+        """Sync and close the file. May be called more than once."""
         if self._descriptor < 0:
             return
         try:
@@ -94,13 +96,13 @@ class JsonlWriter:
             self._descriptor = -1
 
     def _cut_back(self) -> None:
-        """Take away what is there of a record that could not be written; where that fails too, before the next one."""
+        """Remove the part of a record whose write failed. If this fails too, the next `write` tries again."""
         os.ftruncate(self._descriptor, self.mark.size)
         self._is_torn = False
 
 
 class JsonlLog:
-    """A log in one file of JSON lines. `mark` is as for `JsonlWriter`."""
+    """A log in one file of JSON lines. The arguments are those of `JsonlWriter`."""
 
     def __init__(self, path: Path, mark: LogMark | None = None) -> None:
         self.writer = JsonlWriter(path, mark)
@@ -110,7 +112,7 @@ class JsonlLog:
 
 
 def measure(path: Path, size: int | None = None) -> LogMark:
-    """The mark at the end of a file, or after its first `size` bytes; that of an empty one where it is missing."""
+    """The mark at the end of a file, or after its first `size` bytes; a missing file counts as empty."""
     found, records, crc = 0, 0, 0
     if not path.exists():
         return LogMark()
@@ -121,10 +123,10 @@ def measure(path: Path, size: int | None = None) -> LogMark:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; a torn last line (a writer is at work, or was killed) is left out.
+    """The records of a file. An incomplete last line is left out: its writer is at work, or was killed.
 
     Raises:
-        UsageError: no such file, or a line that is no JSON object.
+        UsageError: there is no such file, or a line is not a JSON object.
     """
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
@@ -142,35 +144,35 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_log(path: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The records of a run's log, without the number of their format.
+    """The records of a run's log, without their format number.
 
     Args:
         path: The file.
-        kind: A key of `FORMATS`.
+        kind: The log's key in `FORMATS`.
 
     Raises:
         UsageError: as `read_jsonl`.
-        FormatError: a line has another number, or none.
+        FormatError: a line has a different format number, or none.
     """
     for number, record in enumerate(read_jsonl(path), start=1):
         yield content_of(kind, record, f"{path}:{number}")
 
 
 def refuse_other_log(path: Path) -> None:
-    """Refuse to append to a log of another version. A run that goes on has put what is damaged aside before.
+    """Refuse to append to a log of another Verbatim version. In a resumed run a damaged log has been replaced before.
 
     Args:
-        path: The log, whose name is a key of `FORMATS`.
+        path: The log, whose name is a key in `FORMATS`.
 
     Raises:
-        FormatError: its first line has another number, or none.
+        FormatError: the first line has a different format number, or none.
     """
     if first := next(read_jsonl(path), None) if path.is_file() else None:
         content_of(path.name, first, f"{path}:1")
 
 
 def _cut_torn_line(path: Path) -> LogMark:
-    """The mark behind the last whole line of a file, where the file ends then."""
+    """Cut a file after its last complete line; returns the mark of that line."""
     mark = LogMark()
     if path.is_file():
         with path.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""Draws the bottom of a terminal while a command is at work: a bar for everything that goes on, and a few lines."""
+"""Draws the bottom of a terminal while a command runs: a progress bar for each stage of work, and a few lines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from rich.text import Text
 
 _REFRESHES_PER_SECOND = 2
 _MARGIN = 5
-"""Columns that stay free: a terminal that echoes ^C at the end of a full line begins another one, which would stay."""
+"""Columns to leave empty on the right. A terminal that echoes ^C at the end of a full line wraps to a new line, which
+would remain on the screen."""
 _REMEMBERED = 50
-"""Updates over which the speed is measured: an evaluation now and then does not change the time left by much."""
+"""Number of latest updates over which the speed is measured. Many, so that an evaluation between two steps does not
+change the time left by much."""
 
 
 class ProgressStage:
-    """One thing that goes on.
+    """One stage of work with a progress bar.
 
     Args:
-        what: The words in front of the bar.
-        total: What it counts to; None where that is not known.
-        done: What was done before.
-        count: Gives what is done now, for work that nothing reports; asked at each drawing.
-        side_by_side: Many are done at once, as episodes are: the first to end say nothing of the speed, so that no time
-            left is told before half of them have ended.
+        what: The label in front of the bar.
+        total: Number of items; None: unknown.
+        done: Number of items done before this process started.
+        count: Returns the number of items done, for work that does not call `update`; called at each refresh.
+        side_by_side: True if items run concurrently, as episodes do. The first ones to end are the shortest and say
+            little about the speed, so the time left is unknown until half of them have ended.
+        now: A clock, in seconds.
     """
 
     def __init__(
@@ -51,30 +54,30 @@ class ProgressStage:
         self._marks: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
 
     def update(self, done: int, note: str = "") -> None:
-        """So much is done; the note stands behind the count."""
+        """Set the number of items done, and a note behind the count."""
         self.done, self.note = done, note
         self._marks.append((self._now(), done))
 
     def begin(self) -> None:
-        """Unless something is done already, the work begins only now: what went before says nothing of its speed."""
+        """Measure the speed from now on, unless items have been done already: before, the work was waiting."""
         if not self._marks:
             self._first = (self._now(), self.done)
 
     def look(self) -> None:
-        """Ask what is done, if there is something to ask."""
+        """Update the number of items done from `count`, if there is one."""
         if self._count is not None and (done := self._count()) != self.done:
             self.update(done)
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the stage began."""
         return self._now() - self.began
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed of the last updates; None while nothing is known.
+        """Estimated seconds left, at the speed of the latest updates; None: unknown.
 
-        Example: of 10 things 4 are done, and the last 3 took 2 seconds each: 12 seconds, 11 of them a second later.
+        Example: 4 of 10 items are done, and the last 3 took 2 seconds each: 12 seconds, and one second later 11.
         """
         if self.total is None or not self._marks or (self._side_by_side and 2 * self.done < self.total):
             return None
@@ -86,13 +89,14 @@ class ProgressStage:
 
 
 class LiveView:
-    """The stages that are open, one below the other, and the lines of whoever made the view.
+    """The bars of all open stages, one below the other, and further lines below them.
 
-    What is printed on the console meanwhile stands above. Where the console is no terminal, nothing is drawn.
+    Other output to the console appears above the view. If the console is not a terminal, nothing is drawn.
 
     Args:
         console: Where to draw.
-        lines: Gives the lines below the bars, each a label and a text, at each drawing.
+        lines: Returns the lines below the bars, each a label and a text; called at each refresh.
+        now: A clock, in seconds.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class LiveView:
         count: Callable[[], int] | None = None,
         side_by_side: bool = False,
     ) -> ProgressStage:
-        """Draw a bar until `close`."""
+        """Open a stage, whose bar is drawn until `close`. The arguments are those of `ProgressStage`."""
         stage = ProgressStage(what, total, done=done, count=count, side_by_side=side_by_side, now=self._now)
         self._stages.append(stage)
         if self._is_drawn and self._live is None:
@@ -130,8 +134,8 @@ class LiveView:
         return stage
 
     def close(self, stage: ProgressStage) -> None:
-        """Take the bar away; with the last one the view ends, and the terminal is as it was. Work that waited for this
-        (the steps of a run, for the sampler's start) begins now."""
+        """Remove a stage's bar; with the last one the view ends and the terminal is restored. Other stages may have
+        waited for this one (the run's steps for the sampler's start), so their speed is measured from now on."""
         self._stages.remove(stage)
         for other in self._stages:
             other.begin()
@@ -142,7 +146,7 @@ class LiveView:
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
     ) -> Iterator[ProgressStage]:
-        """A bar while the block runs; what is counted goes on side by side."""
+        """A stage that is open while the block runs. With `count`, its items run concurrently."""
         stage = self.open(what, total, count=count, side_by_side=count is not None)
         try:
             yield stage
@@ -150,14 +154,14 @@ class LiveView:
             self.close(stage)
 
     def stop(self) -> None:
-        """End the view, with whatever is open. The cursor is shown again."""
+        """End the view with all open stages, and show the cursor again."""
         self._stages.clear()
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
     def drawing(self) -> RenderableType:
-        """What is drawn now, at most as wide as the console."""
+        """The current drawing, narrower than the console by `_MARGIN` columns."""
         bars = Table.grid(padding=(0, 1), expand=True)
         bars.add_column(no_wrap=True)
         bars.add_column(ratio=1, min_width=8)
@@ -179,7 +183,8 @@ class LiveView:
 
 
 def clock(seconds: float) -> str:
-    """
+    """Seconds as minutes and seconds, or hours, minutes and seconds.
+
     >>> [clock(s) for s in (0.2, 75, 36_610)]
     ['0:00', '1:15', '10:10:10']
     """

@@ -1,4 +1,4 @@
-"""Writes metrics as JSON lines: one line per step and one per evaluation."""
+"""Writes metrics as JSON lines, one per step and one per evaluation, and reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.logs.monitors.monitor import NO_DISTRIBUTIONS, Distributions, Metr
 
 METRICS = "metrics.jsonl"
 Rows = list[tuple[int, Mapping[str, Any]]]
-"""Steps and metrics."""
+"""Pairs of step and metrics."""
 
 
 class MetricsLog(JsonlLog, Monitor):
@@ -53,7 +53,7 @@ def read_history(path: Path) -> tuple[Rows, dict[str, Rows]]:
 
 
 def is_metrics(record: Any) -> bool:
-    """Whether a value is a line that `MetricsLog` writes."""
+    """True if a JSON value is a record written by `MetricsLog`."""
     return (
         isinstance(record, dict)
         and record.get(KEY) == FORMATS[METRICS]

@@ -1,4 +1,4 @@
-"""Defines the monitor protocol; combines several monitors into one."""
+"""Defines the protocol of monitors, starts them, and combines several into one."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from verbatim.logs.monitors.alarm import Alarm
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
-"""Name to value. A value may be NaN (nothing to average) or infinite."""
+"""Values by metric name. A value may be NaN (nothing to average) or infinite."""
 
 Distributions = Mapping[str, Sequence[float]]
-"""Name to one value for each rollout of a batch, filtered ones included."""
+"""By name, one value for each rollout of a batch, including filtered rollouts."""
 NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
 
 
 class Monitor(Protocol):
-    """Listens to a run. It never decides anything, and the run goes on without it.
+    """Observes a run, without influence on it. If a monitor fails, the run continues.
 
-    A monitor has at least one of these methods and may leave out the others; a subclass inherits those that it does not
-    write. The methods are called one at a time, and the run waits for them.
+    A monitor has at least one of these methods and may leave out the others; a subclass inherits empty ones. The
+    methods are called one at a time, and the run waits for each.
     """
 
-    # Each returns explicitly: mypy takes a method without a statement for an abstract one.
+    # Each method has an explicit return: mypy treats a protocol's method without a statement as abstract.
 
     def on_start(self, config: Mapping[str, Any]) -> None:
-        """The run begins, or goes on: called before any other method, with the whole configuration as plain values,
+        """The run starts or is resumed. Called before the other methods, with the whole configuration as plain values,
         without secrets."""
         return
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """A step is done, the batch trained; the first is step 1."""
+        """A step is done: its batch has been trained. Steps count from 1."""
         return
 
     def on_trajectories(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """Every trajectory whose outcome was decided with this step, after `on_step`: those of its batch, and those
-        that were dropped before they came into one."""
+        """Called after `on_step` with all trajectories whose outcome was decided in this step: those of the batch, and
+        those that were dropped before they reached a batch."""
         return
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """The policy was evaluated on one environment after this step; 0 is before the first."""
+        """The policy was evaluated on one environment after this step; step 0: before the first."""
         return
 
     def on_alarm(self, alarm: Alarm) -> None:
@@ -58,12 +58,12 @@ class Monitor(Protocol):
         return
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """This process of the run ends: the summary of `verbatim.run.ending`, with `state` "finished", "stopped" or
-        "failed"."""
+        """This process of the run ends. The summary is that of `verbatim.run.ending`; `state` is "finished", "stopped"
+        or "failed"."""
         return
 
     def close(self) -> None:
-        """The last call: release what is held."""
+        """Release resources. The last call."""
         return
 
 
@@ -71,7 +71,7 @@ METHODS = ("on_start", "on_step", "on_trajectories", "on_eval", "on_alarm", "on_
 
 
 def fault_of(monitor: object) -> str | None:
-    """Why this is no monitor, as one clause; None where it is one. A class is judged by what its instances have.
+    """A clause that explains why an object, or the instances of a class, are not monitors; None: they are.
 
     >>> class Typo:
     ...     def on_stepp(self, step, metrics, distributions): ...
@@ -95,24 +95,25 @@ on_alarm, on_end, close'
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a monitor from `MONITORS` is told before the run starts."""
+    """Facts about a run that a monitor component gets when the run starts."""
 
     name: str
+    """The run's name."""
     folder: Path
-    """The run folder; a monitor keeps there what a resumed run needs."""
+    """The run folder; a monitor stores there what it needs when the run is resumed."""
     config: Mapping[str, Any]
     """The whole configuration as plain values, without secrets."""
     first_step: int = 0
-    """Steps that earlier processes of this run did."""
+    """Number of steps done by earlier processes of this run."""
 
 
 OpenMonitor = Callable[[RunInfo], Monitor]
-"""A monitor with its parameters set, as the configuration names it."""
+"""A monitor component with its parameters set; called when the run starts."""
 
 
 def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
-    """Start them, by the name of their table. One that raises, or gives no monitor, is reported, and the run goes on
-    without it."""
+    """Start monitors, given by the names of their tables. If one raises, or does not return a monitor, that is logged,
+    and the run continues without it."""
     monitors = []
     for name, component in components.items():
         try:
@@ -120,7 +121,7 @@ def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[M
             if (fault := fault_of(monitor)) is not None:
                 raise UsageError(f"{type(monitor).__name__} {fault}")
             monitors.append(monitor)
-        except Exception as error:  # noqa: BLE001  as below; without a traceback, which may quote a key
+        except Exception as error:  # noqa: BLE001  as in `Monitors._tell`; no traceback, which may quote an API key
             logger.error(
                 "monitor %s could not be started, and the run goes on without it: %s: %s",
                 name,
@@ -131,7 +132,7 @@ def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[M
 
 
 class Monitors:
-    """Several monitors as one. One that raises is reported, with its traceback, and the run goes on."""
+    """Several monitors as one. An exception in one of them is logged with its traceback, and the run continues."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self.monitors = tuple(monitors)
@@ -169,7 +170,7 @@ class Monitors:
                 self.num_failures += 1
                 told = is_machine_fault(error)
                 logger.error(
-                    "monitor %s failed; the run goes on without what it would have shown%s",
+                    "monitor %s failed; the run goes on without its report%s",
                     type(monitor).__name__,
                     f": {describe(error)}" if told else "",
                     exc_info=not told,

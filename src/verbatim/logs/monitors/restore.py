@@ -1,4 +1,4 @@
-"""Restores a log to its state at a checkpoint. Damaged or missing parts are reported; a damaged log is kept aside."""
+"""Restores a log to its state at a checkpoint. Damaged or missing parts are reported, and a damaged log is renamed."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from verbatim.core.texts import ranges
 from verbatim.logs.monitors.jsonl import LogMark, measure
 
 _SHOWN = 5
-"""Line numbers that a message names."""
+"""Maximum number of line numbers in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A log that a run can go on with."""
+    """The state of a log to which a resumed run can append."""
 
     mark: LogMark
-    """Where it goes on."""
+    """The end of the log."""
     fault: str | None = None
-    """What was wrong with it, as one sentence for people; None if nothing was."""
+    """A sentence on what was wrong with the log; None: nothing."""
     earlier: Mapping[int, LogMark] = field(default_factory=dict)
-    """After a fault: where the log, which is shorter now, was at the checkpoints, by their steps."""
+    """After a fault: the corrected marks of the checkpoints, by step, because the log is shorter now."""
 
 
 @dataclass(kw_only=True)
 class _ReadableLog:
-    """What could be read of a log."""
+    """The readable part of a log, up to a step."""
 
     mark: LogMark = field(default_factory=LogMark)
+    """The end of the copied lines."""
     steps: set[int] = field(default_factory=set)
+    """Steps that have a line."""
     last_line: int = 0
-    """Number of the last line that was kept."""
+    """Line number of the last line that was kept."""
     unreadable: list[int] = field(default_factory=list)
-    """Numbers of the lines that are no records."""
+    """Numbers of lines that are not records."""
     earlier: dict[int, LogMark] = field(default_factory=dict)
+    """As in `Restored`."""
     is_prefix: bool = True
-    """Whether everything kept stands before everything dropped."""
+    """True if the kept lines are the beginning of the log, so that it can be cut in place."""
 
 
 def restore(
@@ -54,28 +57,27 @@ def restore(
     checkpoints: Iterable[int] = (),
     every_step: bool = False,
 ) -> Restored:
-    """Cut a log back to a checkpoint: what stands after it is of steps that are done again.
+    """Cut a log back to a checkpoint, because the steps after it will be done again.
 
-    If the log is not what it was there, the lines that can be read are copied into a new file, and the one that was
-    found is renamed to `{name}.damaged-{number}`.
+    If the log differs from what it was at the checkpoint, the readable lines are copied to a new file, and the damaged
+    one is renamed to `{name}.damaged-{number}`.
 
     Args:
         path: The log.
-        step: The checkpoint's; 0 empties the log.
-        mark: How far the log was at the checkpoint; None: the checkpoint does not say, because the log was not
-            written then.
-        is_record: Whether a JSON value is a line of this log; such a value has an int `step`.
+        step: The checkpoint's step; 0 empties the log.
+        mark: The log's mark at the checkpoint; None: the checkpoint has none, because the log was not written then.
+        is_record: Returns True for a JSON value that is a record of this log; a record has an int `step`.
         checkpoints: Steps of all checkpoints, whose marks are corrected after a fault.
-        every_step: Whether each step has a line: those that have none are missing, also where there is no mark.
+        every_step: True if the log has a line for each step, so that a missing step is a fault even without a mark.
 
     Raises:
-        OSError: the log can be neither cut nor renamed.
+        OSError: the log can neither be cut nor renamed.
     """
     if step == 0:
         mark = LogMark()
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise PermissionError(errno.EPERM, "it is a pipe, a socket or a device")  # opening it may wait for ever
+            raise PermissionError(errno.EPERM, "it is a pipe, a socket or a device")  # opening one may block forever
         if mark is not None and measure(path, mark.size) == mark:
             if path.exists() and path.stat().st_size > mark.size:
                 os.truncate(path, mark.size)
@@ -89,7 +91,7 @@ def restore(
     except (IsADirectoryError, PermissionError) as error:
         temporary = None
         kept = _ReadableLog(earlier=dict.fromkeys((n for n in checkpoints if n <= step), LogMark()))
-        why = f"{path} cannot be read ({error.strerror}); the log begins anew"
+        why = f"{path} cannot be read ({error.strerror}); a new log is started"
     if why is None:
         assert temporary is not None
         if kept.is_prefix and path.exists():
@@ -114,7 +116,7 @@ def _copy(
             for number, line in enumerate(lines, start=1):
                 record = _parse(line)
                 if record is None or not is_record(record):
-                    if line.endswith(b"\n"):
+                    if line.endswith(b"\n"):  # an incomplete last line is not damage: its writer was killed
                         kept.unreadable.append(number)
                 elif record["step"] <= step:
                     kept.is_prefix &= kept.last_line == number - 1
@@ -141,6 +143,7 @@ def _what_is_wrong(path: Path, kept: _ReadableLog, step: int, mark: LogMark | No
     left = kept.mark.records
     absent = [number for number in range(1, step + 1) if number not in kept.steps] if every_step else []
     is_short = bool(absent) if mark is None else left < mark.records
+    # After the last kept line, an unreadable line matters only if records are missing: it may be of a later step.
     unreadable = [number for number in kept.unreadable if is_short or number < kept.last_line]
     if mark is None and not absent and not unreadable:
         return None
@@ -160,5 +163,5 @@ def _what_is_wrong(path: Path, kept: _ReadableLog, step: int, mark: LogMark | No
 def _lines(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     if len(numbers) == 1:
-        return f"line {shown} is no record"
-    return f"lines {shown}{', ...' if len(numbers) > _SHOWN else ''} are no records ({len(numbers)} lines)"
+        return f"line {shown} is not a record"
+    return f"lines {shown}{', ...' if len(numbers) > _SHOWN else ''} are not records ({len(numbers)} lines)"

@@ -1,4 +1,4 @@
-"""Chooses a few trajectories of a step, and makes table rows of them for services."""
+"""Selects a few trajectories of a step and converts them to table rows for services."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors.conversation import conversation_text
 
 LONGEST = 10_000
-"""Most characters of a conversation in a row."""
+"""Maximum characters of the conversation in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,27 +24,27 @@ class SampleRow:
     trajectory_id: str
     reward: float | None
     advantage: float | None
-    """None where turns have advantages of their own, or none was computed."""
+    """The trajectory's advantage; None: its turns have their own, or none was computed."""
     outcome: str
-    """"trained", or why nothing of it was."""
+    """"trained", the reason why nothing was trained, or the outcomes of the tokens with their counts."""
     stop_reason: str
     turns: int
     sampled_tokens: int
     conversation: str
-    """Its messages, without secrets; control characters are escaped."""
+    """The messages as text, without secrets; control characters are escaped."""
 
 
 COLUMNS = tuple(f.name for f in fields(SampleRow))
 
 
 def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int, interval: int) -> list[SampleRow]:
-    """The rows of a step's table; empty where it has none.
+    """The rows of a step's table; empty if the step has no table.
 
     Args:
-        step: The step; the first one has a table too.
-        outcomes: Its trajectories.
-        count: Rows of a table; 0: no tables.
-        interval: Steps between two tables.
+        step: The step. Step 1 and each multiple of `interval` have a table.
+        outcomes: The step's trajectories.
+        count: Number of rows in a table; 0: no tables.
+        interval: Number of steps between two tables.
     """
     if count == 0 or not (step == 1 or step % interval == 0):
         return []
@@ -52,9 +52,9 @@ def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int,
 
 
 def chosen(outcomes: Iterable[TrajectoryOutcome], count: int) -> list[TrajectoryOutcome]:
-    """Trajectories spread evenly over the rewards, from the highest to the lowest; those without a reward come last.
+    """Trajectories at even distances in the order of their rewards, highest first; those without a reward come last.
 
-    Of equal ones the first by trajectory id, so that the same step gives the same rows.
+    Equal rewards are ordered by trajectory id, so that the same step always gives the same rows.
     """
     ordered = sorted(
         outcomes,
@@ -93,7 +93,7 @@ def sample_row(step: int, outcome: TrajectoryOutcome) -> SampleRow:
 
 
 def _outcome_of_turns(outcome: TrajectoryOutcome) -> str:
-    """`trained`, or the outcomes of its tokens: `trained 12, over_length 3`."""
+    """The outcome of all tokens, `trained`, or the outcomes with their token counts, `trained 12, over_length 3`."""
     counts = outcome.num_tokens
     if len(counts) <= 1:
         return next(iter(counts), "trained")

@@ -1,4 +1,4 @@
-"""What the monitors of services have in common: parameters, a thread that talks to the service, and the record's id."""
+"""The common part of the monitors of services: parameters, a thread that talks to the service, and the record's id."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from verbatim.logs.monitors.samples import SampleRow, sample_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """The parameters of every service.
+    """Parameters of all services.
 
     Raises:
-        UsageError: its package is not installed, or a parameter has a value that makes no sense.
+        UsageError: the service's package is not installed, or a parameter is out of range.
     """
 
     package: ClassVar[str]
-    """What is imported, and the extra that installs it; the settings are those of [monitor.PACKAGE]."""
+    """Name of the service's Python package, of the extra that installs it, and of the table [monitor.PACKAGE]."""
     samples: int = 4
-    """Trajectories in the table of a step; 0: no tables."""
+    """Number of trajectories in a step's table; 0: no tables."""
     sample_interval: int = 10
-    """Steps between two tables."""
+    """Number of steps between two tables."""
 
     def __post_init__(self) -> None:
         refuse_without(self.package, extra=self.package, what=f"[monitor.{self.package}]")
@@ -44,22 +44,23 @@ class ServiceSettings:
 
 
 class ServiceMonitor(Monitor, Generic[Handle]):
-    """Reports a run to a service. Its methods return at once, but for `close`, which waits for what is not delivered
-    yet, at most until the deadlines.
+    """Reports a run to a service. The methods return at once, except `close`, which waits until all reports are sent or
+    the time limits are reached.
 
-    What a service does itself is called on the thread of `Background`, with the open record, and with the time at which
-    the run reported it, in seconds since 1970. The thread starts with the constructor.
+    Subclasses implement the methods below. They are called on the thread of `Background`, with the open record and the
+    time of the report in seconds since 1970. The thread starts in the constructor: a subclass sets its own attributes
+    before it calls this one.
     """
 
     service: ClassVar[str]
-    """Its name, in front of warnings."""
+    """The service's name, in front of warnings."""
     retry_seconds: ClassVar[float | None] = None
-    """As for `Background`."""
+    """As in `Background`."""
 
     def __init__(self, settings: ServiceSettings, run: RunInfo) -> None:
         self._run, self._tables = run, settings
         self._state = "stopped"
-        """How the run ended, as `on_end` has it."""
+        """The state in which the run ended, from `on_end`."""
         self._work = Background[Handle](
             self.service,
             open=self._open,
@@ -94,39 +95,39 @@ class ServiceMonitor(Monitor, Generic[Handle]):
         self._work.put(lambda record: log(record, at, *what))
 
     def _how_to_recover(self) -> str:
-        return f"what is missing there is in {self._run.folder}/metrics.jsonl"
+        return f"the missing metrics are in {self._run.folder}/metrics.jsonl"
 
     # ---- on the thread
 
     @abstractmethod
     def _open(self) -> Handle:
-        """The open record."""
+        """Open the run's record at the service."""
 
     @abstractmethod
     def _finish(self, record: Handle) -> object:
-        """End it."""
+        """Close the record."""
 
     @abstractmethod
     def _log_metrics(
         self, record: Handle, at: float, step: int, prefix: str, metrics: Metrics, distributions: Distributions
     ) -> None:
-        """Each metric, the prefix in front of its name, and what the service shows of each distribution."""
+        """Send metrics, with the prefix in front of their names, and distributions, as histograms or quantiles."""
 
     @abstractmethod
     def _log_table(self, record: Handle, at: float, step: int, rows: Sequence[SampleRow]) -> None:
-        """A table of some of the step's trajectories."""
+        """Send a table of some of the step's trajectories."""
 
     @abstractmethod
     def _log_alarm(self, record: Handle, at: float, alarm: Alarm) -> None:
-        """`Alarm.metric`, which is 1 while it is raised, and the words."""
+        """Send an alarm's text, and its metric `Alarm.metric`, which is 1 while the alarm is raised."""
 
     @abstractmethod
     def _log_end(self, record: Handle, at: float, summary: Mapping[str, Any]) -> None:
-        """The results, and how the run ended."""
+        """Send the final results, and how the run ended."""
 
 
 def known_id(path: Path) -> str | None:
-    """The id in a file of the run folder, under which a resumed run goes on; None where there is none, or the file is
-    damaged."""
+    """The id of the service's record, from a file in the run folder, so that a resumed run continues the same record;
+    None if there is no such file, or it is damaged."""
     found = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
     return found if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found) else None

@@ -16,29 +16,29 @@ from verbatim.core.types import Trajectory
 from verbatim.logs.monitors.jsonl import JsonlLog, read_log
 
 TRAJECTORIES = "trajectories"
-"""The folder of a run's outcome files."""
+"""The folder with a run's outcome files."""
 EVALUATIONS = "evaluations"
-"""The folder of those of evaluated episodes."""
+"""The folder with the outcome files of evaluation episodes."""
 
 
 class TrajectoryLog(JsonlLog):
-    """Appends trajectories with the step that they were trained in."""
+    """Appends trajectories, each with the step in which it was trained."""
 
     def write(self, step: int, trajectory: TrajectoryRecord) -> None:
         self.writer.write(trajectory_line(step, trajectory))
 
 
 def trajectory_line(step: int, trajectory: TrajectoryRecord) -> dict[str, Any]:
-    """What is written of a trajectory; `plain` makes lists of its arrays."""
+    """The record of a trajectory. Arrays stay arrays: `plain` converts them to lists when the record is written."""
     return stamped(LINES, {"step": step, "trajectory": trajectory_to_json(trajectory)})
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Step and trajectory of each: of a run's folder, of its folder `trajectories`, or of JSON lines.
+    """Step and trajectory of each trajectory in a run folder, its `trajectories`, a Parquet file, or a JSONL file.
 
     Raises:
-        FormatError: a file has another number of its format, or none.
-        UsageError: nothing of the kind, a link in the folder, or a damaged file; reading Parquet files without pyarrow.
+        FormatError: a file has a different format number, or none.
+        UsageError: there are no trajectories, a file is a link or damaged, or pyarrow is needed and not installed.
     """
     if path.is_dir() or path.suffix == ".parquet":
         files = path / TRAJECTORIES
@@ -54,11 +54,11 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
         try:
             yield record["step"], trajectory_from_json(record["trajectory"])
         except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise UsageError(f"{path}:{number}: no trajectory of ours ({type(error).__name__}: {error})") from error
+            raise UsageError(f"{path}:{number}: not a Verbatim trajectory ({type(error).__name__}: {error})") from error
 
 
 def read_evaluated(run: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Step and trajectory of each evaluated episode in a run folder; nothing where there are none.
+    """Step and trajectory of each evaluation episode in a run folder; nothing if there are none.
 
     Raises:
         UsageError: as `read_trajectories`.

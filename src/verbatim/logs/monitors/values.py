@@ -1,4 +1,4 @@
-"""Turns configurations and distributions into what services take."""
+"""Converts configurations and distributions to values that services accept."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from verbatim.config.key_locations import leaves
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
-"""By their names in metrics of services that have no histograms."""
+"""Quantiles by their names in metrics, for services without histograms."""
 
 
 def finite(values: Sequence[float]) -> NDArray[np.float64]:
-    """The finite values, float64."""
+    """The finite values, as float64."""
     found = np.asarray(values, dtype=np.float64)
     return found[np.isfinite(found)]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """By the names of `QUANTILES`, linear between neighbours; empty of no values.
+    """The quantiles of the finite values by name, interpolated linearly; empty if there are no values.
 
     >>> quantiles([0.0, 10.0])
     {'min': 0.0, 'p10': 1.0, 'p50': 5.0, 'p90': 9.0, 'max': 10.0}
@@ -33,7 +33,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:
-    """A configuration by dotted keys; lists of tables count from 0, other lists are texts.
+    """A configuration by dotted key. Lists of tables are numbered from 0; other lists become strings.
 
     >>> flat({"seed": 1, "orchestrator": {"train": {"env": [{"id": "game"}]}, "tags": ["a", "b"]}})
     {'seed': 1, 'orchestrator.train.env.0.id': 'game', 'orchestrator.tags': "['a', 'b']"}

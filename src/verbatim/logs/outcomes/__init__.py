@@ -1,4 +1,4 @@
-"""Stores what a run sampled, and the outcome of every token of it, as Parquet files: one for each step.
+"""Stores a run's trajectories, with the outcome of each sampled token, as one Parquet file per step.
 
-The package needs pyarrow; it is imported where trajectories are written or read.
+This package needs pyarrow, so it is imported only where trajectories are written or read.
 """

@@ -1,8 +1,8 @@
-"""Writes outcomes into a folder, one immutable Parquet file for each step, and reads them back.
+"""Writes outcomes into a folder, one immutable Parquet file per step, and reads them back.
 
 ```
 trajectories/
-    step-000001.parquet     the trajectories of the batch that step 1 trained, and of those dropped before it
+    step-000001.parquet     the trajectories of the batch that step 1 trained, and those dropped before it
     step-000002.parquet
 evaluations/
     step-000000.parquet     the episodes of the evaluation before the first step
@@ -40,15 +40,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ROWS = 512
-"""Most rows of a row group: what is read at once to see one trajectory. Each has 10 KB of its own in the file."""
+"""Maximum rows of a row group, the unit that is read to show one trajectory. Each row group adds 10 KB to the file, so
+smaller ones would waste space."""
 _ROW_GROUP_BYTES = 4 * 2**20
-"""Bytes in memory from which on a row group has fewer rows."""
+"""Size in memory at which a row group ends before it has `_ROWS` rows."""
 _SLICE_TOKENS = 2**19
-"""Sampled tokens from which on a table has no further row: the memory for it is used again by the next table."""
+"""Sampled tokens at which an in-memory table ends. It bounds the memory for writing, which the next table reuses."""
 _KEPT_IDS_OF_TOKEN = 64
-"""Ids of kept sets that count as one sampled token there."""
+"""Number of ids in kept sets that count as one sampled token for `_SLICE_TOKENS`."""
 _PART = 2**20
-"""Bytes of a file that are read at once."""
+"""Bytes to read from a file at a time."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _NUMBERS = [
     *(
@@ -64,15 +65,16 @@ _NUMBERS = [
     ),
     *(f"turns.list.element.seconds_{part}" for part in ("queued", "generated", "tools")),
 ]
-"""Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
+"""Columns whose numbers rarely repeat, so that a dictionary would not help: their bytes are grouped by position, which
+compresses better."""
 _KEPT = "turns.list.element.kept_sets.list.element.list.element"
-"""Ids that ascend: their differences are written."""
+"""A column of ascending ids, stored as differences."""
 _ENCODINGS = {**dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"), _KEPT: "DELTA_BINARY_PACKED"}
 
 
 @functools.cache
 def _leaves() -> list[str]:
-    """The names that Parquet gives to the columns of `SCHEMA`."""
+    """The names that Parquet gives to the leaf columns of `SCHEMA`."""
     empty = pa.BufferOutputStream()
     pq.write_table(SCHEMA.empty_table(), empty)
     columns = pq.ParquetFile(empty.getvalue()).schema
@@ -81,30 +83,32 @@ def _leaves() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileMark:
-    """What a file was when it was written."""
+    """Size and checksum of a file when it was written, to detect damage."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     crc32: int
-    """CRC-32 of them."""
+    """CRC-32 of the content."""
 
 
 @dataclass(eq=False)
 class OutcomeFolder:
-    """The files of a run. One process writes them."""
+    """A run's outcome files in one folder. A single process writes them."""
 
     path: Path
+    """The folder; created on the first write."""
     retention: Retention = EVERYTHING
+    """The files to keep."""
     files: dict[int, FileMark] = field(default_factory=dict)
-    """What was written and is still kept, by step."""
+    """Marks of the files that were written and are still kept, by step."""
     num_incomplete: int = 0
-    """Trajectories written without their messages and info, which are not JSON."""
+    """Number of trajectories written without messages and info, because these are not JSON."""
 
     def write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """The file of this step; then what is not to be kept any longer is removed.
+        """Write the file of a step, then remove files that are no longer to be kept.
 
         Raises:
-            OSError: the system refused to write; there is no file of this step.
+            OSError: the write failed; there is no file for this step.
         """
         kept = [outcome for outcome in outcomes if self.retention.keeps(outcome.trajectory.group_id)]
         make_folder(self.path)
@@ -115,23 +119,23 @@ class OutcomeFolder:
         self._retire()
 
     def marks(self) -> dict[str, dict[str, int]]:
-        """What a checkpoint remembers of the files, by step: plain JSON values."""
+        """The files' marks by step, as plain JSON values for a checkpoint."""
         return {str(step): dataclasses.asdict(mark) for step, mark in self.files.items()}
 
     def restore(self, step: int, marks: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Go back to a checkpoint: the files of later steps are removed, for these steps are done again.
+        """Go back to a checkpoint: remove the files of later steps, which will be done again.
 
-        A file that is not what it was is kept beside the folder, under another name.
+        A damaged file is moved next to the folder, under another name.
 
         Args:
-            step: The checkpoint's; 0 removes all files.
-            marks: What `marks` said at the checkpoint.
+            step: The checkpoint's step; 0 removes all files.
+            marks: The return value of `marks` at the checkpoint.
 
         Returns:
-            What is missing or damaged, a sentence each.
+            A sentence for each damaged file, and one for all missing files.
 
         Raises:
-            FormatError: another version of Verbatim wrote them.
+            FormatError: another version of Verbatim wrote the files.
         """
         found = files_in(self.path)
         for later in [number for number in found if number > step or step == 0]:
@@ -143,14 +147,16 @@ class OutcomeFolder:
         for number, mark in sorted((int(name), FileMark(**mark)) for name, mark in marks.items()):
             path = found.get(number)
             if path is None:
+                # Files older than the oldest may have been removed by `_retire` after the checkpoint.
                 if number > oldest or self.retention == EVERYTHING:
                     missing.append(number)
             elif _mark(path) == mark:
                 self.files[number] = mark
             else:
-                aside = keep_aside(path, self.path.parent)  # libraries read every file of the folder
+                # Out of the folder: libraries such as pandas read all files in it.
+                aside = keep_aside(path, self.path.parent)
                 faults.append(f"{path} is damaged: its content is not what was written. It is kept as {aside}")
-        if self.files:  # files are written by one version from the first to the newest
+        if self.files:  # checking the newest is enough: one version wrote all of them
             with pq.ParquetFile(found[max(self.files)]) as newest:
                 refuse_other_columns(newest, found[max(self.files)])
         if missing:
@@ -160,7 +166,7 @@ class OutcomeFolder:
 
     def _retire(self) -> None:
         keep, total = self.retention, sum(mark.size for mark in self.files.values())
-        for step in sorted(self.files)[:-1]:
+        for step in sorted(self.files)[:-1]:  # the newest file is always kept
             too_many = keep.steps is not None and len(self.files) > keep.steps
             if not too_many and (keep.size is None or total <= keep.size):
                 return
@@ -169,7 +175,7 @@ class OutcomeFolder:
 
 
 def files_in(folder: Path) -> dict[int, Path]:
-    """The files of a folder by step, ascending; empty where there is no such folder."""
+    """The files of a folder by step, ascending; empty if there is no such folder."""
     if not folder.is_dir():
         return {}
     matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -177,10 +183,10 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def own_files_in(folder: Path) -> dict[int, Path]:
-    """`files_in`, of the folder of a run that may come from anybody.
+    """`files_in` for an untrusted run folder: a link in it could lead to other files of the reader.
 
     Raises:
-        UsageError: the folder, or one of the files, is a link or no regular file.
+        UsageError: the folder or a file is a link, or a file is not a regular file.
     """
     refuse_link(folder)
     return {step: _own(folder, path) for step, path in files_in(folder).items()}
@@ -189,16 +195,15 @@ def own_files_in(folder: Path) -> dict[int, Path]:
 def _own(folder: Path, path: Path) -> Path:
     refuse_link(path)
     if not is_inside(folder, path):
-        raise UsageError(f"{path} is no regular file, and is not read")
+        raise UsageError(f"{path} is not a regular file, so it is not read")
     return path
 
 
 def read_outcomes(path: Path) -> Iterator[tuple[int, TrajectoryOutcome]]:
-    """Step and outcome of each trajectory in a file, or in the files of a folder, in the order of steps.
+    """Step and outcome of each trajectory in a file, or in all files of a folder in the order of steps.
 
     Raises:
-        UsageError: nothing to read, a link in the folder, or a file that is damaged or was not written by a
-            `OutcomeFolder`.
+        UsageError: there are no files, a file is a link, or a file is damaged or was not written by `OutcomeFolder`.
     """
     files = [_own(path, file) for file in files_in(path).values()] if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -219,11 +224,11 @@ _UNREADABLE = (
     OverflowError,
     AssertionError,
 )
-"""What reading raises of a file that anybody may have written."""
+"""Exceptions that reading an untrusted or damaged file may raise."""
 
 
 def read_records(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The trajectories in a file as `trajectory_from_json` takes them; their prompts are not put together.
+    """The trajectories in a file, in the form that `trajectory_from_json` takes: prompts are not reconstructed.
 
     Raises:
         UsageError: as `read_outcomes`.
@@ -232,18 +237,18 @@ def read_records(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator[T]:
-    """What `rows` makes of the rows of a file, some at a time."""
+    """The results of `rows` for a file, which is read a batch of rows at a time."""
     try:
         with pq.ParquetFile(file) as opened:
             refuse_other_columns(opened, file)
-            for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
+            for group in range(opened.num_row_groups):  # one by one: a batch across two cannot have nested columns
                 for batch in opened.iter_batches(_ROWS, row_groups=[group]):
                     yield from rows(batch)
     except _UNREADABLE as error:
         if isinstance(error, UsageError):
             raise
         why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{file} cannot be read as trajectories of ours ({why})") from error
+        raise UsageError(f"{file} cannot be read as a file of Verbatim's trajectories ({why})") from error
 
 
 def _remove(path: Path) -> None:
@@ -254,11 +259,11 @@ def _remove(path: Path) -> None:
 
 
 def refuse_other_columns(file: pq.ParquetFile, where: object) -> None:
-    """Refuse a file that holds no outcomes.
+    """Refuse a file that does not contain outcomes.
 
     Raises:
-        FormatError: it has another number of a format than ours, or none.
-        UsageError: it has other columns.
+        FormatError: the file has a different format number, or none.
+        UsageError: the file has different columns.
     """
     check_metadata(KIND, (file.schema_arrow.metadata or {}).get(METADATA_KEY.encode()), where)
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
@@ -275,7 +280,7 @@ def _steps(batch: pa.RecordBatch) -> list[int]:
 
 
 def _write(path: Path, step: int, outcomes: Sequence[TrajectoryOutcome]) -> int:
-    """Write the file; how many trajectories are in it without their messages and info."""
+    """Write a file; returns the number of trajectories in it without messages and info."""
     num_incomplete = 0
     with (
         pa.OSFile(str(path), "wb") as sink,
@@ -297,8 +302,8 @@ def _write(path: Path, step: int, outcomes: Sequence[TrajectoryOutcome]) -> int:
 
 
 def _slices(outcomes: Sequence[TrajectoryOutcome]) -> Iterator[Sequence[TrajectoryOutcome]]:
-    """What is made a table at once: as many as a row group may have, or fewer where they are long; one that is empty
-    where there are no outcomes."""
+    """Split outcomes into parts that become one table each: `_ROWS` of them, or fewer if they are long. Without
+    outcomes there is one empty part, so that the file is still written."""
     start, total = 0, 0
     for place, outcome in enumerate(outcomes):
         if place - start == _ROWS or total > _SLICE_TOKENS:
@@ -310,13 +315,14 @@ def _slices(outcomes: Sequence[TrajectoryOutcome]) -> Iterator[Sequence[Trajecto
 
 
 def weights(table: pa.Table) -> list[int]:
-    """About how many bytes each row takes in memory: its tokens and its texts."""
+    """Approximate size of each row in memory, in bytes: its tokens and texts."""
     texts = sum(
         np.asarray(pc.fill_null(pc.binary_length(table.column(name)), 0)) for name in ("messages", "tools", "info")
     )
     turns = table.column("turns").combine_chunks()
     first = np.asarray(turns.offsets)
     in_turns = np.zeros(len(turns.values) + 1, dtype=np.int64)
+    # Bytes per token: a prompt id is an int32; a sampled token has five columns of 4 bytes.
     for name, size in (("prompt_new_ids", 4), ("completion_ids", 20)):
         in_turns[1:] += size * np.diff(np.asarray(turns.values.field(name).offsets))
     kept = turns.values.field("kept_sets")
@@ -329,7 +335,7 @@ def weights(table: pa.Table) -> list[int]:
 
 
 def row_groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Rows that are stored, and read, together: at most `_ROWS`, and where they are long about `_ROW_GROUP_BYTES`.
+    """Split rows into row groups (start, end): at most `_ROWS` rows, and about `_ROW_GROUP_BYTES`, each.
 
     >>> list(row_groups([10, 10, 9_000_000, 10, 10]))
     [(0, 2), (2, 3), (3, 5)]
@@ -345,7 +351,7 @@ def row_groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _mark(path: Path) -> FileMark | None:
-    """What a file is; None where it cannot be read."""
+    """The mark of a file; None if the file cannot be read."""
     try:
         return _mark_of(path)
     except OSError:

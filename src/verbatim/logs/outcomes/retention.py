@@ -1,4 +1,4 @@
-"""Says how much of a run's trajectories is kept."""
+"""Defines which of a run's trajectories are written and kept."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How much of a run is kept."""
+    """Which trajectories of a run are written and kept."""
 
     share: float = 1.0
-    """Share of the groups that are written, whole groups, chosen by a hash of their ids."""
+    """Share of the groups to write. Whole groups are chosen by a hash of their ids, the same ones in a resumed run."""
     steps: int | None = None
-    """Newest steps that are kept; None: all."""
+    """Number of newest steps to keep; None: all."""
     size: int | None = None
-    """Bytes that all files together may have; the oldest are removed first. None: no limit."""
+    """Limit in bytes on all files together; the oldest are removed first. None: no limit."""
 
     def keeps(self, group_id: str) -> bool:
-        """Whether this group is written."""
+        """True if this group is to be written."""
         return zlib.crc32(group_id.encode("utf-8", "surrogatepass")) < self.share * 2**32
 
 

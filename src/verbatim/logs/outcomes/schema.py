@@ -1,4 +1,4 @@
-"""Defines the columns of a outcome file: a row for each trajectory, and in it a list of its turns."""
+"""Defines the columns of an outcome file: one row per trajectory, with a list of its turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pyarrow as pa
 from verbatim.core.formats import metadata_of
 
 KIND = "step-*.parquet"
-"""The key of `FORMATS`."""
+"""The key in `FORMATS`."""
 
 
 def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
@@ -15,41 +15,41 @@ def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
 
 
 NAME = pa.dictionary(pa.int32(), pa.string())
-"""A text that many rows share."""
+"""A text that many rows share, stored once."""
 _NUMBERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))
-"""Numbers by name."""
+"""Numbers by name. A list of pairs, because Parquet has no mapping with a fixed order of keys."""
 
 TURN = pa.struct(
     [
-        _field("outcome", NAME, "what became of its completion: trained, evaluation, or the reason why it was dropped"),
-        _field(
-            "prompt_of_turn", pa.int32(), "the earlier turn whose context, prompt and completion, begins the prompt"
-        ),
-        _field("prompt_shared", pa.int32(), "how many ids of that context do"),
-        _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after them"),
+        _field("outcome", NAME, "the outcome of the completion: trained, evaluation, or the reason it was dropped"),
+        _field("prompt_of_turn", pa.int32(), "the earlier turn whose prompt and completion begin this prompt"),
+        _field("prompt_shared", pa.int32(), "number of ids shared with that turn's prompt and completion"),
+        _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after the shared ones"),
         _field("completion_ids", pa.list_(pa.int32()), "the sampled ids"),
-        _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each; null = missing"),
+        _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each sampled id; null = missing"),
         _field("trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each; null = not trained"),
-        _field("gradients", pa.list_(pa.float32()), "the derivative of the loss, not yet divided, by that logprob"),
-        _field("teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each; null = not asked for"),
+        _field("gradients", pa.list_(pa.float32()), "derivative of the loss, before normalising, by that logprob"),
+        _field("teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each; null = not requested"),
         _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each; null = unknown"),
         _field(
-            "routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"
+            "routed_experts",
+            pa.binary(),
+            "the experts that computed the turn's tokens, in numpy's file format; null = not recorded",
         ),
         _field(
             "kept_sets",
             pa.list_(pa.list_(pa.int32())),
-            "the ids among which each completion id was drawn, none = all; null = nothing was cut, or not known",
+            "the ids from which each sampled id was drawn, empty = all; null = nothing was cut, or unknown",
         ),
-        _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),
-        _field("reward", pa.float64(), "its own reward; null = it has none"),
+        _field("advantage", pa.float64(), "advantage of the turn's tokens; null = the trajectory's"),
+        _field("reward", pa.float64(), "the turn's own reward; null = it has none"),
         _field("stop_reason", NAME, "why the completion ended"),
-        _field("temperature", pa.float64(), "it was sampled at"),
-        _field("agent", NAME, "which agent spoke"),
-        _field("trained", pa.bool_(), "whether it was meant to be trained"),
-        _field("parse_status", NAME, "ok, or the first thing that was wrong with its tool calls"),
-        _field("state_key", pa.string(), "names the environment state it acted in"),
-        _field("tool_calls", pa.string(), "every attempted call, as JSON"),
+        _field("temperature", pa.float64(), "the sampling temperature"),
+        _field("agent", NAME, "the agent that sampled the turn"),
+        _field("trained", pa.bool_(), "true unless the turn was sampled with trained=False"),
+        _field("parse_status", NAME, "ok, or the first error in the turn's tool calls"),
+        _field("state_key", pa.string(), "key of the environment's state before the turn"),
+        _field("tool_calls", pa.string(), "all attempted tool calls, as JSON"),
         _field("seconds_queued", pa.float64(), "from the request to its first token processed; null = not measured"),
         _field("seconds_generated", pa.float64(), "from there to the last sampled token"),
         _field("seconds_tools", pa.float64(), "in tools and environment afterwards"),
@@ -58,34 +58,34 @@ TURN = pa.struct(
 
 SCHEMA = pa.schema(
     [
-        _field("step", pa.int32(), "the step that it was trained in, dropped before, or evaluated after"),
-        _field("trajectory_id", pa.string(), "unique in the run"),
-        _field("run_id", NAME, "the run, by the name of its folder"),
-        _field("env", NAME, "its environment"),
-        _field("example_id", pa.string(), "the example it is about"),
-        _field("group_id", pa.string(), "its group"),
-        _field("sample_index", pa.int32(), "its place in the group"),
-        _field("seed", pa.int64(), "of its sampling"),
-        _field("reward", pa.float64(), "what it earned; null = it was never scored"),
+        _field("step", pa.int32(), "the step in which it was trained, before which dropped, or after which evaluated"),
+        _field("trajectory_id", pa.string(), "unique within the run"),
+        _field("run_id", NAME, "the run: the name of its folder"),
+        _field("env", NAME, "the environment"),
+        _field("example_id", pa.string(), "the example"),
+        _field("group_id", pa.string(), "the group"),
+        _field("sample_index", pa.int32(), "index within the group"),
+        _field("seed", pa.int64(), "sampling seed"),
+        _field("reward", pa.float64(), "the reward; null = never scored"),
         _field("reward_parts", _NUMBERS, "the reward's named parts"),
-        _field("agent_rewards", _NUMBERS, "what agents with rewards of their own earned, by agent"),
-        _field("advantage", pa.float64(), "of its tokens, unless a turn has its own"),
-        _field("reason", NAME, "why nothing of it is trained; null where single turns decide"),
+        _field("agent_rewards", _NUMBERS, "rewards of agents that have their own, by agent"),
+        _field("advantage", pa.float64(), "advantage of its tokens, unless a turn has its own"),
+        _field("reason", NAME, "why nothing of it was trained; null = each turn has its own outcome"),
         _field("flags", pa.list_(NAME), "the filters that flagged it"),
-        _field("error", pa.string(), "what went wrong; null = nothing"),
+        _field("error", pa.string(), "the error; null = none"),
         _field("stop_reason", NAME, "why it ended"),
-        _field("truncated", pa.bool_(), "whether something was cut off"),
-        _field("num_turns", pa.int32(), "turns"),
-        _field("num_sampled_tokens", pa.int64(), "tokens that the sampler produced"),
-        _field("num_trained_tokens", pa.int64(), "tokens that are trained"),
-        _field("num_breaks", pa.int32(), "turns of agents that had spoken before, whose prompt extends no sample"),
+        _field("truncated", pa.bool_(), "true if it was cut off"),
+        _field("num_turns", pa.int32(), "number of turns"),
+        _field("num_sampled_tokens", pa.int64(), "number of sampled tokens"),
+        _field("num_trained_tokens", pa.int64(), "number of trained tokens"),
+        _field("num_breaks", pa.int32(), "turns whose prompt extends no earlier turn of the same agent"),
         _field("num_unrecorded_tokens", pa.int64(), "sampled tokens that are in no turn"),
-        _field("unrecorded", NAME, "their outcome"),
+        _field("unrecorded", NAME, "the outcome of the tokens that are in no turn"),
         _field("num_unrecorded_turns", pa.int32(), "turns that a server answered without token ids"),
         _field("messages", pa.string(), "the main agent's conversation, as JSON"),
-        _field("tools", pa.string(), "the tool schemas beside the messages, as JSON"),
-        _field("info", pa.string(), "what the environment wants kept, as JSON"),
-        _field("turns", pa.list_(TURN), "every request and response, in the order of sampling"),
+        _field("tools", pa.string(), "the tool schemas in the prompt, as JSON"),
+        _field("info", pa.string(), "further facts from the environment, as JSON"),
+        _field("turns", pa.list_(TURN), "all requests and responses, in the order of sampling"),
     ],
     metadata=metadata_of(KIND),
 )

@@ -1,4 +1,4 @@
-"""Turns outcomes into rows of a table, and rows back into outcomes, exact to the last bit."""
+"""Converts outcomes to rows of a table and back, exact to the last bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verbatim.core.types import Experts, KeptSets, Turn
 from verbatim.logs.outcomes.schema import NAME, SCHEMA, TURN
 
 _NUMBERS = ("reward_parts", "agent_rewards")
-"""Columns of numbers by name."""
+"""Columns that hold numbers by name."""
 _OF_ROW = (
     "step",
     "reason",
@@ -33,14 +33,17 @@ _OF_ROW = (
     "num_sampled_tokens",
     "num_breaks",
 )
-"""Columns that are no field of a trajectory."""
+"""Columns that are not fields of a trajectory."""
 _SAME = (*_OF_ROW, "messages", "tools", "info", "turns", *_NUMBERS)
-"""Columns that are no plain field of the trajectory."""
+"""Columns that are not copied as they are from a trajectory's field of the same name."""
 
 
 def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table, int]:
-    """One row for each outcome, in order, with columns as in `SCHEMA`; and of how many messages, tools and info are not
-    JSON: their columns are empty, and `info` says why under `NOT_WRITTEN`.
+    """Convert outcomes to a table.
+
+    Returns:
+        A table with one row per outcome, in order, with the columns of `SCHEMA`; and the number of outcomes whose
+        messages, tools or info are not JSON. Their columns are empty, and `info` has the reason under `NOT_WRITTEN`.
     """
     records = [outcome.trajectory for outcome in outcomes]
     texts = [_texts(record) for record in records]
@@ -76,7 +79,7 @@ def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table
 
 
 def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
-    """Messages, tools and info as JSON, and whether they are left out."""
+    """Messages, tools and info as JSON, and True if they were left out because they are not JSON."""
     try:
         return _json(record.messages), _json(record.tools), _json(record.info), False
     except (TypeError, ValueError, RecursionError) as error:
@@ -85,11 +88,11 @@ def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
 
 _JSON = json.JSONEncoder(allow_nan=False)
 _ODD_KEYS = ('"true": ', '"false": ', '"null": ')
-"""Keys as the encoder writes them where they are no texts but True, False or None; `plain` names them otherwise."""
+"""Keys that the encoder may have written for True, False or None, which `plain` writes differently."""
 
 
 def _json(value: Any) -> str:
-    """The JSON text of `plain(value)`, which almost always is that of the value itself."""
+    """The JSON text of `plain(value)`. Tries the value itself first: `plain` is slow and almost never needed."""
     try:
         text = _JSON.encode(value)
     except (TypeError, ValueError):
@@ -98,7 +101,7 @@ def _json(value: Any) -> str:
 
 
 def _text(value: Any) -> Any:
-    """Texts without lone surrogates, which UTF-8 does not have: `\\udce9` is written as these six characters."""
+    """Escape lone surrogates, which UTF-8 cannot encode: `\\udce9` is written as these six characters."""
     if not isinstance(value, str) or value.isascii():
         return value
     return value.encode("utf-8", "backslashreplace").decode()
@@ -139,7 +142,7 @@ def _turns(outcomes: Sequence[TrajectoryOutcome]) -> pa.StructArray:
 
 
 def _each(outcomes: Sequence[TrajectoryOutcome], name: str) -> list[NDArray[Any] | None]:
-    """What the trainer said of each turn; None where it said nothing."""
+    """A per-token array of each turn, from the trainer or a teacher; None if a turn has none."""
     return [array for outcome in outcomes for array in getattr(outcome, name) or (None,) * len(outcome.turns)]
 
 
@@ -148,13 +151,13 @@ def _seconds(turns: Sequence[Turn], part: str) -> Callable[[], list[float | None
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if kind in (NAME, pa.string()):  # an environment may name a part of its reward, or an agent, by a number
+    if kind in (NAME, pa.string()):  # environments may use numbers as names of reward parts or agents
         values = [value if value is None else _text(str(value)) for value in values]
     return pa.array(values, kind)
 
 
 def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListArray:
-    """A list for each array; null for None."""
+    """A column with one list per array; None becomes null. Built from one flat array, without Python lists."""
     present = [array for array in arrays if array is not None]
     values = np.concatenate(present) if present else np.empty(0, dtype=dtype)
     missing = pa.array([array is None for array in arrays], pa.bool_())
@@ -163,7 +166,7 @@ def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListA
 
 
 def _set_lists(kept: Sequence[KeptSets | None]) -> pa.ListArray:
-    """A list of sets for each turn; null for None."""
+    """A column with one list of sets per turn; None becomes null."""
     present = [each for each in kept if each is not None]
     ids = pa.array(np.concatenate([each.ids for each in present]) if present else np.empty(0, dtype=np.int32))
     sets = _lists([count for each in present for count in each.counts.tolist()], ids)
@@ -186,10 +189,10 @@ def _experts_to_bytes(experts: Experts | None) -> bytes | None:
 
 
 def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[TrajectoryOutcome]:
-    """The outcomes in these rows, the inverse of `to_table`.
+    """The outcomes in these rows; the inverse of `to_table`.
 
     Raises:
-        ValueError, KeyError, TypeError: the rows are no outcomes.
+        ValueError, KeyError, TypeError: the rows are not valid outcomes.
     """
     for found in records_of(table):
         trainer, gradients, teacher = (tuple(turn[name] for turn in found.turns) for name in _SAID)
@@ -208,24 +211,24 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[TrajectoryOutcome]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredOutcome:
-    """A row as it is stored: prompts are not put together."""
+    """A row as it is stored: prompts are not reconstructed."""
 
     record: Mapping[str, Any]
-    """The trajectory as `trajectory_from_json` takes it."""
+    """The trajectory, in the form that `trajectory_from_json` takes."""
     row: Mapping[str, Any]
-    """What the row has beside it: `step`, `reason`, `flags`, `unrecorded` and counts."""
+    """Columns that are not part of the trajectory: `step`, `reason`, `flags`, `unrecorded` and counts."""
     outcomes: tuple[str, ...]
     """The outcome of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]
-    """The arrays of each turn, by column, and `kept_counts`, the sizes of its kept sets; those of `_SAID` are in no
-    trajectory."""
+    """The per-token arrays of each turn, by column, including those of `_SAID`, which are not part of the trajectory;
+    and `kept_counts`, the sizes of its kept sets."""
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredOutcome]:
-    """The rows of a table, one after the other.
+    """The rows of a table, one by one.
 
     Raises:
-        ValueError, KeyError, TypeError: the rows are no outcomes.
+        ValueError, KeyError, TypeError: the rows are not valid outcomes.
     """
     plain_columns = [name for name in table.schema.names if name != "turns"]
     rows = table.select(plain_columns).to_pylist()
@@ -247,12 +250,12 @@ def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredOutcome]:
 
 _Tokens = Mapping[str, NDArray[Any] | None]
 _SAID = ("trainer_logprobs", "gradients", "teacher_logprobs")
-"""What the trainer and a teacher said of the tokens: in no trajectory."""
+"""Per-token columns from the trainer and a teacher, which are not part of a trajectory."""
 _TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", *_SAID)
 
 
 def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any], _Tokens]]:
-    """TrajectoryOutcome, record and arrays of each turn, one after the other."""
+    """Outcome, record and per-token arrays of each turn, one by one."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
         turns = chunk.flatten()
@@ -273,7 +276,7 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
 
 
 def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
-    """Views of one array."""
+    """One array per list, as views of the column's values, without copies; None for null."""
     ends, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return [values[ends[i] : ends[i + 1]] if present[i] else None for i in range(len(column))]
@@ -291,7 +294,7 @@ def _read_sets(column: pa.ListArray) -> list[KeptSets | None]:
 
 
 def _turn_record(row: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
-    """As `trajectory_from_json` takes it."""
+    """A turn in the form that `trajectory_from_json` takes."""
     queued = row["seconds_queued"]
     timing = (
         None
