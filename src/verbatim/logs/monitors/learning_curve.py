@@ -1,4 +1,4 @@
-"""Draws the learning curve of a run as one PNG, from its metrics log."""
+"""Draws a run's learning curve as a PNG, from its metrics log."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ logger = logging.getLogger(__name__)
 
 
 Points = list[tuple[int, float]]
-"""Steps and values."""
+"""Pairs of step and value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What is drawn."""
+    """The points of a learning curve."""
 
     rewards: Points = field(default_factory=list)
-    """Mean training reward of every step."""
+    """Mean training reward of each step."""
     evals: dict[str, Points] = field(default_factory=dict)
-    """Success of every evaluation, by environment; step 0 is before training."""
+    """Success of each evaluation, by environment; step 0 is before training."""
     successes: Points = field(default_factory=list)
-    """Success of every step in training, where it is not the reward."""
+    """Training success of each step; empty if it equals the reward."""
     eval_rewards: dict[str, Points] = field(default_factory=dict)
-    """Mean reward of every evaluation, by environment, where success is not the reward."""
+    """Mean reward of each evaluation, by environment; empty if it equals success."""
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """What shares an axis: reward and success have one each, unless they are the same figure everywhere."""
+        """The panels to draw: one each for reward and success, or a single one if the two are equal everywhere."""
         success = Panel(name="success", train=self.successes, evals=self.evals)
         is_share = all(0 <= value <= 1 for _, value in self.rewards if math.isfinite(value))
         if is_share and not self.eval_rewards and not self.successes:
@@ -46,21 +46,23 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One figure, in training and in evaluations."""
+    """One metric, in training and in evaluations."""
 
     name: str
     """"reward" or "success"."""
     train: Points
+    """Points of training."""
     evals: Mapping[str, Points]
+    """Points of evaluations, by environment."""
     train_name: str = ""
-    """What it is called in training, where that is another name."""
+    """The metric's name in training; empty: `name`."""
 
 
 def read_curve(metrics_path: Path) -> Curve:
-    """The curve of a `MetricsLog`.
+    """The curve of a run, from the file of its `MetricsLog`.
 
     Raises:
-        UsageError: no such file, or not a metrics log.
+        UsageError: there is no such file, or it is not a metrics log.
     """
     steps, evals = read_history(metrics_path)
     is_success = all(reward_is_success(metrics) for rows in (steps, *evals.values()) for _, metrics in rows)
@@ -82,8 +84,8 @@ def _points_by_env(evals: Mapping[str, Rows], name: str) -> dict[str, Points]:
 
 
 def reward_is_success(metrics: Mapping[str, Any]) -> bool:
-    """Whether the mean reward of a step or an evaluation says nothing beside its success: every reward is 1 where an
-    episode succeeded and 0 elsewhere. Failed episodes of an evaluation are no successes, and have no reward.
+    """True if the mean reward of a step or an evaluation equals its success: each reward is 1 for a successful episode
+    and 0 otherwise. Failed episodes of an evaluation are unsuccessful but have no reward, so they are factored out.
 
     >>> reward_is_success({"success": 0.5, "reward/mean": 0.625, "episodes": 10, "failed": 2})
     True
@@ -92,11 +94,11 @@ def reward_is_success(metrics: Mapping[str, Any]) -> bool:
     """
     reward, success = (float(metrics.get(name, "nan")) for name in ("reward/mean", "success"))
     ended = 1 - float(metrics.get("failed", 0)) / max(1.0, float(metrics.get("episodes", 1)))
-    return not abs(reward * ended - success) > 1e-6  # where one of them is NaN, nothing tells them apart
+    return not abs(reward * ended - success) > 1e-6  # also True if one is NaN: then there is only one value to show
 
 
 def reward_parts(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The means of an evaluation's named parts of the reward, by their names.
+    """The means of the named reward parts of an evaluation, by name.
 
     >>> reward_parts({"reward_part/style/mean": 0.5, "reward_part/style/std": 0.1, "reward/mean": 0.7})
     {'style': 0.5}
@@ -110,17 +112,17 @@ def reward_parts(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None) -> None:
-    """Training and evaluations, the first and the last one marked, and what a constant policy can reach. Where the
-    reward is not the success, each has its own axes, with the same figure in training and in evaluations.
+    """Draw training and evaluations, with the first and last evaluation labelled, and the best constant policy. If
+    reward and success differ, each has its own axes.
 
     Args:
         curve: The points; NaN leaves a gap.
-        path: The PNG; written whole or not at all.
-        title: Above the axes.
-        best_constant: Success of the best policy that ignores what it observes, by environment: a dashed line.
+        path: The PNG; written atomically.
+        title: The title above the axes.
+        best_constant: Success of the best policy that ignores its observations, by environment, as a dashed line.
 
     Raises:
-        UsageError: matplotlib is missing.
+        UsageError: matplotlib is not installed.
     """
     refuse_without("matplotlib", extra="plot", what="a learning curve")
     from matplotlib.figure import Figure
@@ -130,14 +132,14 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
     for panel, axes in zip(panels, figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], strict=True):
         _draw_panel(axes, panel, best_constant or {} if panel.name == "success" else {})
     figure.axes[-1].set(xlabel="step")
-    figure.axes[0].set_title(title, parse_math=False)  # a name may hold a $
+    figure.axes[0].set_title(title, parse_math=False)  # a run's name may contain a $
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
 
 
 class LearningCurve(Monitor):
-    """Draws the curve after every evaluation and at the end: a drawing costs as much as a small step. Without
-    matplotlib it says so once and draws nothing."""
+    """Draws the curve after each evaluation and at the end; not after each step, because a drawing takes as long as a
+    small step. Without matplotlib, logs one warning and draws nothing."""
 
     def __init__(
         self, metrics_path: Path, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None
@@ -150,7 +152,7 @@ class LearningCurve(Monitor):
             logger.warning("no %s for this run: matplotlib is not installed; type: %s", path.name, install)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Draw again, from the log: listed after the `MetricsLog`, this evaluation is in it."""
+        """Draw the curve from the log. This monitor comes after the `MetricsLog`, which has written the evaluation."""
         self._draw()
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ def _draw_panel(axes: Any, panel: Panel, constants: Mapping[str, float]) -> None
                 linewidth=1,
                 label=f"{env}: best constant policy, {constants[env]:.2f}",
             )
-    axes.margins(x=0.08, y=0.12)  # room for the words at the first and the last point
+    axes.margins(x=0.08, y=0.12)  # room for the labels of the first and last point
     axes.set(ylabel="success, reward" if panel.train_name else panel.name)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="best", fontsize="small")

@@ -1,4 +1,4 @@
-"""Logs a run to MLflow: parameters, metrics, quantiles, sample trajectories, alarms and how it ended."""
+"""Logs a run to MLflow: parameters, metrics, quantiles, sample trajectories, alarms and the final state."""
 
 from __future__ import annotations
 
@@ -28,41 +28,44 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID = "mlflow_run_id"
-"""The file of the run folder that holds the id under which a resumed run goes on."""
+"""File in the run folder with the id of the MLflow run, so that a resumed run continues it."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-"""MLflow's words for how a run ended."""
+"""MLflow's status for each final state of a run."""
 _BATCH, _PARAMS = 1000, 100
-"""Most metrics, and most parameters, of one request."""
+"""Maximum number of metrics, and of parameters, in one request: limits of MLflow's API."""
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
+"""Maximum lengths of a parameter and of a tag."""
 _MOST_TABLES = 80
-"""Tables that the tag of a run lists, the newest: it has room for no more."""
+"""Number of tables, the newest ones, that the run's tag lists; more would exceed the length of a tag."""
 _TABLES = "mlflow.loggedArtifacts"
+"""The tag in which MLflow's pages look up a run's tables."""
 _FOREIGN = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow does not accept in names."""
 _CLIENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
-"""Settings of the client, where the environment has none: nothing is sent to its makers, and a server that does not
-answer is given up within the deadlines."""
+"""Environment variables to set for the client if they are not set: no telemetry, and time limits short enough that a
+server that does not answer is given up before `Background`'s limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mlflow(ServiceSettings):
-    """[monitor.mlflow]: opens a run of an experiment at an MLflow server, or in a database.
+    """[monitor.mlflow]: opens a run in an experiment on an MLflow server, or in a database.
 
     Raises:
-        UsageError: mlflow is not installed, or cannot be used with this address.
+        UsageError: mlflow is not installed, or does not support the tracking URI.
     """
 
     package: ClassVar[str] = "mlflow"
     experiment: str
     """The experiment; created if it does not exist."""
     name: str | None = None
-    """What the run is called there; the run's name by default."""
+    """The name of the MLflow run; the run's name by default."""
     tracking_uri: str | None = None
-    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`; by default what MLFLOW_TRACKING_URI
-    says, else MLflow's own default, the database `mlflow.db` in the working directory."""
+    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`; by default MLFLOW_TRACKING_URI, else
+    MLflow's own default, the database `mlflow.db` in the working directory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +84,7 @@ class Mlflow(ServiceSettings):
 
     @property
     def uri(self) -> str:
-        """Where the run is recorded."""
+        """The tracking URI in effect."""
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
 
     def __call__(self, run: RunInfo) -> MlflowMonitor:
@@ -90,20 +93,21 @@ class Mlflow(ServiceSettings):
 
 @dataclass(eq=False)
 class _Record:
-    """An open run of MLflow, used by one thread."""
+    """An open MLflow run, used by one thread."""
 
     client: MlflowClient
     run_id: str
     is_new: bool
+    """True if this process created the run; False if it continues one."""
     tables: list[str]
-    """Files of tables that the run has."""
+    """Files of the run's tables."""
 
     def __post_init__(self) -> None:
         self._heard: dict[str, int] = {}
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """Log metrics, unless an earlier process logged this step: MLflow would show both. The first of them is one
-        that every such record has: its history says what was logged before."""
+        """Log metrics, unless an earlier process of the run logged this step: MLflow would keep both values. The
+        history of the first metric, which every report of its kind has, tells which steps have been logged."""
         mark = next(iter(metrics))
         if mark not in self._heard:
             history = [] if self.is_new else self.client.get_metric_history(self.run_id, _key(mark))
@@ -118,12 +122,12 @@ class _Record:
 
 
 class MlflowMonitor(ServiceMonitor[_Record]):
-    """One run of MLflow: every metric, quantiles of each distribution (MLflow has no histograms), tables of
+    """Writes one MLflow run: all metrics, quantiles of each distribution (MLflow has no histograms), and tables of
     trajectories as `trajectories/step-000010.json`."""
 
     service = "MLflow"
     retry_seconds = 60.0
-    """Until a server that could not be reached is tried again."""
+    """Seconds between attempts to reach a server. MLflow has no offline mode, so one attempt would not be enough."""
 
     def __init__(self, settings: Mlflow, run: RunInfo) -> None:
         self._settings = settings
@@ -148,14 +152,14 @@ class MlflowMonitor(ServiceMonitor[_Record]):
         record.client.set_tag(record.run_id, _TABLES, json.dumps(listed))
 
     def _log_alarm(self, record: _Record, at: float, alarm: Alarm) -> None:
-        """The words are a tag, and all alarms the file `alarms.jsonl`."""
+        """Log the alarm's metric, its text as a tag, and the file `alarms.jsonl` with all alarms."""
         record.log(alarm.step, at, {alarm.metric: float(alarm.state == "raised")})
         record.client.set_tag(record.run_id, _key(alarm.metric.replace("/", ".")), alarm.text[:_LONGEST_TAG])
         if (file := self._run.folder / "alarms.jsonl").is_file():
             record.client.log_artifact(record.run_id, str(file))
 
     def _log_end(self, record: _Record, at: float, summary: Mapping[str, Any]) -> None:
-        """The results as metrics."""
+        """Log the final results as metrics."""
         results = {f"results/{k}": v for k, v in summary["results"].items() if isinstance(v, int | float)}
         if results:
             record.log(summary["steps"], at, results)
@@ -166,11 +170,12 @@ class MlflowMonitor(ServiceMonitor[_Record]):
     def _open(self) -> _Record:
         for name, value in _CLIENT.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # here, on the thread: it takes seconds
+        from mlflow import MlflowClient  # here, on the thread, because the import takes seconds
 
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        own = threading.current_thread().name  # its retries are told once, as what came of them
+        # Hide urllib3's warnings of each retry on this thread: the outcome is reported once, by `Background`.
+        own = threading.current_thread().name
         logging.getLogger("urllib3.connectionpool").addFilter(lambda record: record.threadName != own)
         client = MlflowClient(tracking_uri=self._settings.uri)
         record = self._found(client) or self._made(client)
@@ -183,7 +188,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
         return record
 
     def _found(self, client: MlflowClient) -> _Record | None:
-        """The run that an earlier process of this run opened, if it is still there."""
+        """The MLflow run that an earlier process of this run opened, if it still exists."""
         if (run_id := known_id(self._run.folder / RUN_ID)) is None:
             return None
         try:
@@ -191,7 +196,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
         except Exception as error:
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            warn("MLflow", f"the run {run_id} is not there any more, and a new one is opened: {reason(error)}")
+            warn("MLflow", f"the run {run_id} no longer exists, and a new one is opened: {reason(error)}")
             return None
         client.update_run(run_id, status="RUNNING")
         tables = [table["path"] for table in json.loads(run.data.tags.get(_TABLES, "[]"))]
@@ -206,7 +211,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
     @staticmethod
     def _log_params(record: _Record, params: Mapping[str, str]) -> None:
-        """Those that are not there yet: MLflow's cannot change. The file config.json has the newest of all."""
+        """Log new parameters. MLflow does not allow changing one; after a resume, config.json has the current values."""
         from mlflow.entities import Param
 
         found = [Param(name, value) for name, value in params.items()]
@@ -215,7 +220,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
 
 def _key(name: str) -> str:
-    """A name that MLflow takes: letters, digits and `_-. :/`.
+    """A name that MLflow accepts: letters, digits and `_-. :/`.
 
     >>> _key("errors/tool (late)")
     'errors/tool _late_'

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER = "tensorboard"
-"""The folder of the run folder that the files lie in."""
+"""Name of the event files' folder within the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class Tensorboard(ServiceSettings):
 
     package: ClassVar[str] = "tensorboard"
     folder: str | None = None
-    """Where the event files go; `tensorboard` in the run folder by default, so that `tensorboard --logdir runs` shows
-    all runs. A folder must not be shared by runs."""
+    """The folder for the event files; `tensorboard` in the run folder by default, so that `tensorboard --logdir runs`
+    shows all runs. Two runs must not share a folder."""
 
     def __call__(self, run: RunInfo) -> TensorboardMonitor:
         return TensorboardMonitor(self, run)
 
 
 class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
-    """One folder of event files: every metric, a histogram of each distribution, the texts `trajectories`."""
+    """Writes one folder of event files: all metrics, a histogram of each distribution, and trajectories as text."""
 
     service = "TensorBoard"
 
@@ -74,12 +74,12 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         _add_text(record, step, at, "trajectories", [list(COLUMNS), *shown])
 
     def _log_alarm(self, record: EventFileWriter, at: float, alarm: Alarm) -> None:
-        """The text of the metric's name has the words."""
+        """Write the alarm's metric, and its text under the metric's name with `/text`."""
         self._log_metrics(record, at, alarm.step, "", {alarm.metric: float(alarm.state == "raised")}, NO_DISTRIBUTIONS)
         _add_text(record, alarm.step, at, f"{alarm.metric}/text", literal(alarm.text))
 
     def _log_end(self, record: EventFileWriter, at: float, summary: Mapping[str, Any]) -> None:
-        """The results as a text, and the end of the session, which the page HPARAMS shows."""
+        """Write the final results as text, and the end of the session for the HPARAMS page."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
@@ -102,10 +102,10 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         record.close()
 
     def _how_to_recover(self) -> str:
-        return f"what is missing in {self._folder} is in {self._run.folder}/metrics.jsonl"
+        return f"metrics missing from {self._folder} are in {self._run.folder}/metrics.jsonl"
 
     def _description(self, prefix: str, name: str) -> str | None:
-        """Meaning and unit, for the first value of a metric."""
+        """A metric's meaning and unit for its first value, None for later ones: TensorBoard reads only the first."""
         metric = None if prefix + name in self._described else about(name)
         self._described.add(prefix + name)
         if metric is None:
@@ -120,7 +120,7 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         first = self._run.first_step
         cut_events(self._folder, first)
         writer = EventFileWriter(str(self._folder), max_queue_size=100, flush_secs=10)
-        # A TensorBoard that is open already forgets the steps that are done again.
+        # A session start makes a TensorBoard that is already open drop the steps that will be done again.
         writer.add_event(Event(wall_time=time.time(), step=first + 1, session_log=SessionLog(status=SessionLog.START)))
         config = json.dumps(self._run.config, indent=2, default=str)
         _add_text(writer, first, time.time(), "config", literal(config))
@@ -144,7 +144,7 @@ def _add_text(writer: EventFileWriter, step: int, at: float, name: str, content:
 
 
 def cut_events(folder: Path, step: int) -> None:
-    """Take the events after this step out of the event files of a folder: those steps are done again."""
+    """Remove events after a step from a folder's event files, because the steps after it will be done again."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -161,7 +161,7 @@ def cut_events(folder: Path, step: int) -> None:
 
 
 def literal(text: str) -> str:
-    """Markdown that shows this text as it is: an indented block.
+    """Markdown that shows a text unchanged: an indented code block.
 
     >>> literal("# <b>\\nx")
     '    # <b>\\n    x'

@@ -1,4 +1,4 @@
-"""Draws the learning curve of a run as text, for terminals: no colour, 79 columns unless told otherwise."""
+"""Draws a run's learning curve as text for terminals: without colour, 79 columns by default."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from verbatim.core.texts import number
 from verbatim.logs.monitors.learning_curve import Curve, Panel
 
 Point = tuple[int, float]
-"""Step and value."""
+"""A pair of step and value."""
 
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of each dot in a braille character, by its row and column."""
+"""The bit of each dot in a braille character, by row and column."""
 _TICKS = 3
-"""Rows between two labelled values of the y axis."""
+"""Number of rows between two labels of the y axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,13 @@ class Marks:
     """The characters of a plot."""
 
     evals: str
-    """One for each environment's evaluations, in turn."""
+    """Marks of evaluations, one per environment; they repeat if there are more environments."""
     constant: str
-    """The line of what a constant policy reaches."""
+    """The line of the best constant policy."""
     axes: tuple[str, str, str, str]
-    """Labelled row, row, corner, bottom."""
+    """The y axis at a label, the y axis elsewhere, the corner, the x axis."""
     line: str | None
-    """What the curve of rewards is drawn with; None: the dots of braille characters, two columns and four rows in
-    each."""
+    """The training curve; None: braille characters, each with two columns and four rows of dots."""
 
 
 UNICODE = Marks(evals="●▲■◆", constant="┄", axes=("┤", "│", "└", "─"), line=None)
@@ -47,17 +46,17 @@ def text_curve(
     width: int = 79,
     height: int = 13,
 ) -> str:
-    """Training as a curve, evaluations as marks on it, and what a constant policy reaches as a dashed line.
+    """A plot with training as a curve, evaluations as marks, and the best constant policy as a dashed line.
 
-    Where the reward is not the success, each has a plot of its own, with the same figure in training and in
-    evaluations. Values that are not finite are left out; without any other the text is empty.
+    If reward and success differ, each has its own plot, for training and evaluations. Values that are not finite are
+    left out; without finite values the text is empty.
 
     Args:
         curve: The points.
         best_constant: As for `learning_curve.draw_curve`.
-        marks: `ASCII` for terminals that show nothing else.
-        width: Columns, labels included; at least 40 are used.
-        height: Rows of a plot, without the axis below it.
+        marks: The characters; `ASCII` for terminals without Unicode.
+        width: Number of columns, including labels; at least 40.
+        height: Number of rows of a plot, without the x axis.
 
     Returns:
         Lines of at most `width` columns, and the legend.
@@ -85,7 +84,7 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """Where a plot goes."""
+    """Size and x range shared by the plots."""
 
     marks: Marks
     width: int
@@ -93,7 +92,7 @@ class _Frame:
     steps: tuple[int, int]
 
     def drawn(self, panel: Panel, best_constant: Mapping[str, float]) -> str:
-        """The plot, its axes and its legend: from 0 to 1 where no value lies outside."""
+        """A plot with its axes and legend. The y axis is from 0 to 1, unless a value lies outside."""
         evals = {env: points for env, points in panel.evals.items() if points}
         constants = {env: value for env, value in best_constant.items() if env in evals}
         values = [value for points in (panel.train, *evals.values()) for _, value in points]
@@ -124,11 +123,11 @@ class _Frame:
         return "\n".join([*lines, *self._legend(panel, evals, constants, margin)])
 
     def _draw_line(self, cells: list[list[str]], points: Sequence[Point], low: float, high: float) -> None:
-        """The mean of the points of each column of dots; a line from one to the next."""
+        """Draw a line through the means of the points in each column of dots."""
         across, down = (2, 4) if self.marks.line is None else (1, 1)
         columns, rows = across * len(cells[0]), down * self.height
         means = column_means(points, self.steps, columns)
-        # The centre of the first row of cells is `high`, that of the last one `low`, as for marks.
+        # `high` is at the centre of the first row of cells and `low` at that of the last one, as for marks.
         dots = [(x, (high - mean) / (high - low) * (rows - down) + (down - 1) // 2) for x, mean in means]
         for x, y in _joined(dots):
             row, column = y // down, x // across
@@ -177,7 +176,7 @@ def _column(step: int, steps: tuple[int, int], columns: int) -> int:
 
 
 def column_means(points: Sequence[Point], steps: tuple[int, int], columns: int) -> list[Point]:
-    """The mean of the points of each column that has some, where the columns go from the first step to the last.
+    """The mean of the points in each column that has points; the columns divide the steps from first to last.
 
     >>> column_means([(1, 0.0), (2, 1.0), (9, 3.0)], (1, 9), 3)
     [(0, 0.5), (2, 3.0)]
@@ -189,7 +188,7 @@ def column_means(points: Sequence[Point], steps: tuple[int, int], columns: int) 
 
 
 def _joined(points: Sequence[tuple[int, float]]) -> Iterable[tuple[int, int]]:
-    """Dots of the straight lines between neighbours: one for each column and row that a line passes.
+    """The dots of straight lines between neighbouring points: one for each column and row that a line crosses.
 
     >>> list(_joined([(0, 0.0), (1, 2.0)]))
     [(0, 0), (0, 1), (1, 1), (1, 2)]
@@ -204,7 +203,8 @@ def _joined(points: Sequence[tuple[int, float]]) -> Iterable[tuple[int, int]]:
 
 
 def _label(value: float) -> str:
-    """
+    """A label of the y axis.
+
     >>> [_label(x) for x in (0.75, -3, 1234.5)]
     ['0.75', '-3.00', '1.23e+03']
     """

@@ -1,7 +1,7 @@
 """Logs a run to Weights & Biases: configuration, metrics, histograms, sample trajectories, alarms and the summary.
 
-Calls return at once: `Background` talks to the service. A run that cannot be opened online is recorded offline in the
-run folder, for `wandb sync`.
+Calls return at once: a thread of `Background` talks to the service. If the record cannot be opened online, the run is
+recorded offline in the run folder, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ from verbatim.logs.monitors.values import finite
 logger = logging.getLogger(__name__)
 
 RUN_ID = "wandb_run_id"
-"""The file of the run folder that holds the id under which a resumed run goes on."""
+"""File in the run folder with the id of the W&B record, so that a resumed run continues it."""
 _NOT_IN_PROJECTS = "/\\#?%:"
+"""Characters that W&B does not allow in project names."""
 _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
-"""What wandb knows; the last two are its older names of offline and online."""
+"""The modes of wandb; "dryrun" and "run" are its older names of offline and online."""
 MAX_BINS = 64
-"""Most bins of a histogram."""
+"""Maximum number of bins in a histogram."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wandb(ServiceSettings):
     """[monitor.wandb]: opens a record of the run at Weights & Biases.
 
-    The key is wandb's own business: `wandb login`, or the environment variable WANDB_API_KEY.
+    wandb finds the API key itself: from `wandb login`, or the environment variable WANDB_API_KEY.
 
     Raises:
-        UsageError: wandb is not installed, or it takes no such project, tag or mode.
+        UsageError: wandb is not installed, or does not accept the project, a tag or the mode.
     """
 
     package: ClassVar[str] = "wandb"
     project: str
     """The project; created if it does not exist."""
     name: str | None = None
-    """What the record is called; the run's name by default."""
+    """The record's name; the run's name by default."""
     tags: tuple[str, ...] = ()
     """Labels to filter by."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """"offline" records into the run folder, for `wandb sync`; by default what WANDB_MODE says, else "online"."""
+    """"offline" records into the run folder, for `wandb sync`; by default the value of WANDB_MODE, else "online"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.project.strip() or len(self.project) > 128 or set(self.project) & set(_NOT_IN_PROJECTS):
             raise UsageError(
                 f"[monitor.wandb] project = {self.project!r}; expected 1 to 128 characters without any of "
-                f"{' '.join(_NOT_IN_PROJECTS)}. Whose project it is, the environment variable WANDB_ENTITY says"
+                f"{' '.join(_NOT_IN_PROJECTS)}. The environment variable WANDB_ENTITY sets the project's owner"
             )
         wrong = next((tag for tag in self.tags if not 1 <= len(tag) <= 64), None)
         if wrong is not None:
@@ -79,7 +80,7 @@ class Wandb(ServiceSettings):
 
 
 class WandbMonitor(ServiceMonitor[Any]):
-    """One record. Every metric, a histogram of each distribution, the tables `trajectories`."""
+    """Writes one W&B record: all metrics, a histogram of each distribution, and tables of trajectories."""
 
     service = "W&B"
 
@@ -103,14 +104,14 @@ class WandbMonitor(ServiceMonitor[Any]):
         record.log({"trajectories": table}, step=step)
 
     def _log_alarm(self, record: Any, at: float, alarm: Alarm) -> None:
-        """The words are an alert, which W&B sends where the user wants it, and in the summary."""
+        """Log the alarm's metric; its text goes into the summary and an alert, which W&B sends as the user chose."""
         record.log({alarm.metric: float(alarm.state == "raised")}, step=alarm.step)
         record.summary.update({alarm.metric.replace("alarm/", "alarm_message/", 1): alarm.text})
         if alarm.state == "raised":
             record.alert(title=f"{alarm.name} at step {alarm.step}", text=alarm.text, level="WARN")
 
     def _log_end(self, record: Any, at: float, summary: Mapping[str, Any]) -> None:
-        """The state and the results, into the summary."""
+        """Write the run's state and final results into the summary."""
         results = {f"results/{name}": value for name, value in summary["results"].items()}
         record.summary.update({"state": summary["state"], **results})
 
@@ -119,22 +120,22 @@ class WandbMonitor(ServiceMonitor[Any]):
 
     def _open(self) -> Any:
         began = time.monotonic()
-        # Its reports of its own errors quote exceptions, and hold up the end of the process where the service hangs.
+        # wandb's own error reports contain exception texts, and delay the end of the process if the service hangs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # here, on the thread: it takes seconds
+        import wandb  # here, on the thread, because the import takes seconds
 
-        wandb.setup(wandb.Settings(silent=True))  # without it a missing key is asked for on the terminal
+        wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing key on the terminal
         mode = self._settings.mode or os.environ.get("WANDB_MODE") or "online"
         try:
             run = self._init(wandb, mode)
         except Exception as error:
             if mode != "online":
                 raise
-            wandb.teardown()  # its service still holds the id
+            wandb.teardown()  # wandb's service process still holds the id, so that a second init would fail
             mode = "offline"
             run = self._init(wandb, mode)
             warn("W&B", f"the service cannot be used ({reason(error)}); {self._how_to_recover()}")
-        # Asked for offline, the address is a warning of wandb's own.
+        # Not run.url when offline: wandb warns if it is read then.
         where = run.url if mode == "online" else f"recorded in {run.dir}" if mode == "offline" else mode
         logger.info("W&B: %s, opened in %.0f s", where, time.monotonic() - began)
         return run
@@ -151,22 +152,22 @@ class WandbMonitor(ServiceMonitor[Any]):
             mode=mode,
             settings=wandb.Settings(
                 silent=True,
-                console="off",  # what is printed is the run's business, and may quote anything
+                console="off",  # the run's output may contain anything, also secrets
                 init_timeout=background.OPEN_SECONDS,
                 finish_timeout=background.FINISH_SECONDS,
                 finish_timeout_raises=True,
                 disable_git=True,
                 save_code=False,
-                x_disable_meta=True,  # it holds the command line, where overrides may be keys
+                x_disable_meta=True,  # the metadata has the command line, whose overrides may contain API keys
             ),
         )
 
     def _how_to_recover(self) -> str:
-        return f"type `wandb sync {self._run.folder}/wandb/*run-*` to upload what is recorded there"
+        return f"type `wandb sync {self._run.folder}/wandb/*run-*` to upload what was recorded there"
 
 
 def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and edges; a bin for each whole number where all values are such. None of no values.
+    """Counts and edges of a histogram, with one bin per integer if all values are integers; None: there are no values.
 
     >>> [array.tolist() for array in _histogram([0, 2, 2])]
     [[1, 0, 2], [-0.5, 0.5, 1.5, 2.5]]
@@ -180,7 +181,7 @@ def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _run_id(path: Path) -> str:
-    """The id of the folder's run, made by its first process; anew where the file is damaged."""
+    """The id of the run's record. Created by the run's first process, or again if the file is damaged."""
     if (found := known_id(path)) is None:
         found = uuid.uuid4().hex[:12]
         write_file(path, found.encode())

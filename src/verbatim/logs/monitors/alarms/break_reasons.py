@@ -1,4 +1,4 @@
-"""Says why prompts did not continue what was sampled, and what to change, from what rollouts have noted."""
+"""Finds the cause of breaks and the advice against them, from the reasons that rollouts have recorded."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from verbatim.models.renderers import BreakReason
 from verbatim.rollouts.loop import rendered_anew
 
 _SHOWN = 2
-"""Reasons that are named, the most common ones."""
+"""Number of reasons that an alarm names, the most common ones."""
 KEYS: Mapping[BreakReason, str] = {
     **dict.fromkeys((BreakReason.CONTROL_TOKEN, BreakReason.OTHER_END, BreakReason.OPEN_THOUGHT), "warm_start.steps"),
     BreakReason.THOUGHT_DROPPED: "orchestrator.renderer.thinking_retention",
     BreakReason.FORMAT_UNKNOWN: "orchestrator.renderer.name",
     BreakReason.HISTORY_TEMPLATE: "orchestrator.renderer.history",
 }
-"""The key that a reason's advice names last; its present value is told behind it."""
+"""The key that a reason's advice ends with; the alarm adds its present value."""
 CAUSE = "the chat template rewrites history, or the environment changes messages that were sampled"
-"""Where nothing is noted: other people's agents send the prompts."""
+"""The cause if no reason was recorded, as when an external agent program sends the prompts."""
 ADVICE = "`verbatim doctor RUN` shows the tokens and the reason"
 
 
 def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
-    """Both, for an environment's rollouts of a step: the reasons with their turns and the tokens of their prompts, and
-    what helps against each."""
+    """Cause and advice for an environment's rollouts of the latest step: the most common reasons with their number of
+    turns, and what to change for each, with the prompt tokens that this saves."""
     noted = [
         (reason, trajectory.turns[turn].num_prompt_tokens)
         for trajectory in (outcome.trajectory for outcome in window.outcomes)

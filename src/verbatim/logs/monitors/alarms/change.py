@@ -1,10 +1,10 @@
-"""Decides whether a figure has risen or fallen: by ranks, so that single outliers and the figure's scale do not matter.
+"""Tests whether a figure has risen or fallen. By ranks, so that outliers and the figure's scale do not matter.
 
-Every rule that looks for a change asks two questions. Is it large enough to matter (a parameter of the rule)? And is
-it more than the noise between steps? The second one is a one-sided Mann-Whitney test of the recent steps against the
-earlier ones, at `SURE`. If the figure does not change, each order of the values is equally likely, and the test is
-passed by chance in at most one of 1,000 windows; with 8 steps against 8, the 16 values have to be all but completely
-apart."""
+Every rule that detects a change asks two questions. Is the change large enough to matter (a parameter of the rule)? Is
+it more than the noise between steps? The second one is a one-sided Mann-Whitney test of the recent steps against
+earlier ones, at `SURE`. If nothing changes, all orders of the values are equally likely, and the test passes by chance
+in at most one of 1,000 windows. With 8 steps against 8, the two sets of values must hardly overlap.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 
 SURE = 1e-3
-"""The largest chance at which a change is believed."""
+"""Significance level: the largest p-value at which a change counts."""
 
 
 def rises(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether the values are larger than before, by more than chance.
+    """True if the values are significantly larger than before.
 
     >>> rises([0.1, 0.2, 0.15, 0.12, 0.18, 0.16, 0.11, 0.14], [0.3, 0.28, 0.31, 0.4, 0.33, 0.29, 0.27, 0.35])
     True
@@ -26,17 +26,17 @@ def rises(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def falls(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether they are smaller."""
+    """True if the values are significantly smaller than before."""
     return chance_of_rise(after, before) <= SURE
 
 
 def chance_of_rise(before: Sequence[float], after: Sequence[float]) -> float:
-    """How likely so many pairs are in rising order if nothing has changed: the p-value of a Mann-Whitney test.
+    """The p-value of a one-sided Mann-Whitney test: the chance of at least this many rising pairs if nothing changed.
 
-    A pair is a value of `before` and one of `after`; equal values count against the rise. Example: of [1, 2] and
-    [3, 4] all 4 pairs are in rising order, which 1 of the 6 orders has: 1/6.
+    A pair is a value of `before` and one of `after`; equal values count against a rise. Example: for [1, 2] and
+    [3, 4] all 4 pairs rise, which 1 of the 6 possible orders has: 1/6.
 
-    Mann and Whitney, 1947; the distribution is exact.
+    Mann and Whitney, 1947; with the exact distribution, not the normal approximation.
     """
     rising = sum(a > b for a in after for b in before)
     return _orders(len(before), len(after), rising) / math.comb(len(before) + len(after), len(before))
@@ -44,8 +44,8 @@ def chance_of_rise(before: Sequence[float], after: Sequence[float]) -> float:
 
 @functools.cache
 def _orders(before: int, after: int, rising: int) -> int:
-    """How many orders of so many values have at least so many rising pairs. The largest value is one of those after,
-    and each of those before makes a rising pair with it, or one of those before, and makes none."""
+    """Number of orders of `before` and `after` values that have at least `rising` rising pairs. The recursion removes
+    the largest value: one of `after` makes a rising pair with each value before; one of `before` makes none."""
     if rising <= 0:
         return math.comb(before + after, before)
     if rising > before * after:

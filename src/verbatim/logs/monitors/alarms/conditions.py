@@ -1,6 +1,6 @@
-"""What the alarms look for: each condition reads a window, and says how far it has gone.
+"""The conditions of the alarms: each reads a window and returns a level; at level 1 the alarm is raised.
 
-`table.py` has their thresholds, texts and evidence. A level of 1 is where the alarm is raised.
+`table.py` has their thresholds, texts and evidence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from verbatim.logs.monitors.alarms.rule import (
 def mismatch_kl(window: Window, *, bound: FinitePositive, steps: PositiveInt) -> Iterator[Sight]:
     """The mismatch KL between sampler and trainer is above `bound`, as the median of the last steps.
 
-    A few bad batches are no alarm: more than half of the steps have to be above. Recipes that learn are below 0.005 on
-    average; their policies fall for up to eight steps at times, and come back by themselves.
+    A few bad batches do not raise the alarm: more than half of the steps must be above. In recipes that learn, the
+    average is below 0.005; at times their policies degrade for up to eight steps and recover.
     """
     if (value := window.median("mismatch_kl", steps)) is not None:
         yield Sight(level=value / bound, values={"value": value}, why=_why_off_policy(window))
@@ -49,15 +49,15 @@ def masked_tokens(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
 
 
 def kept_set_bytes(window: Window, *, bound: FinitePositive, steps: PositiveInt) -> Iterator[Sight]:
-    """The ids among which tokens were drawn take more than `bound` bytes for each trained token, 4 for an id, as the
-    median of the last steps. They are in every record, file and batch of the run."""
+    """Kept sets take more than `bound` bytes per trained token (4 bytes per id), as the median of the last steps. They
+    are stored in every record, file and batch of the run."""
     if sizes := window.together(("kept_ids/mean", "kept_ids/cut"), steps):
         value = statistics.median(4 * mean * cut for mean, cut in sizes)
         yield Sight(level=value / bound, values={"value": value})
 
 
 def _why_off_policy(window: Window) -> str:
-    """The cause that the other metrics point to, the surest first."""
+    """The cause that other metrics suggest; the causes are in order of certainty, and the first that applies counts."""
     canary, allowed = window.metric("weights/canary") or 0.0, window.metric("weights/canary_allowed") or 0.0
     asked, age = window.setting("orchestrator.max_async_level") or 0, window.metric("staleness/mean") or 0.0
     at_first = window.first[0].metrics.get("mismatch_kl", 0.0) if window.first else 0.0
@@ -72,10 +72,10 @@ def _why_off_policy(window: Window) -> str:
 
 
 def staleness(window: Window, *, beyond: NonNegativeFloat, dropped: Fraction, steps: PositiveInt) -> Iterator[Sight]:
-    """Rollouts are older than the run was set up for, or too many are dropped for their age.
+    """Rollouts are older than configured, or too many are dropped because of their age.
 
-    With `max_async_level` of k, rollouts are k steps old; those that take longer are a step older for each step. Their
-    mean age may be `beyond` steps above k.
+    With `max_async_level = k`, rollouts are k steps old; an episode that takes several steps makes them older by as
+    many. Their mean age may be `beyond` steps above k.
     """
     asked = float(window.setting("orchestrator.max_async_level") or 0)
     age = window.median("staleness/mean", steps)
@@ -96,16 +96,17 @@ def staleness(window: Window, *, beyond: NonNegativeFloat, dropped: Fraction, st
 
 
 _STILL_RISES = 0.05
-"""The chance below which a reward counts as still rising: less strict than for an alarm, so that a run that learns is
-left alone."""
+"""The p-value below which the reward counts as still rising. Larger than `change.SURE`, so that a run that still learns
+does not raise the alarm."""
 
 
 def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps: PositiveInt) -> Iterator[Sight]:
-    """The entropy has fallen to `share` of what it was in the first steps, the task is not solved (a success of
+    """The entropy has fallen to `share` of its value in the first steps, the task is not solved (success below
     `solved`), and the reward no longer rises.
 
-    Entropy falls in every run that learns, to a hundredth and less in recipes that end with a success of 1. It is a
-    fault only where nothing is gained by it any more. In other modes than "rl", a teacher's entropy is the aim.
+    Entropy falls in every run that learns, to a hundredth or less in recipes that reach a success of 1. It is a problem
+    only if the run no longer gains from it. In modes other than "rl" the policy is to match a teacher's entropy, so the
+    condition does not apply.
     """
     before, now = window.median_at_first("entropy", steps), window.median("entropy", steps)
     success, earlier = window.median("success", steps), window.earlier("reward/mean", steps)
@@ -125,10 +126,10 @@ def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps
 
 
 def _is_mastered(window: Window, count: int, env: str | None = None) -> bool:
-    """Whether the reward is as high as it can be, though the success may not say so: it rose since the run's first
-    steps by a standard deviation of their rollouts, and of that deviation less than a quarter is left.
+    """True if the reward seems to be at its maximum, even if success does not show it: since the first steps it rose by
+    at least one standard deviation of their rollouts, and less than a quarter of that deviation is left.
 
-    Example: rewards between 0 and 0.5 with a mean of 0.3 and a deviation of 0.1, which all are 0.5 now.
+    Example: rewards between 0 and 0.5, with a mean of 0.3 and a deviation of 0.1 at first, are all 0.5 now.
     """
     names = ("reward/mean", "reward/std") if env is None else ("reward", "reward_std")
     was, spread = (window.median_at_first(name, count, env) for name in names)
@@ -142,17 +143,16 @@ def _is_mastered(window: Window, count: int, env: str | None = None) -> bool:
 
 
 _FEW_ROLLOUTS = 8
-"""Fewer in a step say nothing."""
+"""Minimum number of rollouts, or later turns, in a step for these conditions."""
 
 
 def tool_format(window: Window, *, share: Fraction, gone: Fraction, steps: PositiveInt) -> Iterator[Sight]:
-    """Tools are offered, and their calls cannot be read.
+    """Tools are offered, but their calls cannot be read.
 
-    Three things are looked for in each environment, over the last steps: text that looks like calls in `share` of the
-    rollouts, without a single readable call (a parser that does not fit the model); `share` of the turns with calls of
-    which none can be read (the model has lost the format); and calls that were there in the first steps and have gone
-    from `gone` of the rollouts, without a gain in reward. A model that answers without tools, as it did from the start,
-    is left alone.
+    Three cases are detected in each environment, over the last steps: `share` of the rollouts have text that looks like
+    calls but no readable call (the parser does not fit the model); `share` of the turns have calls that are all
+    unreadable (the model has lost the format); and the share of rollouts with calls has fallen by `gone` since the
+    first steps, without a gain in reward. A model that never used tools does not raise the alarm.
     """
     for env in window.envs:
         like, unread, called = (window.median(name, steps, env) for name in ("call_like", "unread", "called"))
@@ -173,15 +173,15 @@ def tool_format(window: Window, *, share: Fraction, gone: Fraction, steps: Posit
 
 
 def prompt_breaks(window: Window, *, share: Fraction, steps: PositiveInt) -> Iterator[Sight]:
-    """Prompts do not extend what was sampled: in each of the last steps, more than `share` of the turns after the
-    first.
+    """Prompts break: in each of the last steps, more than `share` of the turns after the first do not extend an earlier
+    turn.
 
-    Breaks count where they were there in the run's first steps too: then a template or an environment makes them.
-    Those that appear later count where at least half of what was sampled has gone from the prompt; otherwise they are
-    the policy's own doing (it writes what its message cannot hold), become samples of their own, and pass.
+    Breaks count if the run's first steps had them too: then a template or an environment causes them. Breaks that
+    appear later count if at least half of the last completion is missing from the prompt. Other late breaks come from
+    the policy, which samples tokens that a message cannot represent; they become separate samples and usually stop.
 
-    A sub-agent may begin anew whenever it is called; only the agent that speaks first counts. Nothing is looked for
-    under the strategy "branching", to which breaks are nothing.
+    Only the agent that speaks first counts, because a sub-agent's conversation may start from scratch at each call. The
+    condition does not apply to the strategy "branching", for which breaks cost nothing.
     """
     if window.setting("orchestrator.trajectory_strategy") == "branching":
         return
@@ -202,9 +202,9 @@ def prompt_breaks(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
 
 
 _OF_ERRORS = ("error", "stale", "cancelled", "lost_worker", "lost_replica", "empty")
-"""Reasons that no filter and no advantage gave."""
+"""Reasons for dropping rollouts that are failures, not decisions of a filter or an advantage."""
 _GROUPS = 20
-"""Groups that an environment's share has to be expected of, until it is compared."""
+"""Number of groups to expect of an environment before its share is judged."""
 
 
 def everything_filtered(
@@ -212,9 +212,9 @@ def everything_filtered(
 ) -> Iterator[Sight]:
     """`share` of an environment's latest rollouts are filtered or cannot be trained, and the task is not solved.
 
-    At least `rollouts` completed ones are counted, and `steps` steps: in few groups all rewards may be equal by chance.
-    Where the success is `solved` or more, or every rollout earns the most, groups of equal rewards are what learning
-    leads to. Rollouts that failed or are too old have alarms of their own.
+    At least `rollouts` completed rollouts and `steps` steps are counted, because the rewards of a few groups may be
+    equal by chance. If success is `solved` or more, or all rewards are at their maximum, equal rewards are the result
+    of learning. Rollouts that failed or are too old have separate alarms.
     """
     for env in window.envs:
         found = _fewest_steps(window, steps, rollouts, [step.of(env).get("completed", 0.0) for step in window.steps])
@@ -244,7 +244,7 @@ def everything_filtered(
 
 
 def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
-    """At most `left` of an environment's examples are still sampled; all others are in the easy or the hard pool."""
+    """At most `left` of an environment's examples are still sampled; the others are in the easy or the hard pool."""
     metrics = window.steps[-1].metrics if window.steps else {}
     for env in (name[len("pool/") : -len("/normal")] for name in metrics if re.fullmatch("pool/.*/normal", name)):
         pools = {f"pool/{env}/{pool}": metrics.get(f"pool/{env}/{pool}", 0.0) for pool in ("normal", "easy", "hard")}
@@ -259,11 +259,11 @@ def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
 
 
 def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) -> Iterator[Sight]:
-    """One of several environments has few rollouts, or none that can be trained, while others are trained.
+    """One of several environments has few or no rollouts that can be trained, while others are trained.
 
-    Expected are its `ratio` of the groups; it starves at `share` of them. The window has at least `steps` steps, and is
-    as long as it takes to expect 20 groups: independent draws give a quarter of that or less once in 14,000 windows.
-    Rollouts that a filter dropped have an alarm of their own.
+    An environment should get its `ratio` of the groups; it starves at `share` of that. The window has at least `steps`
+    steps, and enough of them to expect 20 groups: independent draws give a quarter of that or less once in 14,000
+    windows. Rollouts that a filter dropped have a separate alarm.
     """
     ratios = {
         str(env.get("name") or env.get("id") or env.get("import_path")): float(env.get("ratio", 1.0))
@@ -291,7 +291,7 @@ def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) 
 
 
 def _fewest_steps(window: Window, steps: int, enough: float, amounts: Sequence[float]) -> Sequence[StepFigures]:
-    """The fewest latest steps, at least `steps`, whose amounts add up to enough; empty where all do not."""
+    """The fewest latest steps, but at least `steps`, whose amounts add up to `enough`; empty if all are not enough."""
     totals = enumerate(accumulate(reversed(amounts)), start=1)
     count = next((count for count, total in totals if count >= steps and total >= enough), 0)
     return window.steps[-count:] if count else ()
@@ -302,10 +302,10 @@ def _total(steps: Sequence[StepFigures], env: str, name: str) -> float:
 
 
 def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, steps: PositiveInt) -> Iterator[Sight]:
-    """The same error ends `share` of an environment's rollouts, and at least `rollouts` of them, in the last steps; in
-    the run's first steps fewer are counted together.
+    """The same error ended `share` of an environment's rollouts in the last steps, and at least `rollouts` of them. At
+    the start of a run, the steps done so far are counted.
 
-    Two errors are the same if they differ in numbers and quoted values only.
+    Two errors are the same if they differ only in numbers and quoted values.
     """
     found = window.steps[-steps:]
     for env in window.envs:
@@ -333,16 +333,16 @@ def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, st
         )
 
 
-# -- a side of the run that has nothing to do
+# -- sampler or trainer has nothing to do
 
 
 def sampler_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, steps: PositiveInt) -> Iterator[Sight]:
-    """The sampler has nothing to do for `share` of the time, and for `seconds` of a step, as the median of the last
-    steps. Where steps are short, waiting costs little.
+    """The sampler is idle for `share` of the time and for `seconds` of a step, as medians of the last steps. The
+    absolute bound is there because waiting costs little if steps are short.
 
-    Where the two sides take turns (`max_async_level = 0`, or one device for both) that is how the run was set up; so it
-    is in the mode "sft", where a teacher plays the episodes and the sampler the evaluations alone. Where the trainer
-    waits as much, neither side is the slower one, and `trainer_idle` says what to do.
+    The condition does not apply if the two sides take turns (`max_async_level = 0`, or one device for both), or in mode
+    "sft", in which a teacher plays the episodes and the sampler only the evaluations. If the trainer waits as much,
+    neither side is the bottleneck, and `trainer_idle` reports it.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("sampler", "trainer"))
     if own is not None and window.setting("orchestrator.training_mode") != "sft":
@@ -350,11 +350,10 @@ def sampler_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
 
 
 def trainer_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, steps: PositiveInt) -> Iterator[Sight]:
-    """The trainer has nothing to do for `share` of the time, and for `seconds` of a step, as the median of the last
-    steps.
+    """The trainer is idle for `share` of the time and for `seconds` of a step, as medians of the last steps.
 
-    A trainer that is given little, because filters dropped most rollouts, is counted as if it had been given all of
-    them: what it needed, over the trained share of the tokens.
+    If filters dropped most rollouts, the trainer waits because it has little to train, not because the sampler is slow.
+    So its work is extrapolated to all rollouts: its seconds divided by the trained share of the tokens.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("trainer", "sampler"))
     if own is not None:
@@ -364,10 +363,9 @@ def trainer_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
 
 
 def _waits(window: Window, side: str, share: float, seconds: float, count: int) -> Sight | None:
-    """How much a side waits; None where the sides take turns or nothing is measured.
+    """The sight for a side that waits; None if the sides take turns or nothing was measured.
 
-    The time of the step is what the side waited and worked, at least the time between two steps: an evaluation and a
-    checkpoint are in it.
+    The shares are of `time/step`, from one finished step to the next, which includes evaluations and checkpoints.
     """
     if not window.setting("orchestrator.max_async_level") or window.metric("time/sampler_asleep") is not None:
         return None
@@ -392,6 +390,6 @@ def _waits(window: Window, side: str, share: float, seconds: float, count: int) 
 def _waited(
     wait: float, step: float, work: float = 0.0, rollouts: float = 0.0, tokens: float = 0.0, trained: float = 1.0
 ) -> float:
-    """Seconds of a step in which a side that works so many seconds for its trained tokens would wait if all tokens of
-    all rollouts were trained."""
+    """Seconds of a step that a side would have waited if the tokens of all rollouts had been trained: `work` seconds
+    for `trained` tokens are extrapolated to `rollouts * tokens`."""
     return max(0.0, min(wait, step - work * rollouts * tokens / trained))

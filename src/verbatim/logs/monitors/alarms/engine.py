@@ -1,5 +1,5 @@
-"""Judges the alarms: turns a row of the table and what its condition sees into a finding, keeps the window of the run
-that conditions read, and raises each alarm once and clears it once."""
+"""Runs the alarms: keeps the window of the run that conditions read, turns their results into findings with the texts
+of the table, and raises and clears each alarm once."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ from verbatim.logs.monitors.alarms.rule import HOLD, Figures, Finding, Rule, Sig
 logger = logging.getLogger(__name__)
 
 KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 48, 16, 32
-"""What a window holds: latest steps, first steps, evaluations of each environment."""
+"""Maximum numbers of latest steps, first steps, and evaluations per environment in a window."""
 TRAINING_STEPS = 5
-"""Steps of training that an evaluation is compared with."""
+"""Number of training steps that an evaluation is compared with."""
 CLEAR_AFTER = 5
-"""Steps in a row that find nothing, until an alarm is cleared; a rule may say otherwise."""
+"""Number of consecutive steps without a finding after which an alarm is cleared; a rule may override it."""
 _SHOWN = 5
-"""Trajectories that a finding names."""
+"""Maximum number of trajectories that a finding names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """One cause of an alarm."""
+    """One cause of an alarm, with the advice for it."""
 
     cause: str
-    """What most often causes what is seen."""
+    """The most common cause of the observation."""
     advice: str
     """The key to change, and what to try."""
     seen: str = ""
-    """What stands for `{seen}` in the alarm's message."""
+    """The text for `{seen}` in the alarm's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmRow:
-    """An alarm of the table `ALARMS`: a rule as data. The texts are filled by `_Texts`."""
+    """An alarm in the table `ALARMS`: a rule as data. `_Texts` fills the texts."""
 
     name: str
-    """Its table is [monitor.alarms.NAME]."""
+    """The alarm's name; its configuration table is [monitor.alarms.NAME]."""
     function: Callable[..., Iterable[Sight]]
     """The condition: `function(window, **parameters)`; its keyword arguments are the parameters."""
     parameters: Mapping[str, Any]
-    """Thresholds, and lengths of windows."""
+    """Default thresholds and window lengths."""
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The smallest and the largest value of a parameter with which the alarm can be raised."""
+    """The smallest and the largest value of a parameter with which the alarm can be raised at all."""
     message: str
-    """One sentence: what is seen, with its numbers."""
+    """One sentence: the observation, with its numbers."""
     why: Mapping[str, Why] | Why
-    """Cause and advice; by `Sight.why` where there are several, with "" for every other one."""
+    """Cause and advice. If there are several, by `Sight.why`, with "" as the fallback."""
     evidence: Sequence[str] = ()
-    """Metrics of the step that show it."""
+    """Metrics of the step that show the problem."""
     trajectories: Callable[[Sequence[TrajectoryOutcome], Sight], Sequence[TrajectoryOutcome]] | None = None
-    """Which outcomes show it, of those of the sight's environment or of the run; the first ones are named."""
+    """Selects outcomes that show the problem, from those of the sight's environment or the run; the first are named."""
     on_evaluations: bool = False
-    """Whether it is looked for after each evaluation, and not after each step."""
+    """True: checked after each evaluation. False: after each step."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
-        """What the window shows."""
+        """The findings in a window."""
         for sight in self.function(window, **self.parameters):
             why = self.why if isinstance(self.why, Why) else self.why.get(sight.why) or self.why[""]
             texts = _Texts(window, {**self.parameters, **sight.evidence, **sight.values, "env": sight.env})
@@ -86,8 +86,8 @@ class AlarmRow:
 
 
 class _Texts(string.Formatter):
-    """Fills texts. A name with a dot is a key of the configuration, which is shown with its present value; one that is
-    not among the values is a metric of the step.
+    """Fills the placeholders of texts. A name is one of the values; otherwise, with a dot it is a configuration key,
+    which is shown with its present value, and without a dot it is a metric of the step.
 
     >>> window = Window(steps=[StepFigures(step=1, metrics={"time/step": 2.5})], config={"trainer": {"lr": 0.1}})
     >>> _Texts(window, {"share": 0.25}).format("{share:.0%} of {time/step:.1f} s; lower {trainer.lr}")
@@ -105,7 +105,7 @@ class _Texts(string.Formatter):
 
 @dataclass(kw_only=True)
 class _Raised:
-    """An alarm that has been raised and not cleared."""
+    """An alarm that has been raised and not cleared. Fields as in `Alarm`."""
 
     name: str
     env: str | None
@@ -113,19 +113,19 @@ class _Raised:
     advice: str
     cause: str
     calm: int = 0
-    """Calls in a row that have not found it."""
+    """Number of consecutive calls without a finding of level `HOLD` or more."""
 
 
 class AlarmWatch:
-    """Calls every rule after each step or evaluation, and says which alarms are raised and cleared by it.
+    """Calls the rules after each step or evaluation, and returns the alarms that are raised and cleared.
 
-    An alarm, of one rule and one environment, is raised at the first finding of level 1, and cleared when its rule has
-    found no level of `HOLD` or more for its `clear_after` calls in a row. Between the two it is silent.
+    There is one alarm for each rule and environment. It is raised at the first finding of level 1, and cleared after
+    `clear_after` consecutive calls of the rule without a finding of level `HOLD` or more. It is not repeated meanwhile.
 
     Args:
-        rules: By the names of their alarms.
+        rules: The rules by alarm name.
         config: The run's configuration as plain values, for advice.
-        stop: The names of the alarms that end the run.
+        stop: Names of alarms that end the run.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class AlarmWatch:
         self._raised: dict[tuple[str, str | None], _Raised] = {}
         self._failed: set[str] = set()
         self.on_stop: Callable[[Alarm], None] | None = None
-        """Is called with each alarm that is to end the run, as it is raised."""
+        """Called with each alarm that is to end the run, when it is raised."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> list[Alarm]:
-        """What this step raises and clears."""
+        """The alarms that a step raises and clears."""
         figures = StepFigures(
             step=step,
             metrics=_finite(metrics),
@@ -151,14 +151,14 @@ class AlarmWatch:
         return self.observe(figures, outcomes)
 
     def observe(self, figures: StepFigures, outcomes: Sequence[TrajectoryOutcome] = ()) -> list[Alarm]:
-        """The same of figures that are known already."""
+        """`on_step` with figures that have been computed already, for example to replay a recorded run."""
         self._steps.append(figures)
         if len(self._first) < KEPT_FIRST:
             self._first.append(figures)
         return self._judge(figures.step, outcomes)
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> list[Alarm]:
-        """What this evaluation raises and clears."""
+        """The alarms that an evaluation raises and clears."""
         kept = self._evaluations.setdefault(env, deque(maxlen=KEPT_EVALUATIONS))
         kept.append((step, {**_finite(metrics), **training_before(list(self._steps)[-TRAINING_STEPS:], env)}))
         return self._judge(step, evaluated=env)
@@ -166,7 +166,7 @@ class AlarmWatch:
     def _judge(
         self, step: int, outcomes: Sequence[TrajectoryOutcome] = (), *, evaluated: str | None = None
     ) -> list[Alarm]:
-        """The alarms of the rules that are asked now; after an evaluation only those about its environment."""
+        """Call the rules for steps, or for evaluations if `evaluated` is an environment, and compare their findings."""
         window = Window(
             steps=tuple(self._steps),
             first=tuple(self._first),
@@ -183,8 +183,8 @@ class AlarmWatch:
         return alarms
 
     def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding] | None:
-        """A rule that raises an exception, or returns something else, is reported once; None, so that it neither raises
-        nor clears an alarm."""
+        """Call a rule. If it raises an exception or returns an invalid value, that is logged once, and the result is
+        None, which neither raises nor clears an alarm."""
         try:
             found = rule(window)
             findings = [found] if isinstance(found, Finding) else list(found or ())
@@ -201,7 +201,7 @@ class AlarmWatch:
     def _compare(
         self, name: str, step: int, findings: Mapping[str | None, Finding], evaluated: str | None
     ) -> Iterator[Alarm]:
-        """The alarms of one rule that these findings raise and clear."""
+        """The alarms of one rule that its findings raise and clear."""
         envs = [env for kind, env in self._raised if kind == name]
         for env in dict.fromkeys([*findings, *envs]):
             found, raised = findings.get(env), self._raised.get((name, env))
@@ -225,7 +225,7 @@ class AlarmWatch:
                     )
 
     def _raise(self, name: str, step: int, found: Finding) -> Alarm:
-        """Its texts may quote errors of environments, and go to services: they are without secrets."""
+        """Raise an alarm. Secrets are removed from its texts, which may quote environments' errors and go to services."""
         message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
         self._raised[name, found.env] = _Raised(name=name, env=found.env, step=step, advice=advice, cause=cause)
         alarm = Alarm(
@@ -244,11 +244,11 @@ class AlarmWatch:
         return alarm
 
     def _is_absent(self, env: str | None) -> bool:
-        """Whether the step at hand says nothing about an environment."""
+        """True if the latest step has rollouts, but none of this environment: its alarms then keep their state."""
         return env is not None and bool(self._steps) and bool(self._steps[-1].envs) and env not in self._steps[-1].envs
 
     def state_dict(self) -> dict[str, Any]:
-        """The window and what is raised, as plain JSON values."""
+        """The window and the raised alarms, as plain JSON values."""
         return {
             "first": _columns(self._first),
             "steps": _columns(self._steps),
@@ -257,7 +257,7 @@ class AlarmWatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. What is raised of rules that are no longer there is forgotten."""
+        """Restore the state of `state_dict`. Raised alarms whose rules no longer exist are dropped."""
         self._first = _rows(state["first"])
         self._steps = deque(_rows(state["steps"]), maxlen=KEPT_STEPS)
         self._evaluations = {
@@ -270,7 +270,7 @@ class AlarmWatch:
 
 
 def _columns(steps: Collection[StepFigures]) -> dict[str, Any]:
-    """Steps as columns, in which each name stands once; None where a step has no such figure."""
+    """Steps as columns, so that each name is stored once; None: the step has no such figure."""
     envs = dict.fromkeys(env for figures in steps for env in figures.envs)
     return {
         "step": [figures.step for figures in steps],
@@ -303,5 +303,5 @@ def _row(columns: Mapping[str, Sequence[float | None]], index: int) -> dict[str,
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """To six digits, which is what a checkpoint keeps: a resumed run sees the same."""
+    """The finite values, rounded to six digits as in a checkpoint, so that a resumed run sees the same values."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}

@@ -1,5 +1,5 @@
-"""Measures the rollouts of a step, for each environment: what they did, what became of them, and what was rewarded; and
-finds those that show what an alarm has seen."""
+"""Measures a step's rollouts for each environment: their behaviour, outcomes and rewards; and selects the rollouts that
+show the problem of an alarm."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ from verbatim.rollouts.episode_stats import failure_kind
 from verbatim.rollouts.loop import TOOLS_OFFERED
 
 LOOKED_AT = 128
-"""Trajectories of each environment whose tokens are looked at."""
+"""Maximum number of trajectories per environment whose tokens and texts are read, to bound the time."""
 _TOKENS = 512
-"""Tokens of each of their turns, the last ones, that are looked at for repetition."""
+"""Number of tokens at the end of a turn that are read for repetition."""
 _TOOLS = 32
-"""Tools of each environment that are kept, those that are called most."""
+"""Number of tools per environment with figures: those called most."""
 _KINDS = 5
-"""Kinds of errors of each environment that are kept, the most common ones."""
+"""Number of kinds of errors per environment that are kept: the most common ones."""
 _LIKE_A_CALL = re.compile(
     r"<tool_call|<\|?tool_?calls?|<function|<invoke|\[TOOL_CALLS\]|<\|python_tag\|>"
     r"|[\"'](arguments|parameters)[\"']\s*:"
 )
-"""What calls look like in the text of models' usual formats."""
+"""Matches text that looks like a tool call in one of the common formats."""
 
 
 def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, float]]:
-    """Figures by environment and name; one that is a mean of nothing is left out. Names:
+    """Figures by environment and name; means of no values are left out. Names:
 
-    - `rollouts`, `failed`, `completed`, `trained`: how many there are, failed, did not fail, have a trained token;
-      `untrained/{reason}`: those that have none, by reason
-    - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which is what `success` is where
-      the environment does not say
-    - `reward`, `reward_std`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means
-      over the completed ones; `truncated`: share that ended at a limit of length
-    - `repetition`: share of 4-grams that occur before in their turn
+    - `rollouts`, `failed`, `completed`, `trained`: number of all rollouts, of those that failed, that did not fail, and
+      that have a trained token; `untrained/{reason}`: number of those without one, by reason
+    - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which equals `success` if the
+      environment does not define success
+    - `reward`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means over the
+      completed rollouts; `reward_std`: standard deviation; `truncated`: share that ended at a length limit
+    - `repetition`: share of 4-grams that have occurred before in the same turn
     - `credit/tokens_per_turn`, `credit/repetition`, `credit/tool/{name}`: correlation with the reward within groups
-    - `offered`: rollouts that were offered tools; of those `called`: share with a readable call, `unread`: share of
-      the turns with a call that cannot be read, `call_like`: share without a readable call whose text looks like one
-    - `later_turns`: turns after the first one of the agent that spoke first; `broken`: share of them that break;
-      `rewritten`: share of them that break and lose half of the completion before or more
+    - `offered`: number of rollouts that were offered tools; among those, `called`: share with a readable call;
+      `unread`: share of the turns whose calls are all unreadable; `call_like`: share without a readable call whose text
+      looks like one
+    - `later_turns`: number of turns, after the first, of the agent that spoke first; `broken`: share of them that
+      break; `rewritten`: share of them that break and lose at least half of the completion before
     """
     found = {}
     for env in dict.fromkeys(outcome.trajectory.env for outcome in outcomes):
@@ -68,7 +69,7 @@ def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryO
 
 
 def error_counts(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, int]]:
-    """Failed rollouts by environment and kind of error: the message without numbers and quoted values."""
+    """Number of failed rollouts by environment and kind of error: the message without numbers and quoted values."""
     failed = [
         (outcome.trajectory.env, outcome.trajectory.error)
         for outcome in outcomes
@@ -81,7 +82,7 @@ def error_counts(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, i
 
 
 def main_reason(outcome: TrajectoryOutcome) -> str | None:
-    """Why nothing of a trajectory is trained; None where something is."""
+    """The reason why no token of a trajectory was trained; None: at least one was."""
     tokens = outcome.num_tokens
     if tokens.get(TRAINED):
         return None
@@ -89,7 +90,7 @@ def main_reason(outcome: TrajectoryOutcome) -> str | None:
 
 
 def repetition(trajectory: TrajectoryRecord) -> float | None:
-    """The share of a trajectory's 4-grams that occur before in the same turn; None where it has none.
+    """The share of a trajectory's 4-grams that have occurred before in the same turn; None: it has no 4-grams.
 
     Example: the turn 1 2 3 4 1 2 3 4 has five 4-grams, and the last one has occurred before: 0.2.
     """
@@ -100,15 +101,15 @@ def repetition(trajectory: TrajectoryRecord) -> float | None:
 
 
 class Groups:
-    """Which of some trajectories have a reward, and what it is beside the mean of their group."""
+    """Rewards and groups of trajectories, for correlations within groups."""
 
     def __init__(self, trajectories: Sequence[TrajectoryRecord]) -> None:
         self._rewards = np.array([t.reward for t in trajectories], dtype=np.float64)  # None becomes NaN
         _, self._group_of = np.unique([t.group_id for t in trajectories], return_inverse=True)
 
     def credit(self, values: Sequence[float | None]) -> float:
-        """The correlation of a value with the reward, both minus the mean of their group; NaN where one of them is
-        constant, or nothing is known.
+        """The correlation of a value with the reward, both relative to the mean of their group; NaN if one of them is
+        constant within all groups, or there are no values. Trajectories without a value or reward are ignored.
 
         Example: two groups with rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7: the value rises with the reward in one
         and falls in the other, so the correlation is 0, though it would be 0.92 over all four.
@@ -123,12 +124,12 @@ class Groups:
 
 
 def calls_of(trajectory: TrajectoryRecord) -> Counter[str]:
-    """The calls of each tool, readable or not, by the names that the model wrote."""
+    """Number of calls by tool name as the model wrote it; calls with invalid arguments count too."""
     return Counter(call.name for turn in trajectory.turns for call in turn.tool_calls if call.name is not None)
 
 
 def tokens_per_turn(trajectory: TrajectoryRecord) -> float:
-    """Sampled tokens of a turn, on average; 0 without a turn."""
+    """Mean number of sampled tokens per turn; 0 if there are no turns."""
     return trajectory.num_sampled_tokens / max(1, len(trajectory.turns))
 
 
@@ -157,7 +158,7 @@ def _outcome_figures(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, float]:
 
 
 _BEFORE_A_BATCH = ("difficulty", "stale")
-"""Rollouts that are dropped for these reasons are not in the metric `success`."""
+"""Reasons for which rollouts are dropped before a batch is built. The metric `success` does not include them."""
 
 
 def _reward(outcome: TrajectoryOutcome) -> float:
@@ -200,12 +201,12 @@ def _tool_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def _is_readable(calls: Iterable[object]) -> bool:
-    """Whether a turn holds a call that could be read, whatever its name and arguments."""
+    """True if a turn has a call whose name could be read, even if no such tool exists or the arguments are invalid."""
     return any(getattr(call, "name", None) is not None for call in calls)
 
 
 def looks_like_a_call(trajectory: TrajectoryRecord) -> bool:
-    """Whether the assistant wrote what looks like a tool call in one of the usual formats."""
+    """True if the assistant's text contains something like a tool call in one of the common formats."""
     texts = (message.get("content") for message in trajectory.messages if message.get("role") == "assistant")
     return any(isinstance(text, str) and _LIKE_A_CALL.search(text) is not None for text in texts)
 
@@ -219,10 +220,10 @@ def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
-    """The turns after the first one of the agent that spoke first; how many of them break; and in how many of these at
-    least half of its completion before has gone or changed.
+    """For the agent that spoke first: the number of its turns after the first one, how many of them break, and how many
+    of those lose or change at least half of the completion before.
 
-    Other agents' conversations may begin anew whenever they are called.
+    Other agents are ignored, because their conversations may start from scratch at each call.
     """
     own = [place for place, turn in enumerate(trajectory.turns) if turn.agent == trajectory.turns[0].agent]
     breaking, broken, rewritten = set(breaks(trajectory.turns)), 0, 0
@@ -233,11 +234,11 @@ def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
     return max(0, len(own) - 1), broken, rewritten
 
 
-# -- which of them show an alarm: those of its environment, or of the run, the clearest first
+# -- the outcomes that show an alarm's problem, from those of its environment or the run; the clearest come first
 
 
 def furthest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those whose logprobs differ most between trainer and sampler, by the mean over their tokens."""
+    """Outcomes whose logprobs differ most between trainer and sampler, by the mean over their tokens."""
     known = [(moved, outcome) for outcome in outcomes if (moved := _moved(outcome)) is not None]
     return [outcome for _, outcome in sorted(known, key=lambda pair: -pair[0])]
 
@@ -252,7 +253,7 @@ def _moved(outcome: TrajectoryOutcome) -> float | None:
 
 
 def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those that the oldest policy sampled."""
+    """Outcomes in the order of their age, sampled by the oldest policy first."""
     return sorted(
         (outcome for outcome in outcomes if outcome.trajectory.turns),
         key=lambda outcome: first_version(outcome.trajectory) or 0,
@@ -260,7 +261,7 @@ def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those that were offered tools and called none, first those whose text looks like a call."""
+    """Outcomes that were offered tools but have no valid call; first those whose text looks like a call."""
     found = [
         outcome
         for outcome in outcomes
@@ -272,20 +273,20 @@ def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[
 
 
 def broken(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those with most turns that break."""
+    """Outcomes with breaks, most breaks first."""
     own = [outcome for outcome in outcomes if outcome.trajectory.error is None][:LOOKED_AT]
     counted = sorted(((own_breaks(outcome.trajectory)[1], outcome) for outcome in own), key=lambda pair: -pair[0])
     return [outcome for count, outcome in counted if count]
 
 
 def untrained(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those that are not trained, for the sight's reason where it has one."""
+    """Outcomes without a trained token; if the sight has a reason, only those with this reason."""
     reason = sight.values.get("reason")
     return [outcome for outcome in outcomes if (why := main_reason(outcome)) is not None and reason in (None, why)]
 
 
 def failed(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those that failed with the sight's kind of error."""
+    """Outcomes that failed with the sight's kind of error."""
     kind = sight.values["kind"]
     return [
         outcome
@@ -295,13 +296,13 @@ def failed(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def paid_without_success(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those with the highest rewards below 1, or with the highest ones where there are none."""
+    """Outcomes with rewards below 1, highest first; then those with rewards of at least 1."""
     paid = [(outcome.trajectory.reward, outcome) for outcome in outcomes if outcome.trajectory.reward is not None]
     return [outcome for _, outcome in sorted(paid, key=lambda pair: (is_at_least(pair[0], 1.0), -pair[0]))]
 
 
 def most_of(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Those with most of the sight's figure among those that earned at least the median."""
+    """Outcomes that earned at least the median reward, in descending order of the sight's figure."""
     own = (outcome for outcome in outcomes if outcome.trajectory.error is None)
     paid = [(outcome.trajectory.reward, outcome) for outcome in own if outcome.trajectory.reward is not None]
     middle = statistics.median([reward for reward, _ in paid] or [0.0])

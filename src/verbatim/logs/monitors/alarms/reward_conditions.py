@@ -1,4 +1,4 @@
-"""What the alarms about rewards and evaluations look for: conditions, as those of `conditions.py`."""
+"""The conditions of the alarms about rewards and evaluations, as in `conditions.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verbatim.logs.monitors.alarms.rule import (
     training_before,
 )
 
-# -- a reward that rises alone
+# -- a reward that rises without success
 
 
 def reward_success_gap(
@@ -31,8 +31,8 @@ def reward_success_gap(
 ) -> Iterator[Sight]:
     """The reward of an environment rises while its success falls.
 
-    Both changes have to be sure (`change.SURE`) against the run's first steps or against steps some `4 * steps` ago,
-    and large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
+    Both changes must be significant (`change.SURE`), relative to the run's first steps or to the steps about
+    `4 * steps` ago, and large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
     """
     names = ("reward", "success")
     for env in window.envs:
@@ -61,7 +61,7 @@ def reward_success_gap(
 
 
 def _part_that_rose(window: Window, env: str) -> str:
-    """The part of the reward that has risen most since the first step, where it has parts."""
+    """A clause that names the reward part that has risen most since the first step; empty if no part has risen."""
     first = window.first[0].metrics if window.first else {}
     parts = {
         name: value - first.get(name, value)
@@ -83,14 +83,14 @@ def reward_hacking(
     credit: Fraction,
     steps: PositiveInt,
 ) -> Iterator[Sight]:
-    """The reward of an environment rises while length, repetition or the use of one tool explodes, and is paid for.
+    """The reward of an environment rises while length, repetition or the use of one tool explodes, and is rewarded.
 
-    All of it has to hold: the reward rose surely (`change.SURE`), by `rise` standard deviations of the rollouts; the
-    figure rose surely and by much, above both the run's first steps and those some `4 * steps` ago (so that a slow
-    growth, or a return after a dip, is none); and within groups rollouts with more of it earn more, with a correlation
-    of `credit`. Much is `growth` times the tokens of a turn, `repetition` more of the share of repeated 4-grams, or
-    `tool_growth` times the calls of one tool and `tool_calls` more for each rollout. A run whose evaluation, or whose
-    own `is_success`, rises too is left alone.
+    All of the following must hold. The reward rose significantly (`change.SURE`), by `rise` standard deviations of the
+    rollouts. The figure rose significantly and by a large amount, above both the run's first steps and the steps about
+    `4 * steps` ago; so neither slow growth nor a return after a dip counts. And within groups, rollouts with more of it
+    earn more, with a correlation of `credit`. A large amount is `growth` times the tokens per turn, an increase of the
+    share of repeated 4-grams by `repetition`, or `tool_growth` times the calls of one tool and at least `tool_calls`
+    more per rollout. If an evaluation's success, or the environment's own `is_success`, rises too, no alarm is raised.
     """
 
     def growths(env: str) -> Iterator[Sight]:
@@ -131,7 +131,8 @@ def reward_hacking(
 def _rise(
     window: Window, name: str, count: int, env: str, *, missing: float | None = None
 ) -> tuple[float, float] | None:
-    """The medians of a figure before, the highest one, and now; None where it has not surely risen above all before."""
+    """The medians of a figure before (the highest, if there are two windows) and now; None: it has not risen
+    significantly above all of them."""
     now, earlier = window.recent(name, count, env, missing=missing), window.earlier(name, count, env, missing=missing)
     if not now or not earlier or not all(rises(values, now) for values in earlier):
         return None
@@ -139,17 +140,18 @@ def _rise(
 
 
 def _is_acquitted(window: Window, env: str, count: int) -> bool:
-    """Whether something that the reward does not decide has risen too."""
+    """True if a measure of success that does not depend on the reward has risen too."""
     evaluations = window.evaluations.get(env, ())
     if len(evaluations) >= 2 and evaluations[-1][0] >= window.step - 4 * count:
         (_, before), (_, last) = evaluations[-2:]
         if "success" in last and "success" in before:
             p, n = last["success"], max(1.0, last.get("episodes", 1.0))
+            # Two standard errors of the difference of two shares; 1 / n keeps the error above 0 for a share of 0 or 1.
             if p - before["success"] > 2 * math.sqrt(2 * max(p * (1 - p), 1 / n) / n):
                 return True
     both = window.together(("success", "full_reward"), count, env)
     if all(abs(success - full) < 0.02 for success, full in both):
-        return False  # the environment does not say what success is: it is the reward
+        return False  # the environment does not define success, so it is only a threshold on the reward
     return _rise(window, "success", count, env) is not None
 
 
@@ -157,12 +159,12 @@ def _is_acquitted(window: Window, env: str, count: int) -> bool:
 
 
 def evaluation_flat(window: Window, *, rise: Fraction, evaluations: PositiveInt, solved: Fraction) -> Iterator[Sight]:
-    """The success of training rises over the last evaluations, and that of the evaluation does not.
+    """Training success rises over the last evaluations, but evaluation success does not.
 
-    Over `evaluations` of them, the evaluation's success has not risen by more than its standard error, the training's
-    has risen by `rise` and by three standard errors, and it is now above the evaluation's by three standard errors of
-    their difference: for a policy that does equally well on both, the last is chance once in 700 evaluations. From a
-    success of `solved` on nothing is left to gain.
+    Over the last `evaluations`, evaluation success has not risen by more than its standard error; training success has
+    risen by `rise` and by three standard errors; and it is now above evaluation success by three standard errors of
+    their difference, which happens by chance once in 700 evaluations if the policy is equally good at both. No alarm is
+    raised at an evaluation success of `solved` or more, which leaves little to gain.
     """
     for env, kept in window.evaluations.items():
         (began, first), (step, last) = kept[-evaluations:][0], kept[-1]
@@ -190,16 +192,16 @@ def evaluation_flat(window: Window, *, rise: Fraction, evaluations: PositiveInt,
 
 _Z95 = NormalDist().inv_cdf(0.975)
 _Evaluation = tuple[int, Figures]
-"""Its step and its metrics."""
+"""An evaluation's step and metrics."""
 
 
 def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeFloat) -> Iterator[Sight]:
-    """The success of an evaluation, or its reward, is lower than the best before, by more than chance: by `fall`, and
-    by `reward_fall` standard deviations of one evaluation's rewards, the larger of the two.
+    """An evaluation's success or reward is significantly below that of the best evaluation before: success by `fall`,
+    or the reward by `reward_fall` standard deviations of an evaluation's rewards, the larger of the two evaluations'.
 
-    The two are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is in part
-    luck, so the more there are, the surer the fall has to be: its chance is at most `change.SURE` over the number of
-    evaluations before, for success and reward together.
+    The evaluations are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is best
+    partly by luck, so the required significance grows with their number: the chance of a false alarm, for success and
+    reward together, is at most `change.SURE` divided by the number of earlier evaluations.
     """
     given = window.setting("orchestrator.eval.max_failed")
     most = MAX_FAILED if given is None else float(given)
@@ -210,14 +212,14 @@ def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeF
 
 
 def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float, most: float) -> Sight | None:
-    """How far a metric of the last evaluation is below the best one's; None where there are no two that measured it."""
+    """The sight for the drop of a metric from the best evaluation to the last; None: not both measured it."""
     known = [evaluation for evaluation in evaluations if _has(name, evaluation[1], most)]
     if len(known) < 2 or known[-1] is not evaluations[-1]:
         return None
     (*before, (_, last)) = known
     began, best = max(before, key=lambda evaluation: evaluation[1][name])
     was, now = best[name], last[name]
-    # the deviation of rewards; where all rewards of each are equal, their distance is all that is known
+    # If all rewards of each evaluation are equal, there is no deviation: the distance between the two is the scale.
     scale = max(one.get("reward/std", 0.0) for one in (best, last))
     scale = scale or abs(best.get("reward/mean", 0.0) - last.get("reward/mean", 0.0))
     (low, top), (bottom, high) = (_interval(one, name, scale) for one in (best, last))
@@ -244,7 +246,7 @@ def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float,
 
 
 def _why_dropped(best: Figures, last: Figures, failed: float) -> str:
-    """The cause that the evaluations' other metrics point to."""
+    """The cause that the evaluations' other metrics suggest, as a key of `AlarmRow.why`."""
     if failed > 0.5 * (best.get("success", 0.0) - last.get("success", 0.0)) > 0:
         return "failed"
     error = math.hypot(last.get(TRAINING_ERROR, 0.0), best.get(TRAINING_ERROR, 0.0))
@@ -252,20 +254,21 @@ def _why_dropped(best: Figures, last: Figures, failed: float) -> str:
 
 
 def _has(name: str, metrics: Figures, most: float) -> bool:
-    """Whether an evaluation measured this. A failed episode is no success; a mean reward is that of the survivors."""
+    """True if an evaluation measured this metric. Failed episodes count as unsuccessful, so success is always valid;
+    the mean reward is of the other episodes only, so it is not valid if too many failed."""
     failed = too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), most)
     return name in metrics and (name == "success" or failed is None)
 
 
 def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
-    """The metric's 95% interval: the evaluation's own, or else that of as many independent episodes. Behind n equal
-    rewards there may be a share of z^2 / (n + z^2) others (Wilson's interval of n in n), `scale` away."""
+    """A metric's 95% interval: from the evaluation, or else computed as for independent episodes. If all n rewards are
+    equal, a share of z^2 / (n + z^2) may still be different ones (Wilson's interval for n of n), `scale` away."""
     value, start = evaluation[name], name.removesuffix("/mean")
     if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
         return evaluation[f"{start}/low"], evaluation[f"{start}/high"]
     count = max(1.0, evaluation.get("episodes", 1.0))
     if name == "success":
-        rounded = (value * count + 2) / (count + 4)  # never without a width, as Agresti and Coull's
+        rounded = (value * count + 2) / (count + 4)  # as Agresti and Coull: a share of 0 or 1 has a width too
         half = _Z95 * math.sqrt(rounded * (1 - rounded) / (count + 4))
     elif evaluation.get("reward/std") == 0:
         half = scale * _Z95**2 / (count + _Z95**2)

@@ -1,4 +1,4 @@
-"""Defines what an alarm's rule reads, a window of the run's steps, and what it returns, findings."""
+"""Defines the protocol of an alarm's rule: it reads a window of the run's steps and returns findings."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any, Protocol
 from verbatim.core.trajectories import TrajectoryOutcome
 
 Figures = Mapping[str, float]
-"""Name to value; finite values only."""
+"""Values by name; finite values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What one step was like."""
+    """Metrics and figures of one step."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     metrics: Figures
-    """The step's metrics; those that are NaN or infinite are left out."""
+    """The step's metrics, without those that are NaN or infinite."""
     envs: Mapping[str, Figures] = field(default_factory=dict)
-    """Figures of each environment's rollouts, as `rollout_figures` makes them."""
+    """Figures of the rollouts by environment, as returned by `rollout_figures`."""
     errors: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Failed rollouts of each environment, by kind of error."""
+    """Number of failed rollouts by environment and kind of error."""
 
     def of(self, env: str | None) -> Figures:
-        """The figures of an environment, empty where it has no rollouts; the step's metrics for None."""
+        """The figures of an environment, empty if it has no rollouts; for None, the step's metrics."""
         return self.metrics if env is None else self.envs.get(env, {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The latest steps of a run, the first ones, and its evaluations, as they are after the step at hand.
+    """The latest and the first steps of a run, and its evaluations, after the latest step.
 
-    Example: the metric `loss` of three steps, read as a rule reads it.
+    Example: reading the metric `loss` of three steps.
 
         >>> steps = [StepFigures(step=n, metrics={"loss": 1.0 / n}) for n in (1, 2, 4)]
         >>> window = Window(steps=steps)
@@ -47,20 +47,20 @@ class Window:
     """
 
     steps: Sequence[StepFigures]
-    """The latest steps, oldest first; the last one is the step at hand. At most 48."""
+    """The latest steps, oldest first. At most 48."""
     first: Sequence[StepFigures] = ()
     """The first steps of the run, oldest first. At most 16."""
     evaluations: Mapping[str, Sequence[tuple[int, Figures]]] = field(default_factory=dict)
-    """By environment: step and metrics of each evaluation, oldest first, at most 32; with the success of training in
-    the five steps before it, `TRAINING`, and its standard error, `TRAINING_ERROR`."""
+    """By environment, step and metrics of each evaluation, oldest first, at most 32. The metrics include training
+    success in the five steps before the evaluation, `TRAINING`, and its standard error, `TRAINING_ERROR`."""
     outcomes: Sequence[TrajectoryOutcome] = ()
-    """Those of the step at hand: of its batch, and of what was dropped before it."""
+    """Outcomes of the latest step: the trajectories of its batch, and those dropped before it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration as plain values, without secrets."""
 
     @property
     def step(self) -> int:
-        """Steps done; 0 before the first."""
+        """Number of steps done; 0: before the first."""
         return self.steps[-1].step if self.steps else 0
 
     @property
@@ -69,47 +69,47 @@ class Window:
         return list(dict.fromkeys(env for figures in self.steps for env in figures.envs))
 
     def metric(self, name: str, env: str | None = None) -> float | None:
-        """A metric of the step at hand, or a figure of an environment; None where it has no finite value."""
+        """A metric of the latest step, or a figure of an environment in it; None if it has no finite value."""
         return self.steps[-1].of(env).get(name) if self.steps else None
 
     def recent(self, name: str, count: int, env: str | None = None, *, missing: float | None = None) -> list[float]:
-        """The values of the last `count` steps, oldest first; empty where fewer than half of the steps have one, or the
-        window has fewer steps. With an environment, of the last steps that have rollouts of it; `missing` stands for a
-        figure that it does not have there."""
+        """The values of a metric in the last `count` steps, oldest first; empty if the window has fewer steps, or fewer
+        than half of them have a value. With an environment, the steps are those with rollouts of it; `missing` replaces
+        a figure that is missing in one of them."""
         return [value for (value,) in self.together((name,), count, env, missing=missing)]
 
     def together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[tuple[float, ...]]:
-        """The values of several metrics in the steps, of the last `count`, that have all of them; as `recent` else.
+        """`recent` for several metrics: their values in those of the last `count` steps that have all of them.
 
-        Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the metrics a and b are together in the
-        first and the last: [(1, 2), (5, 6)].
+        Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the first and the last have both a and b:
+        [(1, 2), (5, 6)].
         """
         return _rows(_having(self.steps, env)[-count:], names, count, env, missing)
 
     def median(self, name: str, count: int, env: str | None = None) -> float | None:
-        """The median of `recent`; None where that is empty."""
+        """The median of `recent`; None if that is empty."""
         return median(self.recent(name, count, env))
 
     def median_at_first(self, name: str, count: int, env: str | None = None) -> float | None:
-        """The median of the values that the run's first `count` steps have; None where they have none."""
+        """The median of the values in the run's first `count` steps; None if there are no values."""
         return median([own[name] for step in _having(self.first, env)[:count] if name in (own := step.of(env))])
 
     def earlier(
         self, name: str, count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[list[float]]:
-        """What `recent` is compared with: the values of the run's first `count` steps, and of the `count` steps that
-        ended `4 * count` steps before the recent ones, or as far back as the window goes. Empty before the run has
-        `2 * count` steps; steps are never both recent and earlier."""
+        """The values to compare `recent` with: those of the run's first `count` steps, and those of `count` steps that
+        end `4 * count` steps before the recent ones, or as far back as the window goes. Empty until the run has
+        `2 * count` steps, so that no step is both recent and earlier."""
         return [[value for (value,) in rows] for rows in self.earlier_together((name,), count, env, missing=missing)]
 
     def earlier_together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[list[tuple[float, ...]]]:
-        """What `together` is compared with: `earlier` of several metrics.
+        """`earlier` for several metrics: the values to compare `together` with.
 
-        Example: where "b" has no values in the run's first steps, and "a" has, both are of the later stretch alone.
+        Example: "b" has no values in the run's first steps, so the values of both are from the later stretch only.
 
             >>> figures = [{"a": 1.0}, {"a": 2.0, "b": 3.0}, {"a": 4.0, "b": 5.0}]
             >>> steps = [StepFigures(step=n, metrics=metrics) for n, metrics in enumerate(figures)]
@@ -129,14 +129,14 @@ class Window:
         return [rows for rows in ([started] if started == later else [started, later]) if rows]
 
     def setting(self, key: str) -> Any:
-        """The value of a key of the configuration, "trainer.optim.lr"; None where it is not set."""
+        """The value of a configuration key such as "trainer.optim.lr"; None if it is not set."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     def now(self, key: str) -> str:
-        """The key with its present value, for advice.
+        """A configuration key with its present value, for advice.
 
         >>> Window(steps=[], config={"trainer": {"optim": {"lr": 0.0008}}}).now("trainer.optim.lr")
         'trainer.optim.lr (now 0.0008)'
@@ -148,66 +148,68 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule sees at one step, of one environment or of the run."""
+    """A rule's result for one step, about one environment or the whole run."""
 
     message: str
-    """One sentence: what is seen, with its numbers."""
+    """One sentence: the observation, with its numbers."""
     cause: str
-    """What most often causes it."""
+    """The most common cause."""
     advice: str
     """The key to change, with its present value (`Window.now`), and what to try."""
     level: float = 1.0
-    """How far it is, 1 where the alarm is raised. Below 1 nothing is raised; at `HOLD` or more, an alarm that was
+    """The value relative to the threshold. At 1 or more the alarm is raised; at `HOLD` or more, an alarm that has been
     raised is not cleared."""
     evidence: Figures = field(default_factory=dict)
-    """Metrics that show it, by name."""
+    """Metrics that show the problem, by name."""
     env: str | None = None
-    """The environment that it is about; None: the run."""
+    """The environment with the problem; None: the whole run."""
     trajectory_ids: tuple[str, ...] = ()
-    """Trajectories of this step that show it."""
+    """Trajectories of this step that show the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What a condition of `ALARMS` sees at one step, of an environment or of the run: a `Finding` without its texts."""
+    """The result of a condition of `ALARMS` for one step: a `Finding` without its texts."""
 
     level: float
     """As in `Finding`."""
     env: str | None = None
     """As in `Finding`."""
     why: str = ""
-    """Which of the alarm's causes fits."""
+    """The key in `AlarmRow.why` of the cause that applies."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What the texts name, beside parameters and evidence."""
+    """Values for the placeholders of the texts, in addition to parameters and evidence."""
     evidence: Figures = field(default_factory=dict)
-    """Figures that show it, beside the alarm's metrics of the step."""
+    """Figures that show the problem, in addition to `AlarmRow.evidence`."""
 
 
 TRAINING, TRAINING_ERROR = "training/success", "training/success_error"
-"""What an evaluation is compared with."""
+"""Names of training success and its standard error in an evaluation's metrics."""
 TOOL, UNTRAINED = "tool/", "untrained/"
-"""What the figures of a tool's calls, and of the reasons for which rollouts are not trained, begin with."""
+"""Prefixes of figures: calls of a tool, and rollouts that were not trained for a reason."""
 HOLD = 0.7
-"""The level below which an alarm that was raised begins to be cleared."""
+"""The level below which an alarm counts as calm and can be cleared. Below 1, so that a value that swings around the
+threshold raises the alarm only once."""
 
 
 class Rule(Protocol):
-    """What one alarm looks for: a function, or a frozen dataclass whose fields are its parameters. It keeps no state.
+    """The condition of one alarm: a function, or a frozen dataclass whose fields are the parameters. It has no state.
 
-    It is called after each step. One with `on_evaluations = True` is called after each evaluation instead.
-    `clear_after` (5 steps by default, or 1 evaluation) is how many such calls in a row have to find a level below
-    `HOLD` until the alarm is cleared.
+    A rule is called after each step, or after each evaluation if it has the attribute `on_evaluations = True`. Its
+    attribute `clear_after` (by default 5 steps, or 1 evaluation) is the number of consecutive calls with a level below
+    `HOLD` after which the alarm is cleared.
     """
 
     def __call__(self, window: Window, /) -> Iterable[Finding] | Finding | None:
-        """What the window shows: at most one finding for each environment, and one for the run."""
+        """The findings in a window: at most one per environment, and one for the whole run."""
 
 
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
-    """`TRAINING` and `TRAINING_ERROR` of these steps: of the same environment, or of all where it is not trained.
+    """`TRAINING` and `TRAINING_ERROR` of these steps, for the same environment, or for all if it is not trained.
 
-    The error is that of the steps' mean, and not below that of a share of so many rollouts. Example: successes of 0.4
-    and 0.6 in two steps of 50 rollouts: 0.5, with an error of max(0.1 / sqrt(2), sqrt(0.25 / 100)) = 0.071.
+    The error is the larger of two: that of the mean over the steps, and that of a share of all their rollouts. Example:
+    successes of 0.4 and 0.6 in two steps of 50 rollouts: 0.5, with an error of max(0.1 / sqrt(2), sqrt(0.25 / 100)) =
+    0.071.
     """
     for name in (f"success/{env}", "success"):
         if values := [figures.metrics[name] for figures in steps if name in figures.metrics]:
@@ -220,32 +222,33 @@ def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
 
 
 def error_of_share(share: float, count: float) -> float:
-    """The standard error of a share of so many, which is not 0 where it is 0 or 1."""
+    """The standard error of a share of `count` items."""
+    # One success and one failure are added, so that the error of a share of 0 or 1 is not 0.
     count = max(1.0, count)
     rounded = (share * count + 1) / (count + 2)
     return math.sqrt(rounded * (1 - rounded) / count)
 
 
 def over(value: float, bound: float) -> float:
-    """How far a value is, 1 at the bound."""
+    """A value relative to its bound: 1 at the bound. A bound of 0 does not divide by zero."""
     return value / max(bound, 1e-9)
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The median; None of nothing."""
+    """The median; None if there are no values."""
     return statistics.median(values) if values else None
 
 
 def _having(steps: Sequence[StepFigures], env: str | None) -> Sequence[StepFigures]:
-    """The steps that have rollouts of an environment; all for None."""
+    """The steps with rollouts of an environment; for None, all steps."""
     return [figures for figures in steps if env is None or env in figures.envs]
 
 
 def _rows(
     steps: Sequence[StepFigures], names: Sequence[str], count: int, env: str | None, missing: float | None
 ) -> list[tuple[float, ...]]:
-    """The values of the steps that have all of them; empty where these are fewer than half of `count`, or there are
-    fewer steps."""
+    """The values of the steps that have all names; empty if there are fewer than `count` steps, or fewer than half of
+    `count` have all of them."""
     rows: list[tuple[Any, ...]] = [tuple(own.of(env).get(name, missing) for name in names) for own in steps]
     found = [row for row in rows if None not in row]
     return found if len(steps) >= count and 2 * len(found) >= count else []

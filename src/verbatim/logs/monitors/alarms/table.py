@@ -1,7 +1,7 @@
-"""The alarms that are built in: one row for each.
+"""The built-in alarms, one row each.
 
-In the texts `{dropped:.0%}` is a number that the condition saw or a parameter, `{time/step:.1f}` a metric of the step,
-and `{trainer.optim.lr}` a key of the configuration, which is shown with its present value.
+In the texts `{dropped:.0%}` is a value of the condition or a parameter, `{time/step:.1f}` a metric of the step, and
+`{trainer.optim.lr}` a configuration key, which is shown with its present value.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from verbatim.logs.monitors.alarms.rule import TOOL
 
 _WINDOW = {"steps": (1, KEPT_STEPS)}
 _COMPARES = {"steps": (1, KEPT_STEPS // 2)}
-"""Of an alarm that compares steps with as many earlier ones."""
+"""Limits for an alarm that compares steps with as many earlier ones."""
 _COMPARES_RANKS = {"steps": (7, KEPT_STEPS // 2)}
-"""With fewer steps no change is sure: 6 steps all stand apart from 6 others by chance once in C(12, 6) = 924 times,
-which is more often than once in 1,000."""
+"""Limits for an alarm with a rank test. With 6 steps, no change is significant: all 6 are above 6 others by chance once
+in C(12, 6) = 924 times, which is more often than `change.SURE`, once in 1,000."""
 
 _OFF_POLICY = {
     "other weights": Why(
-        cause="the sampler does not hold the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
+        cause="the sampler does not have the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
         "canary",
-        advice="lower {inference.canary_tolerance}, so that the run stops there, and look at the sampler's log for "
+        advice="lower {inference.canary_tolerance}, so that the run stops there, and check the sampler's log for "
         "weights that were not loaded",
     ),
     "cut distribution": Why(
-        cause="tokens are sampled from a distribution that top_p, top_k or min_p cut, and scored under the whole one",
-        advice="remove {orchestrator.sampling.accept_truncation_mismatch}, with a sampler that returns the ids that it "
-        "kept (the embedded one), or remove top_p, top_k and min_p",
+        cause="tokens are sampled from a distribution cut by top_p, top_k or min_p, and scored under the full one",
+        advice="remove {orchestrator.sampling.accept_truncation_mismatch} and use a sampler that returns the kept ids "
+        "(the embedded one), or remove top_p, top_k and min_p",
     ),
     "old rollouts": Why(
         cause="rollouts are {staleness/mean:.2f} steps old",
         advice="lower {orchestrator.max_async_level} or {orchestrator.max_off_policy_steps}",
     ),
     "precision": Why(
-        cause="sampler and trainer compute the same tokens differently: it was so at the first step, before any update",
+        cause="sampler and trainer compute the same tokens differently, already at the first step, before any update",
         advice="compare {trainer.dtype} with the precision of the sampler (inference.torch.dtype, "
         "inference.vllm.dtype); with a mixture of experts, record its routing",
     ),
@@ -113,8 +113,8 @@ _ROWS = (
         "{success before:.2f} to {success:.2f} (medians of {steps} steps)",
         why=Why(
             cause="the reward can be earned without solving the task",
-            advice="read these episodes, and change what `score` pays for; {parts}the run can go on from a checkpoint "
-            "before the two parted",
+            advice="read these episodes, and change what `score` rewards; {parts}the run can go on from a checkpoint "
+            "before the two diverged",
         ),
         trajectories=figures.paid_without_success,
     ),
@@ -128,9 +128,9 @@ _ROWS = (
         "{success of training:.2f}, and that of the evaluation of {env} went from "
         "{success of evaluation before:.2f} to {success of evaluation:.2f}",
         why=Why(
-            cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not pay",
+            cause="the policy memorises the training examples, or earns a reward that the evaluation does not give",
             advice="take more or other training examples, and go on from an earlier checkpoint "
-            "({checkpoint.keep_every}); {orchestrator.eval.interval} says how often is looked",
+            "({checkpoint.keep_every}); {orchestrator.eval.interval} sets how often the policy is evaluated",
         ),
     ),
     AlarmRow(
@@ -143,7 +143,7 @@ _ROWS = (
         why={
             "failed": Why(
                 cause="{failed_share:.0%} of its episodes failed, {failed_before:.0%} of the best one's",
-                advice="look at the errors of these episodes (evaluations/ of the run folder); the policy may be well",
+                advice="check the errors of these episodes (evaluations/ in the run folder); the policy may be fine",
             ),
             "training": Why(
                 cause="the policy learns the training examples at the cost of others: the success of training did not "
@@ -152,7 +152,7 @@ _ROWS = (
                 "other training examples, or lower {trainer.optim.lr}",
             ),
             "": Why(
-                cause="updates have made the policy worse; alarms of the steps since then say more",
+                cause="updates have made the policy worse; alarms of the steps since then have details",
                 advice="go on from the checkpoint at step {began} or before ({checkpoint.keep_every}) and lower "
                 "{trainer.optim.lr} or {trainer.optim.max_grad_norm}",
             ),
@@ -164,9 +164,9 @@ _ROWS = (
         parameters={"share": 0.05, "solved": 0.9, "steps": 8},
         limits=_COMPARES,
         message="entropy is {entropy:.3g}, {left:.1%} of the first steps' {entropy of the first steps:.3g}, while "
-        "success stands at {success:.2f} and the reward no longer rises",
+        "success is {success:.2f} and the reward no longer rises",
         why=Why(
-            cause="the policy has stopped exploring: all rollouts of a group say the same, and nothing is left to "
+            cause="the policy has stopped exploring: all rollouts of a group are the same, so there is nothing to "
             "learn from",
             advice="go back to a checkpoint before the fall and lower {trainer.optim.lr}; keep "
             "{orchestrator.sampling.temperature} at 1.0; raise {orchestrator.group_size}",
@@ -198,13 +198,13 @@ _ROWS = (
         function=conditions.staleness,
         parameters={"beyond": 1.0, "dropped": 0.1, "steps": 5},
         limits=_WINDOW,
-        message="rollouts are {age:.2f} steps old when they are trained, where {asked:g} are asked for, and {lost:.1%} "
+        message="rollouts are {age:.2f} steps old when they are trained, with {asked:g} configured, and {lost:.1%} "
         "are dropped as too old (medians of {steps} steps)",
         why={
             "stuck": Why(
                 cause="rollouts of {oldest} are still sampled by version 0 at step {step}: new weights do not reach "
                 "its sampler",
-                advice="look at weights/canary and at the sampler's log for weights that were not loaded, and resume "
+                advice="check weights/canary and the sampler's log for weights that were not loaded, and resume "
                 "the run once they are ({inference.backend})",
             ),
             "slow": Why(cause=f"{_SLOW}; the oldest is of {{oldest}}, sampled by version {{version}}", advice=_OLD),
@@ -255,8 +255,8 @@ _ROWS = (
                 seen="{called:.0%} of the rollouts of {env} have a readable call; in the first steps {before:.0%} had "
                 "one, and the reward has not risen",
                 cause="the policy has unlearned to call tools",
-                advice="go back to a checkpoint before that and lower {trainer.optim.lr}; look at what is rewarded in "
-                "rollouts without calls",
+                advice="go back to a checkpoint before that and lower {trainer.optim.lr}; check what rollouts without "
+                "calls are rewarded for",
             ),
         },
         evidence=("valid_format", "tool_calls", "malformed", "truncated"),
@@ -267,7 +267,7 @@ _ROWS = (
         function=conditions.prompt_breaks,
         parameters={"share": 0.2, "steps": 3},
         limits=_WINDOW,
-        message="{broken:.0%} of the later turns of {env} extend no sample, so each of them is a sample of its own "
+        message="{broken:.0%} of the later turns of {env} do not extend a sample, so each of them is a separate sample "
         "that repeats the history",
         why=Why(cause="{cause}", advice="{advice}"),
         evidence=("breaks", "samples", "rollouts"),
@@ -278,7 +278,7 @@ _ROWS = (
         function=conditions.everything_filtered,
         parameters={"share": 0.95, "solved": 0.9, "rollouts": 100, "steps": 3},
         limits=_WINDOW,
-        message="{dropped:.0%} of the last {completed:.0f} rollouts of {env}, in {counted} steps, were dropped, most "
+        message="{dropped:.0%} of the last {completed:.0f} rollouts of {env}, in {counted} steps, were dropped, mostly "
         "as {reason}; success is {success:.2f}",
         why={
             "filter:zero_advantage": Why(
@@ -293,9 +293,9 @@ _ROWS = (
                 "{orchestrator.buffer.easy_threshold} and {orchestrator.buffer.hard_threshold}",
             ),
             "filter:gibberish": Why(
-                cause="the mean logprob of what is sampled is very low: a model with random weights, or a policy that "
+                cause="the mean logprob of the sampled tokens is very low: the model has random weights, or the policy "
                 "has collapsed",
-                advice="give the model a [warm_start]; where a policy that could speak has collapsed, go back to a "
+                advice="give the model a [warm_start]; if a policy that worked has collapsed, go back to a "
                 "checkpoint and lower {trainer.optim.lr}",
             ),
             "filter:repetition": Why(
@@ -306,16 +306,16 @@ _ROWS = (
             "filter:truncated": Why(
                 cause="nearly every rollout is cut off before its own end",
                 advice="raise {orchestrator.sampling.max_tokens}, {orchestrator.seq_len} or the environment's "
-                "max_turns; or leave the filter out, so that what is cut off is trained",
+                "max_turns; or remove the filter, so that rollouts that were cut off are trained",
             ),
             "over_length": Why(
-                cause="rollouts are longer than a training sample may be", advice="raise {orchestrator.seq_len}"
+                cause="rollouts exceed the length of a training sample", advice="raise {orchestrator.seq_len}"
             ),
             "missing_logprobs": Why(
                 cause="the server returns no logprobs",
                 advice="serve the model with one that does (`verbatim serve`, or {inference.backend})",
             ),
-            "": Why(cause="the reason {reason}", advice="look at ledger/dropped/{reason}"),
+            "": Why(cause="the reason {reason}", advice="check ledger/dropped/{reason}"),
         },
         trajectories=figures.untrained,
     ),
@@ -343,16 +343,15 @@ _ROWS = (
         function=conditions.environment_starves,
         parameters={"share": 0.25, "steps": 8},
         limits=_WINDOW,
-        message="{usable:.0f} rollouts of {env} in {counted} steps could be trained, where its ratio asks for "
-        "{expected:.0f}",
+        message="{usable:.0f} rollouts of {env} in {counted} steps could be trained; its ratio gives it {expected:.0f}",
         why={
             "failed": Why(
                 cause="{failed:.0f} of its {rollouts:.0f} rollouts failed",
-                advice="look at the alarm repeated_error and at errors/{{kind}}; the log has the first traceback",
+                advice="check the alarm repeated_error and errors/{{kind}}; the log has the first traceback",
             ),
             "stale": Why(
                 cause="its rollouts are dropped as too old: its episodes take longer than the others', or new weights "
-                "do not reach its sampler (then the alarm staleness says so)",
+                "do not reach its sampler (then the alarm staleness is raised too)",
                 advice="raise {orchestrator.max_off_policy_steps}, or shorten its episodes (max_turns)",
             ),
             "": Why(
@@ -376,7 +375,7 @@ _ROWS = (
                     "environment",
                     "its code raised: run `verbatim env check` on it; the log has the first traceback of each kind",
                 ),
-                ("judge", "the judge gave no verdict: look at its server, its prompt and its limits"),
+                ("judge", "the judge gave no verdict: check its server, its prompt and its limits"),
                 (
                     "template",
                     "the chat template failed: `verbatim doctor --template MODEL` plays it; see "
@@ -384,25 +383,24 @@ _ROWS = (
                 ),
                 (
                     "sampler",
-                    "the inference engine failed on these requests: look at its log; lower "
-                    "{orchestrator.max_concurrent}",
+                    "the inference engine failed on these requests: check its log; lower {orchestrator.max_concurrent}",
                 ),
                 (
                     "timeout",
                     "raise {orchestrator.episode_timeout}, or shorten its episodes (max_turns); a tool that "
                     "hangs has {orchestrator.tool_timeout}",
                 ),
-                ("record", "what the server returned is no record of tokens: look at its version and its options"),
+                ("record", "the server's answer has no valid record of tokens: check its version and its options"),
                 (
                     "reward",
-                    "score returned nothing that can be learned from: a missing, infinite or not-a-number reward",
+                    "score returned a reward that cannot be trained on: missing, infinite or not a number",
                 ),
-                ("advantage", "the advantage function raised on these groups: look at {orchestrator.advantage.type}"),
+                ("advantage", "the advantage function raised on these groups: check {orchestrator.advantage.type}"),
                 (
                     "worker",
                     "worker processes were lost: their memory limit is orchestrator.rollout.processes.worker_memory_mb",
                 ),
-                ("", "look at the log: it has the first traceback of each kind"),
+                ("", "check the log, which has the first traceback of each kind"),
             )
         },
         trajectories=figures.failed,
@@ -415,8 +413,8 @@ _ROWS = (
         message=f"the sampler waits {_IDLE}",
         why=Why(
             cause="the trainer is the slower side",
-            advice="give the trainer more processes ({trainer.parallel.processes}) or {trainer.dtype}; or let the "
-            "sampler run ahead: {orchestrator.max_async_level}",
+            advice="give the trainer more processes ({trainer.parallel.processes}) or a lower precision "
+            "({trainer.dtype}); or let the sampler run ahead: raise {orchestrator.max_async_level}",
         ),
         evidence=_TIMES,
     ),
@@ -445,4 +443,5 @@ _ROWS = (
 )
 
 ALARMS: Mapping[str, AlarmRow] = {row.name: row for row in _ROWS}
-"""By the name of their table, [monitor.alarms.NAME], whose keys are the parameters. Every one is on by default."""
+"""The alarms by the name of their table, [monitor.alarms.NAME], whose keys are the parameters. All of them are on by
+default."""
