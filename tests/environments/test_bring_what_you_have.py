@@ -140,7 +140,7 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
         ("Untyped", {}, "Untyped: tool Untyped.look: parameter at has no type; write for example `at: str`"),
         ("Vault", {"data": CODES, "limits": 3}, 'unknown parameter "limits"'),
         ("Vault", {"data": CODES, "reward": "environments.brought.exact"}, "exact needs answer; fields of the data: c"),
-        ("Vault", {"data": CODES, "args": {"limit": 1}}, "args: write its arguments beside the others"),
+        ("Vault", {"data": CODES, "args": {"limit": 1}}, "args: write its arguments next to the others"),
         ("HotCold", {"environment": "x"}, "environment: the environment is the one that is named already"),
         ("Half", {}, "has no start; expected an environment (`examples(split)` and `async start(example, seed)`), "),
     ],

@@ -79,7 +79,7 @@ def test_an_end_that_is_neither_true_nor_false_is_an_error_of_the_tool(play):
 @pytest.mark.parametrize("managers", [None, [None], [ToolManager()]])
 def test_a_call_without_a_tool_manager_is_answered_and_counted(play, managers):
     (result,) = play([ask("x")], tool_manager=managers)
-    assert answers(result) == ["Error: there is no tool earn; there is none."]
+    assert answers(result) == ["Error: there is no tool earn; available: none."]
     assert (result["stop_reason"], result.error, result.info["tool_errors"]) == ("stop", None, {"unknown_tool": 1})
     assert result["turns"] == 2
 
@@ -87,7 +87,7 @@ def test_a_call_without_a_tool_manager_is_answered_and_counted(play, managers):
 def test_a_list_of_managers_may_leave_some_trajectories_without_tools(play):
     manager = ToolManager([earn])
     results = play([ask("half")] * 3, tool_manager=[manager, None, manager])
-    assert [answers(r) for r in results] == [["earned"], ["Error: there is no tool earn; there is none."], ["earned"]]
+    assert [answers(r) for r in results] == [["earned"], ["Error: there is no tool earn; available: none."], ["earned"]]
     assert [r.error for r in results] == [None] * 3
 
 

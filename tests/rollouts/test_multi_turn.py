@@ -242,7 +242,7 @@ def test_each_trajectory_may_have_its_own_tools():
     rollout, _ = make()
     results = rollout([talk("seven x"), talk("seven x")], tool_manager=managers)
     assert results[0]["messages"][2]["content"] == "7"
-    assert "there is no tool seven; there is eight" in results[1]["messages"][2]["content"]
+    assert "there is no tool seven; available: eight" in results[1]["messages"][2]["content"]
     with pytest.raises(UsageError, match="2 tool managers for 1 trajectories; give one for each"):
         rollout([talk("x")], tool_manager=managers)
 

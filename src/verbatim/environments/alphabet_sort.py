@@ -111,8 +111,8 @@ class Sorting(Episode):
 
     def answer(self, text: str) -> Reply:
         """`reply` as a plain function, because `demonstrations` is not async."""
-        said = [name.strip() for name in text.strip().split(self._separator.rstrip(" "))]
-        self._right.append(said == sorted(self.said_so_far))
+        answered = [name.strip() for name in text.strip().split(self._separator.rstrip(" "))]
+        self._right.append(answered == sorted(self.said_so_far))
         share = self._right[-1] / len(self._rounds)
         if len(self._right) == len(self._rounds):
             return Reply(done=True, reward=share)
@@ -137,5 +137,5 @@ class Sorting(Episode):
     def _next_message(self) -> Message:
         names = self._rounds[len(self._right)]
         between = "\n" if self._separator == "\n" else " "
-        said = self._separator.join(names)
-        return {"role": "user", "content": f"{'Also' if self._right else 'Sort'}:{between}{said}"}
+        listed = self._separator.join(names)
+        return {"role": "user", "content": f"{'Also' if self._right else 'Sort'}:{between}{listed}"}

@@ -97,19 +97,19 @@ class Delegation(Episode):
         """Sample the main agent until it answers; each call of `ask` starts a new sub-agent."""
         messages = list(self.messages)
         while True:
-            said = await agent.sample(messages, [self.ask], agent="main")
-            messages.append(said)
-            calls = said.get("tool_calls", [])
+            answer = await agent.sample(messages, [self.ask], agent="main")
+            messages.append(answer)
+            calls = answer.get("tool_calls", [])
             if not calls:
-                self._answer = said["content"].strip()
+                self._answer = answer["content"].strip()
                 return
             for call in calls:
                 arguments = call["function"]["arguments"]
                 box = arguments.get("box") if isinstance(arguments, Mapping) else None
                 self._num_asked += 1
                 if call["function"]["name"] == "ask" and isinstance(box, str):
-                    heard = await agent.sample(self.notes_for(box), agent=f"sub/{self._num_asked}")
-                    content = heard["content"]
+                    sub_answer = await agent.sample(self.notes_for(box), agent=f"sub/{self._num_asked}")
+                    content = sub_answer["content"]
                 else:
                     content = 'Error: call ask with {"box": "colour"}.'
                 messages.append({"role": "tool", "content": content, "tool_call_id": call["id"], "name": "ask"})

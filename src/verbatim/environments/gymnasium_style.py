@@ -50,15 +50,15 @@ class GymnasiumStyle:
         self._make, self._name = maker(environment, args), name_of(environment)
         self._system_prompt = system_prompt
         self._seeds = {"train": range(num_train), "eval": range(num_train, num_train + num_eval)}
-        one = made(self._make, self._name)
-        if missing := [method for method in ("reset", "step") if not callable(getattr(one, method, None))]:
+        instance = made(self._make, self._name)
+        if missing := [method for method in ("reset", "step") if not callable(getattr(instance, method, None))]:
             raise ComponentError(
                 f"{self._name} has no {' and no '.join(missing)}; expected `reset(seed=None)`, which "
                 "gives (text, info), and `step(text)`, which gives (text, reward, terminated, "
                 "truncated, info)"
             )
-        if callable(getattr(one, "close", None)):
-            one.close()
+        if callable(getattr(instance, "close", None)):
+            instance.close()
 
     def examples(self, split: str) -> Sequence[Example]:
         """One example for each seed of a split, "train" or "eval"."""
@@ -66,24 +66,24 @@ class GymnasiumStyle:
 
     async def start(self, example: Example, seed: int) -> Episode:
         """Create an environment and reset it with the example's seed."""
-        one = await in_thread(self._make)
-        async with closed_on_failure(one):
-            given = await called(functools.partial(one.reset, seed=example.payload["seed"]))
+        instance = await in_thread(self._make)
+        async with closed_on_failure(instance):
+            given = await called(functools.partial(instance.reset, seed=example.payload["seed"]))
             if not isinstance(given, tuple) or len(given) != 2:
                 raise EnvironmentFault(f"{self._name}.reset returned {shown(given)}; expected (observation, info)")
             opening: Message = {"role": "user", "content": _text(given[0], f"{self._name}.reset")}
-        return _GymnasiumEpisode(self._name, one, [*opened_with(self._system_prompt), opening])
+        return _GymnasiumEpisode(self._name, instance, [*opened_with(self._system_prompt), opening])
 
 
 class _GymnasiumEpisode(Episode):
     turn_rewards_sum_to_reward = True
 
-    def __init__(self, name: str, one: Any, messages: Sequence[Message]) -> None:
-        self._name, self._one, self._total = name, one, 0.0
+    def __init__(self, name: str, instance: Any, messages: Sequence[Message]) -> None:
+        self._name, self._instance, self._total = name, instance, 0.0
         self.messages = messages
 
     async def reply(self, message: Message) -> Reply:
-        given = await called(functools.partial(self._one.step, message.get("content") or ""))
+        given = await called(functools.partial(self._instance.step, message.get("content") or ""))
         where = f"{self._name}.step"
         if not isinstance(given, tuple) or len(given) != 5:
             older = "; four values are the interface before Gymnasium 0.26" if isinstance(given, tuple) else ""
@@ -104,8 +104,8 @@ class _GymnasiumEpisode(Episode):
         return self._total
 
     async def close(self) -> None:
-        if callable(getattr(self._one, "close", None)):
-            await called(self._one.close)
+        if callable(getattr(self._instance, "close", None)):
+            await called(self._instance.close)
 
 
 def _text(observation: Any, where: str) -> str:

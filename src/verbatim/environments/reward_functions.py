@@ -195,8 +195,8 @@ def _given(
     environment: object,
 ) -> dict[str, Any]:
     after = list(trajectory.messages)[num_opening:]
-    said = [message for message in after if message["role"] == "assistant"]
-    text = str(said[-1].get("content") or "") if said else ""
+    answers = [message for message in after if message["role"] == "assistant"]
+    text = str(answers[-1].get("content") or "") if answers else ""
     if not function.takes_lists:
         return {
             **example.payload,

@@ -80,9 +80,9 @@ class ToolClass:
         self._rewards.check(columns, has_environments=True)
         self._check(made(make, self._name), columns)
 
-    def _check(self, one: Any, columns: Mapping[str, Any]) -> None:
+    def _check(self, instance: Any, columns: Mapping[str, Any]) -> None:
         """Refuse a class without `reset`, tools or a reward, or whose `reset` needs fields that the data lacks."""
-        reset = getattr(one, "reset", None)
+        reset = getattr(instance, "reset", None)
         if not callable(reset):
             raise ComponentError(f"{self._name} has no reset; expected `def reset(self, **kwargs) -> str | None`")
         parameters = inspect.signature(reset).parameters.values()
@@ -95,17 +95,19 @@ class ToolClass:
                 f"{', '.join(columns) or 'none'}; give data with these fields: "
                 'data = "tasks.jsonl"'
             )
-        if not _tools(one, self._name):
+        if not _tools(instance, self._name):
             raise ComponentError(
                 f"{self._name} has no tools; expected public methods besides {', '.join(NO_TOOLS)}, "
                 "typed and with a docstring"
             )
-        if not self._rewards.functions and not (callable(getattr(one, "get_reward", None)) or hasattr(one, "reward")):
+        if not self._rewards.functions and not (
+            callable(getattr(instance, "get_reward", None)) or hasattr(instance, "reward")
+        ):
             raise ComponentError(
                 f"{self._name} has no reward; expected a method get_reward() or an attribute reward (set in "
                 '__init__), or a function: reward = "my_rewards.solved"'
             )
-        close = getattr(one, "close", None)
+        close = getattr(instance, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
 
@@ -115,13 +117,13 @@ class ToolClass:
 
     async def start(self, example: Example, seed: int) -> Episode:
         """Create an object and reset it."""
-        one = await in_thread(self._make)
+        instance = await in_thread(self._make)
         fields = {**example.payload, "prompt": prompt_of(example, self._prompt)}
         fields.setdefault("seed", seed)
-        async with closed_on_failure(one):
-            observation = await called(functools.partial(one.reset, **_taken(one.reset, fields, example)))
+        async with closed_on_failure(instance):
+            observation = await called(functools.partial(instance.reset, **_taken(instance.reset, fields, example)))
             messages = self._opening(example, observation)
-        return _ToolClassEpisode(self, one, example, messages)
+        return _ToolClassEpisode(self, instance, example, messages)
 
     def _opening(self, example: Example, observation: Any) -> list[Message]:
         messages = [*opened_with(self._system_prompt), *example.messages]
@@ -129,32 +131,32 @@ class ToolClass:
             messages.append({"role": "user", "content": self._user_prompt})
         return _with_observation(messages, observation, self._name)
 
-    async def reward_of(self, one: Any, trajectory: Trajectory, example: Example, num_opening: int) -> Score:
+    async def reward_of(self, instance: Any, trajectory: Trajectory, example: Example, num_opening: int) -> Score:
         """The reward of an episode that was opened with `num_opening` messages."""
         if self._rewards.functions:
             prompt = prompt_of(example, self._prompt)
-            return await self._rewards.score(trajectory, example, prompt, num_opening=num_opening, environment=one)
-        given = getattr(one, "get_reward", None) or one.reward
+            return await self._rewards.score(trajectory, example, prompt, num_opening=num_opening, environment=instance)
+        given = getattr(instance, "get_reward", None) or instance.reward
         earned: Score = await called(given) if callable(given) else given
         return earned
 
-    def tools_of(self, one: Any) -> list[FunctionTool]:
+    def tools_of(self, instance: Any) -> list[FunctionTool]:
         """An object's tools; each call also checks the object's `done`."""
-        return _tools(one, self._name)
+        return _tools(instance, self._name)
 
 
 class _ToolClassEpisode(Episode):
-    def __init__(self, environment: ToolClass, one: Any, example: Example, messages: Sequence[Message]) -> None:
-        self._environment, self._one, self._example = environment, one, example
-        self.messages, self.tools = messages, environment.tools_of(one)
-        if _has_solution(type(one)):
-            self.solution = one.solution
+    def __init__(self, environment: ToolClass, instance: Any, example: Example, messages: Sequence[Message]) -> None:
+        self._environment, self._instance, self._example = environment, instance, example
+        self.messages, self.tools = messages, environment.tools_of(instance)
+        if _has_solution(type(instance)):
+            self.solution = instance.solution
 
     async def score(self, trajectory: Trajectory) -> Score:
-        return await self._environment.reward_of(self._one, trajectory, self._example, len(self.messages))
+        return await self._environment.reward_of(self._instance, trajectory, self._example, len(self.messages))
 
     async def close(self) -> None:
-        close = getattr(self._one, "close", None)
+        close = getattr(self._instance, "close", None)
         if callable(close):
             await called(close)
 
@@ -189,12 +191,12 @@ def made(make: Callable[[], Any], name: str) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def closed_on_failure(one: Any) -> AsyncIterator[None]:
+async def closed_on_failure(instance: Any) -> AsyncIterator[None]:
     """Close an object if the block fails: an episode that never began is not closed by the rollout."""
     try:
         yield
     except Exception:
-        close = getattr(one, "close", None)
+        close = getattr(instance, "close", None)
         if callable(close):
             with contextlib.suppress(Exception):  # the first failure is the one to report
                 await called(close)
@@ -232,9 +234,9 @@ def _has_solution(cls: type) -> bool:
 class _Method(FunctionTool):
     """A method as a tool. Its ValueError is reported to the model; it ends the episode if the object is done."""
 
-    def __init__(self, one: Any, method: Callable[..., Any]) -> None:
+    def __init__(self, instance: Any, method: Callable[..., Any]) -> None:
         super().__init__(method)
-        self._one = one
+        self._instance = instance
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         call = self._call(arguments)
@@ -242,13 +244,13 @@ class _Method(FunctionTool):
             result = as_result(await called(call))
         except ValueError as error:
             raise ToolFailed(str(error)) from error
-        is_done = result.done or getattr(self._one, "done", False) is True
+        is_done = result.done or getattr(self._instance, "done", False) is True
         return ToolResult(content=result.content, done=is_done, reward=result.reward)
 
 
-def _tools(one: Any, name: str) -> list[FunctionTool]:
+def _tools(instance: Any, name: str) -> list[FunctionTool]:
     try:
-        return [_Method(one, getattr(one, method)) for method in tool_methods(type(one))]
+        return [_Method(instance, getattr(instance, method)) for method in tool_methods(type(instance))]
     except ComponentError as error:
         raise ComponentError(f"{name}: {error}") from error
 

@@ -48,7 +48,7 @@ async def test_a_tool_may_end_the_episode_and_reward_the_turn():
 async def test_an_unknown_tool_is_answered_with_the_nearest():
     outcome = await ToolManager([look]).dispatch(call("lok"))
     assert outcome.error_kind == "unknown_tool"
-    assert outcome.message["content"] == 'Error: there is no tool lok; there is look; did you mean "look"?'
+    assert outcome.message["content"] == 'Error: there is no tool lok; available: look; did you mean "look"?'
 
 
 @pytest.mark.parametrize(

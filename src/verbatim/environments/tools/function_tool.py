@@ -87,16 +87,16 @@ class FunctionTool:
         self._is_async = inspect.iscoroutinefunction(subject.function)
         self.name: str = name or subject.name
         self._arguments: Signature | JsonArguments
-        said, value = "", None
+        documented, value = "", None
         if parameters is not None:
             from verbatim.environments.tools.json_arguments import JsonArguments  # here: most tools need no jsonschema
 
             self._arguments = JsonArguments(parameters, f"tool {self.name}")
-            said = read_docstring(subject.doc, tuple(parameters.get("properties", ()))).description
+            documented = read_docstring(subject.doc, tuple(parameters.get("properties", ()))).description
         else:
             self._arguments = signature = read_signature(subject)
-            said, value = signature.description, signature.returns
-        text = (said if description is None else description).strip()
+            documented, value = signature.description, signature.returns
+        text = (documented if description is None else description).strip()
         self.lacks_description = description is None and not text
         """True if neither docstring nor argument describes the tool; `description=""` counts as a description."""
         self.schema: Mapping[str, Any] = {

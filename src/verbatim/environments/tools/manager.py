@@ -176,7 +176,10 @@ class ToolManager(Mapping[str, Tool]):
         if call.name not in self._tools:
             name = str(call.name)[:80]
             hint = nearest(name, self._tools)
-            return "unknown_tool", f"there is no tool {name}; there is {', '.join(self._tools) or 'none'}{hint or '.'}"
+            return (
+                "unknown_tool",
+                f"there is no tool {name}; available: {', '.join(self._tools) or 'none'}{hint or '.'}",
+            )
         return None
 
 
@@ -248,28 +251,28 @@ def _settled(
         result = ToolResult(content=given) if isinstance(given, str) else given
         content, done = getattr(result, "content", None), getattr(result, "done", None)
         if not isinstance(result, ToolResult) or not isinstance(content, str):
-            said = f"it returned {type(content if isinstance(result, ToolResult) else result).__name__}, not text"
+            text = f"it returned {type(content if isinstance(result, ToolResult) else result).__name__}, not text"
         elif not isinstance(done, bool | np.bool_):
-            said = f"it returned done={shown(done, 80)}, not True or False"
+            text = f"it returned done={shown(done, 80)}, not True or False"
         else:
             return None, result, None
-        fault = TypeError(f"{tool.name} failed: {said}")
+        fault = TypeError(f"{tool.name} failed: {text}")
     elif isinstance(error, ToolArgumentsError):
         drop_tracebacks(error)
-        said = f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}"
-        return "invalid_arguments", ToolResult(content=said), None
+        text = f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}"
+        return "invalid_arguments", ToolResult(content=text), None
     elif isinstance(error, ToolFailed):
         drop_tracebacks(error)
-        said, fault = str(error), None
+        text, fault = str(error), None
     elif isinstance(error, asyncio.CancelledError):
         drop_tracebacks(error)
         # The tool awaited something that was cancelled. A new error, without the frames of the original.
-        said, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
+        text, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
     elif isinstance(error, Exception):
-        said, fault = error_text(error, MAX_ERROR_CHARACTERS), error
+        text, fault = error_text(error, MAX_ERROR_CHARACTERS), error
     else:
         raise error
-    return "exception", ToolResult(content=f"Error: {tool.name} failed: {said}"), fault
+    return "exception", ToolResult(content=f"Error: {tool.name} failed: {text}"), fault
 
 
 def _outcome(

@@ -149,11 +149,11 @@ def read_signature(subject: UnwrappedCallable) -> Signature:
     except (NameError, TypeError, ValueError) as error:
         raise ComponentError(f"{where}: its type hints cannot be read: {error}") from error
     parameters = [parameter for parameter in parameters[num_bound:] if parameter.name not in subject.bound]
-    said = read_docstring(subject.doc, [parameter.name for parameter in parameters])
+    docstring = read_docstring(subject.doc, [parameter.name for parameter in parameters])
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(parameters):
         _check_parameter(parameter, hints, where, is_first=index == 0 and not num_bound)
-        fields[f"p{index}"] = _field(parameter, hints[parameter.name], said.arguments.get(parameter.name))
+        fields[f"p{index}"] = _field(parameter, hints[parameter.name], docstring.arguments.get(parameter.name))
     try:
         model = create_model("Arguments", __config__=ConfigDict(arbitrary_types_allowed=False), **fields)
         raw = model.model_json_schema(by_alias=True, schema_generator=ToolSchema)
@@ -167,12 +167,12 @@ def read_signature(subject: UnwrappedCallable) -> Signature:
     except (PydanticSchemaGenerationError, PydanticSerializationError, TypeError, AssertionError) as error:
         raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
     return Signature(
-        description=said.description,
+        description=docstring.description,
         model=model,
         names={parameter.name: f"p{index}" for index, parameter in enumerate(parameters)},
         by_position=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY),
         schema=_object(raw),
-        returns=_returns(hints["return"], said.returns) if "return" in hints else None,
+        returns=_returns(hints["return"], docstring.returns) if "return" in hints else None,
     )
 
 
@@ -192,31 +192,31 @@ def _check_parameter(parameter: inspect.Parameter, hints: Mapping[str, Any], whe
     raise ComponentError(f"{where}: parameter {parameter.name} has no type; write for example `{parameter.name}: str`")
 
 
-def _field(parameter: inspect.Parameter, hint: Any, said: str | None) -> tuple[Any, Any]:
+def _field(parameter: inspect.Parameter, hint: Any, description: str | None) -> tuple[Any, Any]:
     hint = readable(hint)
     about: dict[str, Any] = {"alias": parameter.name}
     if isinstance(parameter.default, FieldInfo):  # `number: int = Field(3, ge=0)`
         hint = Annotated[hint, parameter.default]
     elif parameter.default is not parameter.empty:
         about["default"] = parameter.default
-    if said:
-        about["description"], choices = _choices(said)
+    if description:
+        about["description"], choices = _choices(description)
         if choices:
             hint = Annotated[hint, AfterValidator(functools.partial(_one_of, choices))]
             about["json_schema_extra"] = {"enum": list(choices)}
     return hint, Field(**about)
 
 
-def _choices(said: str) -> tuple[str, tuple[Any, ...]]:
+def _choices(description: str) -> tuple[str, tuple[Any, ...]]:
     """Split a description such as `What to drink (choices: ["tea", "coffee"])` into the text and the values."""
-    match = _CHOICES.search(said)
+    match = _CHOICES.search(description)
     try:
         values = json.loads(match[1]) if match else None
     except json.JSONDecodeError:
         values = None
     if match is None or not isinstance(values, list):
-        return said, ()
-    return said[: match.start()].strip(), tuple(v.strip() if isinstance(v, str) else v for v in values)
+        return description, ()
+    return description[: match.start()].strip(), tuple(v.strip() if isinstance(v, str) else v for v in values)
 
 
 def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
@@ -244,13 +244,13 @@ def _in_order(schema: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in schema.items() if key not in last}, **{key: schema[key] for key in last}}
 
 
-def _returns(hint: Any, said: str | None) -> dict[str, Any] | None:
+def _returns(hint: Any, description: str | None) -> dict[str, Any] | None:
     try:
         adapter = TypeAdapter(readable(hint))
         schema = untitled(with_enums_inside(adapter.json_schema(mode="serialization", schema_generator=ToolSchema)))
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
         return None  # not an error: the model never has to write a return value
-    return {**schema, **({"description": said} if said is not None else {})}
+    return {**schema, **({"description": description} if description is not None else {})}
 
 
 def _explain(error: Mapping[str, Any]) -> str:
@@ -295,7 +295,7 @@ def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
         except ParseError:
             continue
         arguments = {p.arg_name: _one_line(p.description) for p in parsed.params if p.arg_name in names}
-        arguments = {name: said for name, said in arguments.items() if said}
+        arguments = {name: description for name, description in arguments.items() if description}
         score = 2 * len(arguments) + (parsed.returns is not None) + bool(parsed.raises)
         if score > best_score:
             description, returns = parsed.description or "", parsed.returns.description if parsed.returns else None

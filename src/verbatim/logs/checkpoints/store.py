@@ -260,5 +260,5 @@ def _clean(folder: Path) -> None:
 
 
 def _other_step(folder: Path, step: int) -> str | None:
-    said = read_manifest(folder).get("step")
-    return None if said == step else f"{MANIFEST} is of step {said}"
+    stored = read_manifest(folder).get("step")
+    return None if stored == step else f"{MANIFEST} is of step {stored}"

@@ -103,16 +103,16 @@ class _Record:
     """Files of the run's tables."""
 
     def __post_init__(self) -> None:
-        self._heard: dict[str, int] = {}
+        self._logged: dict[str, int] = {}
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """Log metrics, unless an earlier process of the run logged this step: MLflow would keep both values. The
         history of the first metric, which every report of its kind has, tells which steps have been logged."""
         mark = next(iter(metrics))
-        if mark not in self._heard:
+        if mark not in self._logged:
             history = [] if self.is_new else self.client.get_metric_history(self.run_id, _key(mark))
-            self._heard[mark] = max((metric.step for metric in history), default=-1)
-        if step <= self._heard[mark]:
+            self._logged[mark] = max((metric.step for metric in history), default=-1)
+        if step <= self._logged[mark]:
             return
         from mlflow.entities import Metric
 
@@ -211,7 +211,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
     @staticmethod
     def _log_params(record: _Record, params: Mapping[str, str]) -> None:
-        """Log new parameters. MLflow does not allow changing one; after a resume, config.json has the current values."""
+        """Log new parameters. MLflow does not allow changes; after a resume, config.json has the current values."""
         from mlflow.entities import Param
 
         found = [Param(name, value) for name, value in params.items()]

@@ -168,10 +168,10 @@ class Monitors:
                     raise TypeError(f"{answer.__qualname__} is async and has not run; expected a plain function: def")
             except Exception as error:  # a full disk or a plotting library must not cost hours of training
                 self.num_failures += 1
-                told = is_machine_fault(error)
+                from_machine = is_machine_fault(error)  # such as a full disk: one line is enough, no traceback
                 logger.error(
                     "monitor %s failed; the run goes on without its report%s",
                     type(monitor).__name__,
-                    f": {describe(error)}" if told else "",
-                    exc_info=not told,
+                    f": {describe(error)}" if from_machine else "",
+                    exc_info=not from_machine,
                 )

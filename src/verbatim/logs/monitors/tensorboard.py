@@ -86,14 +86,14 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
         state, step = summary["state"], summary["steps"]
-        said = json.dumps({"state": state, **summary["results"]}, indent=2, default=str)
-        _add_text(record, step, at, "results", literal(said))
+        results = json.dumps({"state": state, **summary["results"]}, indent=2, default=str)
+        _add_text(record, step, at, "results", literal(results))
         status = STATUS_FAILURE if state == "failed" else STATUS_SUCCESS
-        told = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
+        plugin_data = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
         end = Summary()
         end.value.add(
             tag=metadata.SESSION_END_INFO_TAG,
-            metadata=metadata.create_summary_metadata(told),
+            metadata=metadata.create_summary_metadata(plugin_data),
             tensor=metadata.NULL_TENSOR,
         )
         _add(record, step, at, end)

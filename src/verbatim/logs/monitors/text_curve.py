@@ -161,8 +161,8 @@ class _Frame:
             name = panel.train_name or panel.name
             found.append(f"{indent}{line} training {name} of the steps: first {first}, last {last}")
         for mark, (env, points) in zip(itertools.cycle(self.marks.evals), evals.items(), strict=False):
-            said = ", ".join(f"{number(value)} after step {step}" for step, value in points[:: len(points) - 1 or 1])
-            found.append(f"{indent}{mark}  {env}: {panel.name} {said}")
+            values = ", ".join(f"{number(value)} after step {step}" for step, value in points[:: len(points) - 1 or 1])
+            found.append(f"{indent}{mark}  {env}: {panel.name} {values}")
         found += [
             f"{indent}{self.marks.constant * 2} {env}: best constant policy, {number(value)}"
             for env, value in constants.items()

@@ -69,10 +69,10 @@ class Wandb(ServiceSettings):
         wrong = next((tag for tag in self.tags if not 1 <= len(tag) <= 64), None)
         if wrong is not None:
             raise UsageError(f"[monitor.wandb] tags: found {wrong!r}; expected 1 to 64 characters")
-        said = os.environ.get("WANDB_MODE")
-        if self.mode is None and said and said not in _MODES:
+        chosen = os.environ.get("WANDB_MODE")
+        if self.mode is None and chosen and chosen not in _MODES:
             raise UsageError(
-                f"WANDB_MODE is {said!r}; expected {', '.join(_MODES)}; unset it, or give [monitor.wandb] a mode"
+                f"WANDB_MODE is {chosen!r}; expected {', '.join(_MODES)}; unset it, or give [monitor.wandb] a mode"
             )
 
     def __call__(self, run: RunInfo) -> WandbMonitor:

@@ -195,16 +195,16 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[TrajectoryOutcome]:
         ValueError, KeyError, TypeError: the rows are not valid outcomes.
     """
     for found in records_of(table):
-        trainer, gradients, teacher = (tuple(turn[name] for turn in found.turns) for name in _SAID)
-        said = any(array is not None for array in trainer)
+        trainer, gradients, teacher = (tuple(turn[name] for turn in found.turns) for name in _ADDED)
+        was_trained = any(array is not None for array in trainer)
         yield TrajectoryOutcome(
             trajectory=trajectory_from_json(found.record),
             turns=found.outcomes,
             reason=found.row["reason"],
             unrecorded=found.row["unrecorded"],
             flags=tuple(found.row["flags"]),
-            trainer_logprobs=trainer if said else (),
-            gradients=gradients if said else (),
+            trainer_logprobs=trainer if was_trained else (),
+            gradients=gradients if was_trained else (),
             teacher_logprobs=teacher if any(array is not None for array in teacher) else (),
         )
 
@@ -220,7 +220,7 @@ class StoredOutcome:
     outcomes: tuple[str, ...]
     """The outcome of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]
-    """The per-token arrays of each turn, by column, including those of `_SAID`, which are not part of the trajectory;
+    """The per-token arrays of each turn, by column, including those of `_ADDED`, which are not part of the trajectory;
     and `kept_counts`, the sizes of its kept sets."""
 
 
@@ -249,9 +249,9 @@ def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredOutcome]:
 
 
 _Tokens = Mapping[str, NDArray[Any] | None]
-_SAID = ("trainer_logprobs", "gradients", "teacher_logprobs")
+_ADDED = ("trainer_logprobs", "gradients", "teacher_logprobs")
 """Per-token columns from the trainer and a teacher, which are not part of a trajectory."""
-_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", *_SAID)
+_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", *_ADDED)
 
 
 def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any], _Tokens]]:

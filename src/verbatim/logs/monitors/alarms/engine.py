@@ -120,7 +120,7 @@ class AlarmWatch:
     """Calls the rules after each step or evaluation, and returns the alarms that are raised and cleared.
 
     There is one alarm for each rule and environment. It is raised at the first finding of level 1, and cleared after
-    `clear_after` consecutive calls of the rule without a finding of level `HOLD` or more. It is not repeated meanwhile.
+    `clear_after` consecutive calls of the rule without a finding of level `HOLD` or more. Meanwhile it is not repeated.
 
     Args:
         rules: The rules by alarm name.
@@ -225,7 +225,7 @@ class AlarmWatch:
                     )
 
     def _raise(self, name: str, step: int, found: Finding) -> Alarm:
-        """Raise an alarm. Secrets are removed from its texts, which may quote environments' errors and go to services."""
+        """Raise an alarm. Its texts may quote environments' errors and go to services, so secrets are removed."""
         message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
         self._raised[name, found.env] = _Raised(name=name, env=found.env, step=step, advice=advice, cause=cause)
         alarm = Alarm(
