@@ -141,7 +141,7 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
         ("Vault", {"data": CODES, "limits": 3}, 'unknown parameter "limits"'),
         ("Vault", {"data": CODES, "reward": "environments.brought.exact"}, "exact needs answer; fields of the data: c"),
         ("Vault", {"data": CODES, "args": {"limit": 1}}, "args: write its arguments next to the others"),
-        ("HotCold", {"environment": "x"}, "environment: the environment is the one that is named already"),
+        ("HotCold", {"environment": "x"}, "environment: the environment is given by its name already"),
         ("Half", {}, "has no start; expected an environment (`examples(split)` and `async start(example, seed)`), "),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_hugging_face_data_set_is_taken_as_an_object_and_as_a_folder(tmp_path:
         ),
         ({"data": [{"prompt": "?", "target": "4"}]}, "exact needs answer; fields of the data: prompt, target"),
         ({"data": {"folder": "x"}}, "data: found the key 'folder'"),
-        ({"data": SUMS, "reward": "environments.brought.lucky"}, "reward: the reward function is the one that"),
+        ({"data": SUMS, "reward": "environments.brought.lucky"}, "reward: the environment's name is"),
         ({"data": SUMS, "eval_share": 2}, "eval_share: found 2.0, expected a share from 0 to 0.5"),
     ],
 )
@@ -287,7 +287,7 @@ def test_data_that_does_not_fit_is_refused(args: Mapping[str, Any], words: str):
 
 def test_a_function_that_returns_no_list_fails_its_episode_and_one_of_other_names_is_refused():
     assert "expected a list with one number" in str(play(brought("no_list", data=SUMS), [say("1")]).error)
-    with pytest.raises(ComponentError, match=r"\(text, target\) does not take what was sampled; expected `def"):
+    with pytest.raises(ComponentError, match=r"\(text, target\) has no parameter for the sampled text; expected `def"):
         SingleTurn(SUMS, "environments.brought.wrong_names")
 
 

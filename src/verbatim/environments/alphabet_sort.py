@@ -48,7 +48,7 @@ class AlphabetSort:
         names = self.num_rounds * self.names_per_round
         if self.num_rounds < 1 or self.names_per_round < 1 or names > len(NAMES):
             raise UsageError(
-                f"alphabet_sort: num_rounds = {self.num_rounds} of names_per_round = {self.names_per_round}; expected "
+                f"alphabet_sort: num_rounds = {self.num_rounds}, names_per_round = {self.names_per_round}; expected "
                 f"at least 1 of each, and at most {len(NAMES)} names in all"
             )
 

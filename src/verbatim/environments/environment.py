@@ -176,4 +176,4 @@ class Demonstrates(Protocol):
 def check_split(environment: str, split: str) -> None:
     """Refuse a split that the environment does not have."""
     if split not in ("train", "eval"):
-        raise UsageError(f'{environment} has no split {split!r}; there are "train" and "eval"')
+        raise UsageError(f'{environment} has no split {split!r}; expected "train" or "eval"')

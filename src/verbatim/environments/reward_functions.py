@@ -60,7 +60,7 @@ class RewardFunction:
         except (TypeError, ValueError):
             raise EnvironmentFault(
                 f"reward function {self.name} returned {shown(result)}; expected a list with one "
-                "number for each completion: it was given one"
+                "number, because it was called with one completion"
             ) from None
         return value
 
@@ -90,7 +90,7 @@ def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not takes_lists and names.isdisjoint(("completion", "trajectory", "messages")):
         raise ComponentError(
-            f"reward function {name}{inspect.signature(function)} does not take what was sampled; "
+            f"reward function {name}{inspect.signature(function)} has no parameter for the sampled text; "
             f"{_EXPECTED.format(name=name)}"
         )
     return RewardFunction(

@@ -64,7 +64,7 @@ def test_the_limit_is_one_of_processor_time(after, is_refused, monkeypatch):
     monkeypatch.setattr(json_arguments, "time", SimpleNamespace(thread_time=lambda: next(clock)))
     checked = JsonArguments(of(at={"type": "string"}), "tool look")
     if is_refused:
-        with pytest.raises(ToolArgumentsError, match="that takes more than 1 s"):
+        with pytest.raises(ToolArgumentsError, match="this takes more than 1 s"):
             checked.validate({"at": "Bonn"})
     else:
         assert checked.validate({"at": "Bonn"}) == {"at": "Bonn"}

@@ -58,7 +58,7 @@ def test_a_call_that_raises_costs_no_other_and_is_told_once_without_its_key(capl
     service.close()
     assert heard == [0, 3]
     assert warnings(caplog) == [
-        "Service: a record was refused, and so may be others: ConnectionError: 401 for key [redacted]",
+        "Service: a record was refused, and others may be too: ConnectionError: 401 for key [redacted]",
         "Service: the record is not complete: ConnectionError: 401 for key [redacted]; type x",
     ]
 

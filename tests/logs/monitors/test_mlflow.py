@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there_slows_nothing_and_tells_no_password(tmp_path
     ("settings", "says"),
     [
         ({"experiment": " "}, "experiment = ' '; expected 1 to 500 characters"),
-        ({"experiment": "e", "tracking_uri": "runs"}, "MLflow writes no folders any more, .*sqlite:///mlflow.db"),
+        ({"experiment": "e", "tracking_uri": "runs"}, "MLflow no longer writes to folders .*sqlite:///mlflow.db"),
         ({"experiment": "e", "tracking_uri": "file:///x"}, "MLFLOW_ALLOW_FILE_STORE=true"),
         ({"experiment": "e", "samples": -1}, "found samples = -1"),
     ],

@@ -119,7 +119,7 @@ async def test_the_key_that_is_named_ends_the_breaks_and_saves_the_tokens_that_a
     assert broken == 1.0
     assert f"({reason}: 2 turns)" in cause
     again = sum(turn.num_prompt_tokens for turn in trajectory.turns[1:])
-    assert f"(not set), and the step computes up to {again:,} prompt tokens less" in advice
+    assert f"(not set), which saves up to {again:,} prompt tokens in the step" in advice
     (key, value) = KEY.search(advice).groups()
     assert f'orchestrator.renderer.{key} = "{value}"' in SYMPTOMS.read_text(encoding="utf-8")
     for one in found:

@@ -76,8 +76,8 @@ class JsonArguments:
         try:
             wrong = list(islice(self._validator.iter_errors(dict(arguments)), MOST_ERRORS))
         except (_TooLong, RecursionError) as error:
-            why = f"that takes more than {SECONDS:g} s" if isinstance(error, _TooLong) else "its references never end"
-            raise ToolArgumentsError(f"they cannot be checked against the tool's schema: {why}") from error
+            why = f"this takes more than {SECONDS:g} s" if isinstance(error, _TooLong) else "its references never end"
+            raise ToolArgumentsError(f"the arguments cannot be checked against the tool's schema: {why}") from error
         finally:
             _deadline.reset(token)
         if wrong:
@@ -198,7 +198,7 @@ def _refuse_unbounded(schema: Any) -> None:
         value = waiting.pop()
         num_values += 1
         if num_values > MOST_VALUES:
-            raise ValueError(f"they hold more than {MOST_VALUES:,} values; expected a schema that fits into a prompt")
+            raise ValueError(f"they have more than {MOST_VALUES:,} values; expected a schema that fits into a prompt")
         if isinstance(value, Mapping):
             named = value.get("patternProperties")
             unevaluated |= "unevaluatedProperties" in value

@@ -186,7 +186,7 @@ def _check_parameter(parameter: inspect.Parameter, hints: Mapping[str, Any], whe
         return
     if is_first and parameter.name in ("self", "cls"):
         raise ComponentError(
-            f"{where}: a method without its object; give the object's own, such as "
+            f"{where}: a method without its object; give the object's bound method, such as "
             f"`FunctionTool(thing.{where.rpartition('.')[2]})`"
         )
     raise ComponentError(f"{where}: parameter {parameter.name} has no type; write for example `{parameter.name}: str`")

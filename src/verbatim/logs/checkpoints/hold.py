@@ -161,7 +161,7 @@ def folder_to_join(config: RunConfig) -> Path:
     """
     if config.run_dir is None:
         raise UsageError(
-            f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
+            f"both processes of a run use its folder; give it: --run-dir FOLDER, the same for "
             f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`"
         )
     return config.run_dir

@@ -368,7 +368,7 @@ class RunFolder:
                 f"again from the file that the run was started with:  verbatim config FILE > {path}; "
                 "or start a new run"
             )
-        aside = f", and the damaged one is {keep_aside(path)}" if path.exists() else ""
+        aside = f", and the damaged one is kept as {keep_aside(path)}" if path.exists() else ""
         logger.warning("%s is damaged: %s; it is restored from %s%s", path, damage, copy, aside)
         self._store(copy.read_text(encoding="utf-8"))
         return self.toml
@@ -393,7 +393,7 @@ class RunFolder:
             logger.warning("the configuration changed since this run started: %s", change)
         if (copy := newest_copy(self.path)) is not None and (other := changed_since(copy, stored)):
             logger.warning(
-                "%s is not what %s has; it was edited or damaged, or the run was resumed with other keys "
+                "%s differs from %s: it was edited or damaged, or the run was resumed with other keys "
                 "and has had no checkpoint since: %s",
                 self.path / CONFIG,
                 copy,

@@ -114,7 +114,7 @@ class Background(Generic[Handle]):
             except Exception as error:  # noqa: BLE001
                 self._num_refused += 1
                 if self._num_refused == 1:
-                    self.warn(f"a record was refused, and so may be others: {reason(error)}")
+                    self.warn(f"a record was refused, and others may be too: {reason(error)}")
         try:
             self._finish(handle)
         except Exception as error:  # noqa: BLE001

@@ -75,7 +75,7 @@ class Mlflow(ServiceSettings):
         scheme = self.uri.partition(":")[0] if ":" in self.uri else "file"
         if scheme == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
             raise UsageError(
-                f"[monitor.mlflow] tracking_uri = {shown!r}: MLflow writes no folders any more, unless "
+                f"[monitor.mlflow] tracking_uri = {shown!r}: MLflow no longer writes to folders unless "
                 "MLFLOW_ALLOW_FILE_STORE=true is set; give a database, sqlite:///mlflow.db, or a server"
             )
         if not scheme.startswith(("http", "file", "databricks")):

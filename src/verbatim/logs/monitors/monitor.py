@@ -84,7 +84,7 @@ on_alarm, on_end, close'
     if unknown:
         return f"has a method {unknown[0]}, which is never called; {expected}"
     if not any(callable(getattr(monitor, name, None)) for name in METHODS):
-        return f"has no method of a monitor; {expected}"
+        return f"has none of a monitor's methods; {expected}"
     uncalled = next((name for name in METHODS if not callable(getattr(monitor, name, print))), None)
     if uncalled is not None:
         return f"has {uncalled} = {getattr(monitor, uncalled)!r}; expected a method"

@@ -40,7 +40,7 @@ def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
     cause = "; ".join(f"{reason.sentence} ({reason}: {turns} turns)" for reason, turns in common)
     advice = "; ".join(
         f"{reason.advice}{window.now(KEYS[reason]).removeprefix(KEYS[reason]) if reason in KEYS else ''}, "
-        f"and the step computes up to {tokens[reason]:,} prompt tokens less"
+        f"which saves up to {tokens[reason]:,} prompt tokens in the step"
         for reason in tokens
     )
     return cause, f"{advice}. {ADVICE}"
