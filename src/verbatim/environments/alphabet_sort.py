@@ -111,6 +111,7 @@ class Sorting(Episode):
 
     def answer(self, text: str) -> Reply:
         """`reply` as a plain function, because `demonstrations` is not async."""
+        # rstrip: commas without a space are accepted too.
         answered = [name.strip() for name in text.strip().split(self._separator.rstrip(" "))]
         self._right.append(answered == sorted(self.said_so_far))
         share = self._right[-1] / len(self._rounds)

@@ -25,7 +25,7 @@ class OwnRandom:
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
-        self._numpy = np.random.RandomState(seed % 2**32).get_state()
+        self._numpy = np.random.RandomState(seed % 2**32).get_state()  # takes seeds of 32 bits only
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:

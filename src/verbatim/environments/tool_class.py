@@ -256,6 +256,8 @@ def _tools(instance: Any, name: str) -> list[FunctionTool]:
 
 
 def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Example) -> dict[str, Any]:
+    """The fields to call `reset` with: those that it names; with `**kwargs` all of the row and the prompt, but not the
+    seed that is added to each row."""
     parameters = inspect.signature(reset).parameters.values()
     names = {p.name for p in parameters}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -107,6 +107,7 @@ def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
 
 @cache
 def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple[str, ...]]:
+    """The first isolation that works, or None and each one's reason for failing. Cached: each attempt runs a script."""
     tried = []
     for isolation in isolations:
         problem = why_not(isolation)

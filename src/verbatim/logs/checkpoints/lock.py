@@ -43,7 +43,7 @@ class FolderLock:
                     f"{folder} is in use by process {holder}; wait for it to end, stop it, or {ANOTHER_FOLDER}"
                 ) from None
             else:
-                time.sleep(0.05)
+                time.sleep(0.05)  # flock has no timeout, so poll
         with naming(self.path):
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n")

@@ -33,7 +33,7 @@ def write_manifest(folder: Path, more: Mapping[str, Any] | None = None) -> None:
     entries = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
     }
-    sync_tree(folder)
+    sync_tree(folder)  # before the manifest: a manifest on disk must not promise files that are not
     write_record(folder / MANIFEST, {**(more or {}), "files": entries})
 
 

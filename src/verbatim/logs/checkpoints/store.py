@@ -119,6 +119,7 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 raise self.refused(step, error) from error
             raise
+        # Last: old checkpoints are removed only when the new one is in place.
         self._retire({step, best["step"]} if best is not None else {step})
 
     def adopt(self, checkpoint: Checkpoint) -> None:

@@ -225,4 +225,4 @@ def _key(name: str) -> str:
     >>> _key("errors/tool (late)")
     'errors/tool _late_'
     """
-    return _FOREIGN.sub("_", name)[:250]
+    return _FOREIGN.sub("_", name)[:250]  # MLflow's limit
