@@ -209,7 +209,7 @@ def test_a_server_with_another_key_or_another_model_is_told(place: Path, model: 
         assert "expected the model of this run with" in capsys.readouterr().err
         double.key = "another-key"
         assert main(command) == 2
-        assert "it needs a key, or another one" in capsys.readouterr().err
+        assert "it requires a key" in capsys.readouterr().err
     assert double.generated == 0
 
 

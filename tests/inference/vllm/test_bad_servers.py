@@ -24,10 +24,10 @@ from waiting import HANGS
 pytestmark = pytest.mark.realtime
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "without the token endpoint": ({"takes_ids": False}, "it takes no token ids: add --enable-scale-out"),
+    "without the token endpoint": ({"takes_ids": False}, "it does not accept token ids: add --enable-scale-out"),
     "of a release without the token endpoint": (
         {"missing": {"/inference/v1/generate"}},
-        "it takes no token ids: add --enable-scale-out",
+        "it does not accept token ids: add --enable-scale-out",
     ),
     "with raw logprobs": ({"logprobs_mode": "raw_logprobs"}, "add --logprobs-mode processed_logprobs"),
     "of another vocabulary": (
@@ -38,10 +38,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"max_model_len": 64},
         "its context is 64 tokens, expected at least 256: add --max-model-len 256",
     ),
-    "that needs a key": ({"key": "sk-other"}, "it needs a key, or another one; .* inference.vllm.api_key_env names"),
+    "that needs a key": ({"key": "sk-other"}, "it requires a key, .* inference.vllm.api_key_env names"),
     "with a key of vLLM's own": (
         {"own_key": "sk-other"},
-        "it needs a key, or another one; .* inference.vllm.api_key_env names",
+        "it requires a key, .* inference.vllm.api_key_env names",
     ),
     "without routes for weights": (
         {"missing": {"/collective_rpc"}},

@@ -104,7 +104,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings, reason):
     [
         ({"python": "/no/such/python"}, 'python: there is no program "/no/such/python".*--install DIR'),
         ({"python": sys.executable}, "has no vLLM.*--install DIR"),
-        ({"python": "false"}, 'python: "false" is no Python: it ended with status 1'),
+        ({"python": "false"}, 'python: "false" is not a Python interpreter: it ended with status 1'),
         ({"urls": ("localhost:8000",)}, "urls: url 'localhost:8000'; expected an address"),
         ({"urls": ("http://a:1",), "api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is empty"),
     ],

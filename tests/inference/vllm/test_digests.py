@@ -202,7 +202,7 @@ def test_replicas_share_what_is_computed_of_a_folder_and_not_of_the_one_that_rep
     ("answers", "said"),
     [
         (None, "a report from each worker"),
-        ([], "no worker reports"),
+        ([], "no worker reported"),
         ([{"format": 99}], "format 1"),
         ([{"format": 1, "engine": "FilesEngine", "report": None}], "has loaded nothing in this update"),
         ([{"format": 1, "report": {"path": None}}], "cannot be read"),

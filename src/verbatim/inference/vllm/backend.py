@@ -1,4 +1,4 @@
-"""Starts or finds vLLM servers from [inference.vllm], as an inference backend. Importing this loads nothing heavy."""
+"""The inference backend for vLLM: starts or finds the servers of [inference.vllm]. Importing it loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from verbatim.inference.vllm.settings import VllmSettings
 
 
 async def vllm_backend(inputs: BackendInputs, settings: VllmSettings) -> Sampler:
-    """The pool of servers, each checked, with the weights in `inputs.model`.
+    """The pool of servers, each one checked, with the weights in `inputs.model`.
 
     Raises:
-        UsageError: a server that cannot sample exactly, or cannot take weights; says what to type.
-        SamplerFault: a server that does not start or answer.
+        UsageError: a server cannot sample exactly or cannot load weights; the message says what to type.
+        SamplerFault: a server does not start or answer.
     """
+    # Imported here, so that importing this module stays light.
     from verbatim.inference.pool.servers import open_pool
     from verbatim.inference.vllm.servers import vllm_servers
 

@@ -1,14 +1,14 @@
-"""Brings a version to all replicas at one time: the trainer broadcasts its tensors to the workers of every server.
+"""Updates all replicas at once: the trainer broadcasts its tensors to the workers of every server.
 
 ```
-replica    pause, start update, arrive          each at its own time; one that fails leaves
-broadcast  all have arrived or left             the group of the update before, or another one, if others have arrived
+replica    pause, start update, arrive          each at its own pace; a replica that fails leaves
+broadcast  begins once all have arrived or left reuses the process group of the last update if the members are the same
 trainer    enters the group, broadcasts layer by layer   the servers receive and load meanwhile
 replica    digests, version, resume             as after every update
 ```
 
-What fails ends the group for all of its ranks; the replicas that live then load the published folder, and the next
-update makes another group.
+A failure ends the group for all of its ranks. The surviving replicas then load the published folder, and the next
+update creates a new group.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from verbatim.inference.vllm.control import VllmControl
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.8
-"""Share of `update_timeout` after which a broadcast has failed: then there is time left for the phase to end."""
+"""Fraction of `update_timeout` after which a broadcast counts as failed. The rest leaves time to fall back to files."""
 
 
 @dataclass(eq=False)
 class _Round:
-    """One update: who is expected, and who has arrived."""
+    """One update: the replicas that are expected, and those that have arrived."""
 
     version: int
     is_first: bool
-    """Whether the run has not begun: nothing can replace the broadcast."""
+    """True before the run begins: there is no fallback, a failed broadcast is a `UsageError`."""
     expected: set[str]
     arrived: dict[str, VllmControl] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """The request to each server, once the broadcast has begun."""
+    """The load request to each server, once the broadcast has begun."""
     outcome: asyncio.Task[dict[str, BaseException | str | None]] | None = None
-    """Why each replica's server failed, or why the broadcast did; None: it has all tensors."""
+    """By replica: why its server failed, or why the broadcast failed; None: the server has all tensors."""
     begun: asyncio.Future[asyncio.Task[dict[str, BaseException | str | None]]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Gives the outcome, once all have arrived."""
+    """Resolves to the outcome task once all replicas have arrived."""
 
 
 class WeightBroadcast:
-    """What all replicas of a run share. A `pool.base.Rendezvous`.
+    """State shared by all replicas of a run. Implements `pool.replica.Rendezvous`.
 
     Args:
-        sender: The trainer.
-        kind: How tensors travel.
-        update_timeout: Seconds for each phase of an update.
+        sender: Sends the trainer's tensors.
+        kind: Transport of the tensors: "nccl" or "gloo".
+        update_timeout: Timeout of each phase of an update, in seconds.
     """
 
     def __init__(self, sender: WeightSender, *, kind: BroadcastKind, update_timeout: float) -> None:
@@ -69,11 +69,11 @@ class WeightBroadcast:
         self._sizes: dict[VllmControl, int] = {}
 
     def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
-        """These replicas are about to load this version."""
+        """Announce that these replicas are about to load this version."""
         self._round = _Round(version, is_first, set(names))
 
     def leave(self, name: str) -> None:
-        """This replica has loaded, or is lost: the broadcast goes on without waiting for it, or ends."""
+        """Note that this replica has loaded or is lost, so that the broadcast no longer waits for it."""
         if (now := self._round) is None:
             return
         if now.outcome is None:
@@ -84,13 +84,14 @@ class WeightBroadcast:
             now.loading[name].cancel()
 
     async def load(self, name: str, control: VllmControl) -> bool:
-        """Whether the paused server has received the weights; else it has to load the folder.
+        """True if the paused server received the weights; False if it has to load the folder.
 
         Raises:
             SamplerFault: the server failed.
-            UsageError: the weights with which the run begins do not arrive.
+            UsageError: the initial weights of the run do not arrive.
             RunStopped: the trainer failed.
         """
+        # Queried before the replica arrives: the last arrival starts the broadcast, which needs all sizes.
         if control not in self._sizes:
             self._sizes[control] = await control.num_workers()
         now = self._round
@@ -98,7 +99,8 @@ class WeightBroadcast:
             return False
         now.arrived[name] = control
         self._begin_if_complete(now)
-        outcome = await asyncio.shield(now.begun)  # the others wait for it too: a replica that is given up ends none
+        # Shielded: the other replicas await the same tasks, so cancelling one replica must not cancel them.
+        outcome = await asyncio.shield(now.begun)
         why = (await asyncio.shield(outcome))[name]
         if isinstance(why, BaseException):
             raise why
@@ -119,6 +121,7 @@ class WeightBroadcast:
     async def _broadcast(self, now: _Round) -> dict[str, BaseException | str | None]:
         names = sorted(now.arrived)
         members = tuple(now.arrived[name] for name in names)
+        # Connecting a group takes seconds, so it is reused while its members stay the same.
         if members != self._members:
             self._num_groups += 1
             self._members = members
@@ -133,16 +136,16 @@ class WeightBroadcast:
         self._receive(order, now, dict(zip(names, members, strict=True)))
         why = await self._watch(order, sending, now.loading)
         if why is not None:
-            self._members = ()
+            self._members = ()  # a failed group cannot be reused: the next update creates another one
             logger.warning(
                 "policy version %d was not broadcast, and is loaded from its folder: %s", now.version, printable(why)
             )
-        await sending
+        await sending  # raises if the trainer itself failed
         return {name: _fault_of(name, task) or why for name, task in now.loading.items()}
 
     def _receive(self, order: SendOrder, now: _Round, members: Mapping[str, VllmControl]) -> None:
-        """Have every server receive."""
-        store, first = self.sender.store, 1
+        """Ask every server to receive; ranks are assigned in the order of the replicas' names."""
+        store, first = self.sender.store, 1  # rank 0 is the trainer
         for name, control in members.items():
             about = {
                 "host": store.host,
@@ -159,7 +162,11 @@ class WeightBroadcast:
     async def _watch(
         self, order: SendOrder, sending: asyncio.Task[SendReport], loading: Mapping[str, asyncio.Task[None]]
     ) -> str | None:
-        """Wait until all have ended; where one fails, let the others know. Why not all tensors arrived."""
+        """Wait until the trainer and all servers are done; on the first failure end the group, so that no rank hangs.
+
+        Returns:
+            The first failure; None: all tensors arrived.
+        """
         named: dict[asyncio.Task[Any], str] = {sending: "the trainer", **{task: name for name, task in loading.items()}}
         why, waiting = None, set(named)
         while waiting:
@@ -182,6 +189,7 @@ def _fault_of(name: str, task: asyncio.Task[Any]) -> BaseException | None:
 
 
 def _end_group(host: str, port: int, name: str, why: str) -> None:
+    # Imported here: the module needs torch, and this package must stay light.
     from verbatim.inference.vllm.plugin.verbatim_weight_group import end_group
 
     end_group(host, port, name, why)

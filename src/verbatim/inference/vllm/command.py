@@ -13,7 +13,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.sizes import linear_layers_of
 
 PLUGIN = Path(__file__).with_name("plugin")
-"""A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
+"""A folder for PYTHONPATH, where vLLM finds our plug-in; nothing is installed into vLLM's environment."""
 TRANSFER_ENGINES: Mapping[str, str] = {
     "auto": "verbatim_files",
     "files": "verbatim_files",
@@ -21,35 +21,36 @@ TRANSFER_ENGINES: Mapping[str, str] = {
     "nccl": "verbatim_broadcast",
     "gloo": "verbatim_broadcast",
 }
-"""`weight_transfer` to the name of the engine in vLLM."""
+"""From `weight_transfer` to the name of vLLM's weight-transfer engine."""
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"
 MIDDLEWARE = "verbatim_vllm_http.Guard"
 MODEL_NAME = "policy"
-"""What the model is called in requests, whatever folder its weights are from."""
+"""The model's name in requests. A fixed name, because the folder of the weights changes when a server is restarted."""
 
 RETURN_EXPERTS = "--enable-return-routed-experts"
 RETURN_KEPT_SETS = "--return-sampling-mask"
-"""Both need vLLM's second model runner, which is not its default everywhere."""
+"""Both need vLLM's V2 model runner, which is not the default on every platform."""
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of `--max-lora-rank`."""
+"""The values that vLLM accepts for `--max-lora-rank`."""
 _VERSIONS_IN_A_STEP, _VERSIONS_KEPT = 4, 16
-"""Adapters of requests that are computed together, and those that are in memory: a request ends with the adapter that
-it began with, however many versions come meanwhile."""
+"""`--max-loras` (adapters that one batch may use) and `--max-cpu-loras` (adapters kept in memory). A request finishes
+with the adapter that it started with, so several versions are in use at once."""
 
 _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables of our own Python environment, which would mislead the Python of vLLM's environment."""
 
 EXACT_OPTIONS: Sequence[str] = (
-    "--enable-scale-out",  # the endpoint for token ids
+    "--enable-scale-out",  # the endpoint that takes and returns token ids
     "--logprobs-mode",
-    "processed_logprobs",  # of the distribution that was sampled from
+    "processed_logprobs",  # of the distribution after temperature and truncation, from which the token was sampled
     "--generation-config",
-    "vllm",  # the model's own sampling defaults stay off
+    "vllm",  # ignore the sampling defaults in the model's generation_config.json
     "--enable-prefix-caching",
     "--enable-chunked-prefill",
-    "--enable-prompt-tokens-details",  # how many tokens came from the prefix cache
+    "--enable-prompt-tokens-details",  # reports how many prompt tokens came from the prefix cache
 )
-"""What exactness needs; `control` checks the same of servers that exist."""
+"""Options that exact sampling needs; `facts` checks the same settings of servers that the run did not start."""
 
 
 def server_command(
@@ -63,18 +64,17 @@ def server_command(
     return_routed_experts: bool = False,
     return_kept_sets: bool = False,
 ) -> list[str]:
-    """The command of one server.
+    """The command line of one server.
 
     Args:
-        settings: Its table.
-        model: A folder in Hugging Face format, or a hub id: the weights to begin with.
-        port: Where it listens.
-        context_length: Most tokens of prompt and completion together, where the settings do not say.
-        host: Where it listens.
-        adapter_rank: Rank of the low-rank adapters that updates bring; None: they bring whole weights.
-        return_routed_experts: Whether it returns the experts of a mixture that computed each token.
-        return_kept_sets: Whether it returns the ids among which it drew each token; then it takes no request without
-            `top_k`.
+        settings: The table [inference.vllm].
+        model: The initial weights: a folder in Hugging Face format, or a hub id.
+        port: The port to listen on.
+        context_length: Maximum tokens of prompt plus completion; `settings.max_model_len` takes precedence.
+        host: The address to listen on.
+        adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
+        return_routed_experts: Return the experts of a mixture-of-experts model that computed each token.
+        return_kept_sets: Return the kept set of each token; the server then refuses requests without `top_k`.
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
     options = [
@@ -115,17 +115,17 @@ def server_command(
 
 
 def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
-    """What a server needs for adapters of this rank beside these layers.
+    """The options that a server needs for adapters of this rank on these layers.
 
-    They are named because vLLM 0.32 would otherwise wrap the output head too, and end at the first step that has a
-    request for prompt logprobs (the canary's) beside others.
+    The layers are named because vLLM 0.32 would otherwise wrap the output head too, and crash in the first step that
+    mixes a request for prompt logprobs (the canary's) with other requests.
 
     >>> lora_options(4, ["q_proj"])
     ['--enable-lora', '--max-lora-rank', '8', '--max-loras', '4', '--max-cpu-loras', '16', '--lora-target-modules', \
 'q_proj']
 
     Raises:
-        UsageError: a rank that vLLM does not take.
+        UsageError: the rank is larger than vLLM supports.
     """
     most = next((known for known in _RANKS if known >= rank), None)
     if most is None:
@@ -144,7 +144,7 @@ def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
 
 
 def python_of(settings: VllmSettings) -> str:
-    """The interpreter, as an absolute path where it is one of a folder."""
+    """The interpreter's absolute path if it is found; otherwise the setting unchanged."""
     return shutil.which(os.path.expanduser(settings.python)) or settings.python
 
 
@@ -158,32 +158,33 @@ def server_environment(
     uploads: Path | None = None,
     needs_second_runner: bool = False,
 ) -> dict[str, str]:
-    """The environment of one server: ours without what belongs to our Python, and what vLLM needs.
+    """The environment of one server: ours without the variables of our Python, plus those that vLLM needs.
 
     Args:
-        settings: Its table.
+        settings: The table [inference.vllm].
         replica: The replica's index, which decides its devices.
-        is_local_model: Whether the model is a folder: then the hub is not asked for anything.
-        num_threads: For a server that computes on this machine's processors; None: all of them.
-        api_key: What every route but /health needs; None: no key.
-        uploads: The folder for weights that arrive over HTTP; None: they cannot.
-        needs_second_runner: Whether it needs vLLM's second model runner.
+        is_local_model: True if the model is a folder: the server then runs with the Hugging Face hub offline.
+        num_threads: CPU threads of a server that computes on this machine's CPUs; None: all cores.
+        api_key: The key that every route but /health requires; None: no key.
+        uploads: The folder for weights uploaded over HTTP; None: uploads are refused.
+        needs_second_runner: Use vLLM's V2 model runner.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
     devices = settings.visible_devices(replica, ours.get("CUDA_VISIBLE_DEVICES"))
     return {
         **ours,
         "PYTHONPATH": str(PLUGIN),
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight updates
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes of weight updates
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the routes of adapters, which do nothing without --enable-lora
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",  # seconds; vLLM's own 5 end before our client gives up an idle connection
+        # Seconds. vLLM's default of 5 is shorter than our client keeps idle connections, so requests would fail.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",
         **({"HF_HUB_OFFLINE": "1"} if is_local_model else {}),
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
-        # A vLLM for CPUs would bind its threads to all cores.
+        # By default a vLLM for CPUs binds its threads to all cores, which the trainer on the same machine needs too.
         **({"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if num_threads else {}),
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if needs_second_runner else {}),
         **({"VERBATIM_KEY": api_key} if api_key else {}),
         **({"VERBATIM_UPLOADS": str(uploads)} if uploads is not None else {}),
-        **settings.env,
+        **settings.env,  # last: the user's variables override ours
     }

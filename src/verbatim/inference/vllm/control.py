@@ -1,7 +1,7 @@
-"""Speaks vLLM's routes for reinforcement learning. No other module knows them, because they change between releases.
+"""Client for vLLM's routes for reinforcement learning. Only this module knows them: they change between releases.
 
-Written for vLLM 0.32. Each call is one phase of a weight update with a limit of time, and never repeated: a phase that
-failed leaves the server in a state that only the caller can judge.
+Written for vLLM 0.32. Each call is one phase of a weight update with a timeout, and is never retried: after a failed
+phase only the caller knows the state of the server.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from verbatim.inference.vllm.facts import ServerFacts
 logger = logging.getLogger(__name__)
 
 _ALREADY = "weight update is already active"
-"""What vLLM says in `/start_weight_update`."""
+"""vLLM's error text for `/start_weight_update` while another update is open."""
 Memory = Literal["weights", "kv_cache"]
-"""What a server keeps on its device, as vLLM names it."""
+"""A kind of device memory that a server holds, by vLLM's tag."""
 
 
 class VllmControl:
     """The control routes of one server.
 
     Args:
-        client: Of the server's root; its own limit is longer than a phase's.
-        name: The replica's, for messages.
-        phase_timeout: Seconds for each call.
+        client: A client for the server's root; its own timeout is longer than a phase's.
+        name: The replica's name, for messages.
+        phase_timeout: Timeout of each call, in seconds.
     """
 
     def __init__(self, client: HttpClient, *, name: str, phase_timeout: float) -> None:
@@ -48,17 +48,17 @@ class VllmControl:
         self._name = name
         self._phase_timeout = phase_timeout
 
-    # ---- a weight update, in order
+    # ---- weight update, in call order
 
     async def pause(self) -> None:
-        """No more steps; requests keep their place, and their cache until it is emptied."""
+        """Stop the engine's steps; requests in flight stay queued, and keep their KV cache for now."""
         await self._ask("pause", "/pause?mode=keep&clear_cache=false")
 
     async def num_workers(self) -> int:
-        """Processes that hold a part of the weights.
+        """Number of worker processes that hold a part of the weights.
 
         Raises:
-            SamplerFault: it does not say.
+            SamplerFault: the reply has no world size.
         """
         answer = await self._ask("number of workers", "/get_world_size", method="GET")
         found = answer.get("world_size") if isinstance(answer, dict) else None
@@ -67,7 +67,7 @@ class VllmControl:
         return found
 
     async def start_update(self) -> None:
-        """Begin an update. One that was given up in the middle, by whomever, is ended first."""
+        """Begin an update. An update that a client left unfinished is ended first."""
         try:
             await self._ask("start weight update", "/start_weight_update")
         except SamplerFault as fault:
@@ -77,18 +77,18 @@ class VllmControl:
             await self._ask("start weight update", "/start_weight_update")
 
     async def load(self, info: Mapping[str, Any]) -> None:
-        """Load weights; `info` is the engine's: {"path": ...} or {"group": ...}."""
+        """Load weights; `info` is what the engine expects: {"path": ...} or {"group": ...}."""
         await self._ask("load weights", "/update_weights", {"update_info": info})
 
     async def finish_update(self) -> None:
-        """End the update. The version stays the old one."""
+        """End the update. The policy version changes only with `set_version`."""
         await self._ask("finish weight update", "/finish_weight_update", {})
 
     async def reports(self, of: Literal["weights", "adapter"] = "weights") -> list[WorkerReport]:
-        """What each worker built its kernels from in the last update, or what its newest adapter is made of.
+        """Each worker's report: what its kernels were built from in the last update, or its newest adapter's tensors.
 
         Raises:
-            SamplerFault: it does not say.
+            SamplerFault: the reply is not a list of reports.
         """
         method = "verbatim_report" if of == "weights" else "verbatim_adapter"
         async with phase(self._name, f"report {of}", self._phase_timeout):
@@ -96,10 +96,10 @@ class VllmControl:
             return read_reports(answer.get("results") if isinstance(answer, dict) else None)
 
     async def set_version(self, version: int) -> None:
-        """Give the weights their version; tokens that are drawn from here on have it.
+        """Set the policy version of the weights; tokens sampled from now on carry it.
 
         Raises:
-            SamplerFault: the server still has another one.
+            SamplerFault: the server still reports another version.
         """
         await self._ask("set version", "/update_weight_version", {"new_version": str(version)})
         answer = await self._ask("set version", "/weight_info", method="GET")
@@ -111,64 +111,64 @@ class VllmControl:
         """Empty the prefix cache.
 
         Args:
-            running_too: Requests in flight lose their cache too; it is computed anew, with the new weights.
+            running_too: Drop the cache of requests in flight too; it is recomputed with the new weights.
 
         Returns:
-            Whether it is empty; requests in flight that keep their cache prevent that.
+            True if the cache is empty; False if requests in flight kept their blocks.
         """
         path = f"/reset_prefix_cache?reset_running_requests={'true' if running_too else 'false'}"
         answer = await self._ask("empty prefix cache", path)
         return isinstance(answer, dict) and answer.get("success") is True
 
     async def resume(self) -> None:
-        """Steps go on."""
+        """Continue the engine's steps."""
         await self._ask("resume", "/resume")
 
-    # ---- asleep: the trainer has the device
+    # ---- sleep mode: the trainer has the device
 
     async def sleep(self) -> None:
-        """Release the device's memory: what weights and cache hold is lost. Requests in flight end first; those that
-        come later wait.
+        """Release the device's memory: weights and KV cache are lost. Requests in flight finish first; later ones
+        wait.
 
         Raises:
-            SamplerFault: it did not.
+            SamplerFault: the server does not report that it sleeps.
         """
         answer = await self._ask("sleep", "/sleep?level=2&mode=wait")
         if not isinstance(answer, dict) or answer.get("status") != "sleeping":
-            raise SamplerFault(f"{self._name}: sleep: it says {brief(answer)}")
+            raise SamplerFault(f"{self._name}: sleep: the server replied {brief(answer)}")
 
     async def wake_up(self, memory: Memory, *, is_last: bool) -> None:
-        """Take one kind of memory on the device again; what is in it is undefined. After the last one, steps go on.
+        """Allocate one kind of memory again; its contents are undefined. After the last kind, the engine continues.
 
         Raises:
-            SamplerFault: it did not.
+            SamplerFault: the server does not report the expected state.
         """
         answer = await self._ask(f"wake up {memory}", f"/wake_up?tags={memory}")
         expected = "awake" if is_last else "sleeping"
         if not isinstance(answer, dict) or answer.get("status") != expected:
-            raise SamplerFault(f"{self._name}: wake up {memory}: it says {brief(answer)}, expected {expected}")
+            raise SamplerFault(f"{self._name}: wake up {memory}: it replied {brief(answer)}, expected {expected}")
 
-    # ---- low-rank adapters
+    # ---- LoRA adapters
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from a folder of the server's host; requests that name it use it.
+        """Load an adapter from a folder on the server's host; requests select it by name.
 
         Raises:
-            SamplerFault: it cannot be read, does not fit, or the name is taken.
+            SamplerFault: the adapter cannot be read or does not fit, or the name is taken.
         """
         await self._ask("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _read_success)
 
     async def forget_adapter(self, name: str) -> None:
-        """No new request may name it."""
+        """Unload an adapter: new requests can no longer name it."""
         await self._ask("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, _read_success)
 
-    # ---- what the server is
+    # ---- state of the server
 
     async def health(self, seconds: float) -> None:
-        """Return if the server answers and its engine lives.
+        """Return if the server answers within `seconds` and its engine is alive.
 
         Raises:
-            SamplerFault: it does not.
+            SamplerFault: no answer, or the engine is dead.
         """
         await self._ask("health", "/health", None, _read_any, method="GET", seconds=seconds)
 
@@ -176,17 +176,19 @@ class VllmControl:
         """How the server was started.
 
         Raises:
-            UsageError: it does not say, and how to start it; or it refuses the key.
-            SamplerFault: it cannot be reached.
+            UsageError: the server cannot report it, or refuses the key; the message says how to start it.
+            SamplerFault: the server cannot be reached.
         """
         status = await self._ask("facts", "/collective_rpc", {"method": "verbatim_facts"}, _status_or_facts)
         if isinstance(status, int):
+            # The embedded engine's server also answers 404; it needs other advice than a vLLM.
             why = _OURS if status == 404 and await self._is_ours() else _HOW_TO_START[status]
             raise UsageError(f"{named(self._name, self._client.url)}: {why}")
         try:
             (first, *_) = status["results"]
             if first.pop("format") != REPORT_FORMAT:
                 raise ValueError(f"another format than {REPORT_FORMAT}")
+            # Unknown keys are ignored: a plug-in may report more than this client reads.
             return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
@@ -195,43 +197,46 @@ class VllmControl:
             ) from error
 
     async def _is_ours(self) -> bool:
-        """Whether it is a server of the embedded engine."""
+        """True for a server of the embedded engine."""
         found: bool = await self._ask("facts", SAMPLER, None, lambda answer: answer.status == 200, method="GET")
         return found
 
     async def missing_flag(self, model: str | None) -> str | None:
-        """What the token endpoint needs and the server was started without, as found by one request; None: nothing.
+        """Find by one request what the token endpoint lacks.
 
-        A key of vLLM's own guards this endpoint, and not the routes of weight updates. A server that does not pack its
-        answers may be used; a warning says what that costs.
+        The other routes cannot show it: vLLM's own --api-key guards this endpoint, but not the routes of weight
+        updates. A server that does not pack its answers is usable; a warning states the cost.
+
+        Returns:
+            What the server was started without, and the flag to add; None: nothing.
 
         Raises:
             SamplerFault: the request failed.
         """
         prompt = np.zeros(1, dtype=np.int32)
-        params = SamplingParams(max_tokens=1, top_k=1)  # one that returns kept sets takes none without top_k
+        params = SamplingParams(max_tokens=1, top_k=1)  # a server that returns kept sets refuses requests without top_k
         body = request_body(SampleRequest(prompt_ids=prompt, params=params, seed=0), model)
         answer = await self._ask("token endpoint", GENERATE, body, _read_unless_refused)
         if isinstance(answer, str):
             return answer
         if read_cached_tokens(answer) is None:
             return (
-                "it does not say what it reads from its prefix cache, so that an old one would not show: add "
-                "--enable-prompt-tokens-details"
+                "it does not report how many tokens it reads from its prefix cache, so stale prefixes would go "
+                "unnoticed: add --enable-prompt-tokens-details"
             )
         if PACKED not in answer:
             logger.warning(
-                "%s: its answers name every token, which takes ten times as long to read as packed ones: "
+                "%s: its answers list every token as JSON, which takes ten times as long to read as packed answers: "
                 "add --middleware verbatim_vllm_http.Guard, with the plugin of this version",
                 named(self._name, self._client.url),
             )
         return None
 
     async def load_metrics(self) -> ReplicaLoad:
-        """How busy the server is.
+        """The server's load: running and waiting requests, cache use, tokens generated.
 
         Raises:
-            SamplerFault: it does not say.
+            SamplerFault: /metrics fails or lacks vLLM's metrics.
         """
         return read_metrics(await self._ask("metrics", "/metrics", None, _read_any, method="GET"))
 
@@ -253,7 +258,7 @@ _USE_PLUGIN = (
     "start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "
     "the folder verbatim/inference/vllm/plugin of this package in its PYTHONPATH"
 )
-_KEY = "it needs a key, or another one; give it in the environment variable that inference.vllm.api_key_env names"
+_KEY = "it requires a key, and got none or a wrong one; put it into the variable that inference.vllm.api_key_env names"
 _OURS = 'it is a server of the embedded engine: with inference.backend = "torch", put it into [inference.torch] urls'
 _HOW_TO_START: Mapping[int, str] = {
     401: _KEY,
@@ -268,7 +273,7 @@ def _status_or_facts(answer: HttpResponse) -> Any:
 
 
 def _read_unless_refused(answer: HttpResponse) -> Any:
-    """The JSON, or what a server needs that has not the route, or another key; a 404 that names the model is a failure.
+    """The JSON, or a text that says which flag or key is missing. A 404 that names the model is an ordinary failure.
 
     vLLM 0.32 answers 403 where the route is switched off: "Scale-out endpoints are disabled".
     """
@@ -276,7 +281,7 @@ def _read_unless_refused(answer: HttpResponse) -> Any:
     if answer.status == 401:
         return _KEY
     if (answer.status == 403 and "scale-out" in said) or (answer.status == 404 and "model" not in said):
-        return "it takes no token ids: add --enable-scale-out"
+        return "it does not accept token ids: add --enable-scale-out"
     return read_json(answer)
 
 
@@ -287,13 +292,13 @@ def _read_any(answer: HttpResponse) -> str:
 
 
 def _read_success(answer: HttpResponse) -> None:
-    """Whatever it says, unless it says why it failed."""
+    """Ignore the body of a success, which is plain text; raise the error that any other status carries."""
     if answer.status != 200:
         read_json(answer)
 
 
 def named(name: str, url: str) -> str:
-    """A replica for a message about its server.
+    """A replica's name for messages, with the URL of its server.
 
     >>> named("replica 0", "http://a:1"), named("replica 0 (http://a:1)", "http://a:1")
     ('replica 0 (http://a:1)', 'replica 0 (http://a:1)')
@@ -310,17 +315,17 @@ _METRICS: Mapping[str, str] = {
     "vllm:generation_tokens_total": "generated_tokens",
 }
 _SHARES = ("kv_usage",)
-"""Averaged over the engines of a server; the others are added."""
+"""Averaged over the engines of a server; the other metrics are summed."""
 
 
 def read_metrics(text: str) -> ReplicaLoad:
-    """vLLM's figures in Prometheus's format.
+    """Parse vLLM's metrics from Prometheus's text format.
 
     >>> read_metrics('vllm:num_requests_running{engine="0"} 2.0\\nvllm:num_requests_running{engine="1"} 3.0').running
     5
 
     Raises:
-        SamplerFault: there are none.
+        SamplerFault: the text has none of vLLM's metrics.
     """
     found: dict[str, list[float]] = {}
     for line in text.splitlines():

@@ -1,7 +1,8 @@
 """Computes digests of published weights from their files, and compares them with those of a server's kernels.
 
-A server's report (`plugin/verbatim_vllm_watch.py`) names, for each part of each tensor, what a kernel was built from.
-The digest is computed here by code of its own, so that a fault in one of the two shows.
+A server's report (`plugin/verbatim_vllm_watch.py`) lists, for each part of each tensor, the digest of the values that a
+kernel was built from. Files and kernels are digested by separate implementations, so that a bug in one shows as a
+mismatch.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ if TYPE_CHECKING:
 
 REPORT_FORMAT = 1
 _COLUMNS = 512
-"""Words of 8 bytes in a row."""
+"""Columns of the digest's matrix, in words of 8 bytes. Part of the format: the plug-in uses the same number."""
 _ROWS_AT_ONCE = 32
+"""Rows (4 KiB each) summed at a time, so that a block is still in the core's cache for the second sum."""
 MOST_NAMED = 5
-"""Tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """A part of a tensor of the checkpoint, in a server's number format."""
+    """A slice of a checkpoint's tensor, in the dtype that the server computes in."""
 
     name: str
-    """The checkpoint's name."""
+    """The tensor's name in the checkpoint."""
     dim: int
-    """The dimension along which it is a part."""
+    """The dimension that is sliced."""
     start: int
-    """Where it begins there."""
+    """Index of the slice's first element along `dim`."""
     shape: tuple[int, ...]
-    """Its own."""
+    """The slice's shape."""
     dtype: str
     """"float32", "bfloat16" or "float16"."""
 
@@ -53,23 +55,23 @@ class WorkerReport:
     """What one worker of a server built its kernels from in the last update."""
 
     error: str | None
-    """Why it loaded nothing, or not everything."""
+    """Why the worker did not load all tensors; None: it did."""
     digests: tuple[tuple[TensorPiece, str, str], ...]
-    """TensorPiece, digest, and whether it is of a "kernel"'s input or of the parameter in use ("live")."""
+    """Slice, digest, and the source of the digest: "kernel" (input of a kernel) or "live" (parameter in use)."""
     stale: tuple[str, ...]
     """Tensors that no kernel was built from."""
     unmapped: tuple[str, ...]
-    """Tensors of the checkpoint whose place in the server's model is not known: no digest tells of them."""
+    """Checkpoint tensors whose place in the server's model is unknown: no digest covers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What a comparison found."""
+    """Result of comparing reports with a folder."""
 
     fault: str | None
-    """Which tensors a server does not hold; None: it holds all that can be known."""
+    """Which tensors the server does not hold; None: it holds all that the digests cover."""
     unmapped: tuple[str, ...] = ()
-    """Tensors that no digest tells of."""
+    """Tensors that no digest covers."""
 
 
 class PublishedFolder:
@@ -79,7 +81,7 @@ class PublishedFolder:
         path: The folder.
 
     Raises:
-        ModelError: it holds no safetensors, a file is damaged, or a tensor is not finite; names it.
+        ModelError: the folder holds no safetensors, or a file is damaged; names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +103,7 @@ class PublishedFolder:
             raise ModelError(f"{path}: the weights cannot be read: {error}") from error
 
     def refuse_other_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a folder whose tensors are not those of the one before.
+        """Refuse a folder whose tensor names or shapes differ from those of the previous weights.
 
         Raises:
             ModelError: names the tensors.
@@ -115,12 +117,12 @@ class PublishedFolder:
             raise ModelError(f"{self.path} has other tensors than the weights before: {first_of(other, MOST_NAMED)}")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, mapped from its file."""
+        """A tensor, memory-mapped from its file."""
         found: Tensor = self._where[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return found
 
     def prepare(self, pieces: Sequence[TensorPiece]) -> None:
-        """Refuse numbers that are not finite, and compute the digests of these pieces, in one pass over the files.
+        """Check that all values are finite, and compute the digests of these slices, in one pass over the files.
 
         Raises:
             ModelError: names the tensor.
@@ -128,6 +130,7 @@ class PublishedFolder:
         by_name: dict[str, list[TensorPiece]] = {}
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
+        # Replicas share this object and call from several threads; the lock makes each digest computed only once.
         with self._lock:
             for name in self._where:
                 if name not in self._finite:
@@ -138,6 +141,7 @@ class PublishedFolder:
         import torch
 
         tensor = self.tensor(name)
+        # The sum is a fast first check; it may overflow although all elements are finite, so they are checked then.
         if (
             tensor.is_floating_point()
             and not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
@@ -163,11 +167,12 @@ class PublishedFolder:
             self._digests[piece] = digest(held)
 
     def compare(self, reports: Sequence[WorkerReport]) -> Proof:
-        """Whether the workers' kernels were built from these tensors, from all of them."""
+        """Check that the workers' kernels were built from all of these tensors, and from nothing else."""
         failed = next((report.error for report in reports if report.error is not None), None)
         if failed is not None:
             return Proof(fault=f"it refused them: {failed}")
         unmapped = tuple(sorted({name for report in reports for name in report.unmapped}))
+        # Checked first: `prepare` could not slice a piece that does not fit.
         foreign = {piece.name for report in reports for piece, _, _ in report.digests if not self._fits(piece)}
         if foreign:
             return Proof(
@@ -191,7 +196,7 @@ class PublishedFolder:
             f"{what}: {first_of(sorted(names), MOST_NAMED)}"
             for what, names in (
                 ("other values", differing),
-                ("kernels that were not built anew", not_built),
+                ("kernels that were not rebuilt", not_built),
                 ("never loaded", absent),
             )
             if names
@@ -208,9 +213,9 @@ class PublishedFolder:
         )
 
     def _is_covered(self, name: str, parts: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether the parts of all workers (start, end, dimension; in order) make up the tensor.
+        """True if the slices of all workers (start, end, dim; sorted) cover the tensor.
 
-        The parts of different workers meet: [0, 4) and [4, 8) of 8 rows.
+        Example: [0, 4) and [4, 8) cover 8 rows.
         """
         if parts and not self.shapes[name]:
             return True
@@ -228,21 +233,23 @@ def _opened(path: Path, _stamp: tuple[tuple[str, int, int], ...]) -> PublishedFo
 
 
 def open_folder(path: Path) -> PublishedFolder:
-    """The folder; replicas that load the same one share what is computed of it.
+    """Open a folder; replicas that load the same one share the object and its digests.
 
     Raises:
         ModelError: as `PublishedFolder`.
     """
+    # Times and sizes are part of the cache key: a path may be written again with other weights.
     stats = [(file, file.stat()) for file in sorted(path.glob("*.safetensors"))]
     return _opened(path.absolute(), tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats))
 
 
 def digest(tensor: Tensor) -> str:
     """Digest of dtype, shape and bytes: SHA-256 of the column sums and of the row sums, modulo 2**64, of the bytes as a
-    matrix of little-endian 64-bit words with 512 columns, padded with zeros to one more row than are full.
+    matrix of little-endian 64-bit words with 512 columns. Zeros pad the last row; if all rows are full, a row of zeros
+    is added.
 
-    It costs about as much as reading the memory. It finds faults, it does not stop forgers: one to three changed words
-    always change it, and so does another order, unless changes cancel in every row and in every column.
+    It costs about as much as reading the memory. It detects faults, not forgery: changing one to three words always
+    changes it, and so does another order, unless changes cancel in every row and in every column.
 
     Example: 1,024 words 1, 2, ..., 1,024 have two full rows and one of zeros: row sums 131,328, 393,472 and 0.
     """
@@ -268,7 +275,7 @@ def read_reports(answers: object) -> list[WorkerReport]:
     """The reports of a server's workers, from the answer of `/collective_rpc`.
 
     Raises:
-        SamplerFault: these are no such reports; says why.
+        SamplerFault: the answer is not a list of reports, or a report has another format.
     """
     found = []
     if not isinstance(answers, list):
@@ -282,9 +289,9 @@ def read_reports(answers: object) -> list[WorkerReport]:
         try:
             found.append(_read_report(report))
         except (KeyError, TypeError, ValueError) as error:
-            raise SamplerFault(f"a report that cannot be read ({error}): {brief(report)}") from error
+            raise SamplerFault(f"a report cannot be read ({error}): {brief(report)}") from error
     if not found:
-        raise SamplerFault("no worker reports what it loaded")
+        raise SamplerFault("no worker reported what it loaded")
     return found
 
 

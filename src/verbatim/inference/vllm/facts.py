@@ -1,4 +1,4 @@
-"""How a vLLM server was started, and whether a run can sample exactly from it."""
+"""How a vLLM server was started, and whether it can sample exactly for a run."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from verbatim.core.errors import UsageError
 from verbatim.inference.vllm.command import RETURN_EXPERTS, RETURN_KEPT_SETS, lora_options
 
 _LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
+"""Stands for the layer names in messages, where the model's layers are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """How a server was started, as far as exactness depends on it."""
+    """How a server was started: the settings that exactness depends on."""
 
     model: str
     """A folder or a hub id."""
     vocab_size: int
-    """Ids are below this."""
+    """Size of the vocabulary; token ids are below it."""
     max_model_len: int
-    """Most tokens of prompt and completion together."""
+    """Maximum tokens of prompt plus completion."""
     logprobs_mode: str
-    """"processed_logprobs": logprobs of the distribution that is sampled from."""
+    """"processed_logprobs": logprobs of the distribution that tokens are sampled from."""
     generation_config: str
-    """"vllm": no sampling defaults of the model's."""
+    """"vllm": the model's own sampling defaults are ignored."""
     prefix_caching: bool
     chunked_prefill: bool
     speculative: bool
-    """Whether a draft model proposes tokens."""
+    """True if a draft model proposes tokens (speculative decoding)."""
     weight_transfer: str | None
-    """The weight-transfer engine."""
+    """Name of the weight-transfer engine; None: none is configured."""
     unsupported_heads: str | None
-    """The size of the model's attention heads and those that the server can compute; None: it can compute the
-    model's."""
+    """The model's head size and those that the server's attention supports; None: the model's is supported."""
     nccl: str | None = None
-    """Version of its NCCL; None where there is no CUDA."""
+    """Version of the server's NCCL; None if there is no CUDA."""
     max_lora_rank: int | None = None
-    """Highest rank of low-rank adapters; None: it takes none."""
+    """Highest rank of LoRA adapters; None: the server does not accept adapters."""
     returns_routed_experts: bool = False
-    """Whether completions have the experts of a mixture that computed each token."""
+    """True if completions include the experts of a mixture that computed each token."""
     returns_kept_sets: bool = False
-    """Whether completions have the ids among which each token was drawn."""
+    """True if completions include the kept set of each token."""
     adapts_head: bool = False
-    """Whether it has room for an adapter of the output head."""
+    """True if the output head is wrapped for adapters."""
 
 
 def refuse_inexact(
@@ -57,21 +57,21 @@ def refuse_inexact(
     return_kept_sets: bool = False,
     nccl: str | None = None,
 ) -> None:
-    """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
+    """Refuse a server that cannot sample exactly for this run, or cannot load its weights.
 
     Args:
-        facts: The server's.
-        name: The replica's.
-        transfer: The weight-transfer engine that it needs.
-        vocab_size: The model's.
-        context_length: Most tokens of prompt and completion together that the run asks for.
-        adapter_rank: Rank of the low-rank adapters that it is to load; None: it gets whole weights.
-        return_routed_experts: Whether completions have to have the experts of a mixture.
-        return_kept_sets: Whether they have to have the ids among which each token was drawn.
-        nccl: Version of the trainer's NCCL, where it sends over NCCL.
+        facts: The server's facts.
+        name: The replica's name, for the message.
+        transfer: The weight-transfer engine that the run needs.
+        vocab_size: The vocabulary size of the run's model.
+        context_length: Maximum tokens of prompt plus completion that the run requests.
+        adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
+        return_routed_experts: The run needs the experts that computed each token.
+        return_kept_sets: The run needs the kept set of each token.
+        nccl: Version of the trainer's NCCL; None: the trainer does not send over NCCL.
 
     Raises:
-        UsageError: names everything that is wrong, and the flags to add.
+        UsageError: lists everything that is wrong, and the flags to add.
     """
     wrong = [
         said
@@ -100,7 +100,7 @@ def refuse_inexact(
                 facts.generation_config == "vllm",
                 "it takes sampling defaults from the model's generation_config.json: add --generation-config vllm",
             ),
-            (facts.prefix_caching, "it computes every prompt anew: add --enable-prefix-caching"),
+            (facts.prefix_caching, "it computes every prompt from scratch: add --enable-prefix-caching"),
             (facts.chunked_prefill, "long prompts hold up all other requests: add --enable-chunked-prefill"),
             (
                 not facts.speculative,
@@ -113,19 +113,19 @@ def refuse_inexact(
             ),
             (
                 nccl is None or facts.nccl == nccl,
-                f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same "
+                f"its NCCL is {facts.nccl}, the trainer's is {nccl}, and these do not connect: install the same "
                 "version with both torches (nvidia-nccl-cu12 or -cu13), or "
                 'use inference.vllm.weight_transfer = "files"',
             ),
             (
                 adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
-                f"it takes no adapters of rank {adapter_rank}: add "
+                f"it does not accept adapters of rank {adapter_rank}: add "
                 f"{' '.join(lora_options(adapter_rank or 1, _LAYERS))}, "
                 "and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
             ),
             (
                 adapter_rank is None or not facts.adapts_head,
-                f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add "
+                f"it adapts the output head, which crashes vLLM 0.32 in a step with prompt logprobs: add "
                 f"--lora-target-modules {' '.join(_LAYERS)}",
             ),
             *_returned(facts, routed_experts=return_routed_experts, kept_sets=return_kept_sets),
@@ -141,7 +141,7 @@ def refuse_inexact(
 
 
 def _returned(facts: ServerFacts, *, routed_experts: bool, kept_sets: bool) -> tuple[tuple[bool, str], ...]:
-    """What completions have beside ids and logprobs: whether it is what is asked for, and else what to do."""
+    """Checks of what completions return in addition to ids and logprobs: (passed, what to do if not)."""
     runner = "and the environment variable VLLM_USE_V2_MODEL_RUNNER=1"
     return (
         (

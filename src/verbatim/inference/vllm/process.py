@@ -1,4 +1,4 @@
-"""A vLLM server that this process starts, watches and ends."""
+"""A vLLM server that this process starts, watches and stops."""
 
 from __future__ import annotations
 
@@ -25,29 +25,34 @@ from verbatim.inference.vllm.settings import VllmSettings
 logger = logging.getLogger(__name__)
 
 _ASK_EVERY = 0.5
+"""Seconds between two health checks during the start."""
 _ANSWER = 5.0
-"""Seconds for one answer to "are you there?"."""
+"""Timeout of one health check, in seconds."""
 _QUOTED = 8
-"""Last lines of its log in a message."""
+"""Number of last log lines that a message quotes."""
 _ERROR = re.compile(r"(?:^|\] |\) )\w*(?:Error|Exception): \S")
-"""The last line of a traceback, behind the prefix of a log or without one."""
+"""Matches the last line of a traceback, with or without a log prefix."""
 _SAY_EVERY = 60.0
-"""Seconds between two lines that say that a server is still being waited for."""
+"""Seconds between two log lines about a server that is still starting."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago. Another process may take it before the server binds it."""
     with socket.socket() as found:
         found.bind((host, 0))
         return int(found.getsockname()[1])
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether another process listens there. A second vLLM on a port would not fail: it shares the port, and both get
-    some of the requests; and a health check would be answered by the other one."""
+    """True if another process listens there.
+
+    vLLM would not fail on a taken port: both servers would share it, each would get some of the requests, and the
+    health check might be answered by the other one.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as asking:
-        asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not by connections that have just ended
+        # Ignore connections in TIME_WAIT, as the server itself does.
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             asking.bind((host, port))
         except OSError as error:
@@ -56,17 +61,17 @@ def is_taken(host: str, port: int) -> bool:
 
 
 class ServerProcess:
-    """One server and everything that it starts; all of it ends with this process, whatever ends this process.
+    """One server and its descendants; all of them end when this process ends, even if it is killed.
 
     Args:
-        name: For messages: "replica 0".
-        command: Its command line.
-        environment: Its environment variables, all of them.
-        port: Where it listens.
-        log: The file for what it prints; appended to.
-        host: The address that it listens on.
-        patience: Seconds that it has to end by itself when it is told to.
-        clock: Seconds, for the deadline of its start.
+        name: The server's name for messages, such as "replica 0".
+        command: The command line.
+        environment: The complete environment.
+        port: The port that the server listens on.
+        log: The file that its output is appended to.
+        host: The address that the server listens on.
+        patience: Seconds between SIGTERM and SIGKILL when the server is stopped.
+        clock: Monotonic clock in seconds, for the start timeout.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class ServerProcess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        # 0.0.0.0 cannot be connected to portably, and IPv6 addresses need brackets in a URL.
         reached = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
         self.url = f"http://{reached}:{port}"
         self._command, self._environment, self._log = command, environment, log
@@ -97,29 +103,31 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server is not running."""
+        """True if the server is not running: not started yet, or ended."""
         return self._subreaper is None or self._subreaper.returncode is not None
 
     async def ended(self) -> None:
-        """Wait until it is not running."""
+        """Wait until the server has ended."""
         if self._subreaper is not None:
             await self._subreaper.wait()
 
     async def start(self, deadline: float) -> None:
-        """Start it, and wait until it answers.
+        """Start the server and wait until /health succeeds.
 
         Args:
-            deadline: Seconds until it must answer.
+            deadline: Timeout in seconds.
 
         Raises:
-            SamplerFault: another process listens on its port; it ended, or does not answer: quotes the end of its log.
+            SamplerFault: another process listens on its port; the server ended, or does not answer in time. Quotes
+                the end of its log.
         """
         if is_taken(self._host, self._port):
             raise SamplerFault(f"{self.name} cannot listen on {self._host}, port {self._port}: address already in use")
         began = self._clock()
         with open_log(self._log) as log:
-            self._log_begins = log.tell()
+            self._log_begins = log.tell()  # the file is appended to; messages must not quote an earlier start
             self._subreaper = await start_async(
+                # The pipe on stdin ties the server to this process: the subreaper ends it when the pipe closes.
                 [sys.executable, "-I", subreaper.__file__, str(self._patience), *self._command],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
@@ -128,7 +136,7 @@ class ServerProcess:
             )
         try:
             await self._until_it_answers(began, deadline)
-        except BaseException:
+        except BaseException:  # cancellation too: no server may outlive a failed start
             await self.stop()
             raise
         seconds = self._clock() - began
@@ -159,15 +167,18 @@ class ServerProcess:
             await client.close()
 
     def how_it_ended(self) -> str:
-        """Its exit status, for a message."""
+        """Its exit status or signal, for a message."""
         if self._subreaper is None:
             return "it was not started"
         status = self._subreaper.returncode
+        # The subreaper exits with 128 + N if signal N ended the server.
         return f"signal {status - 128}" if status is not None and status > 128 else f"status {status}"
 
     def end_of_log(self) -> str:
-        """The first error in its log since its start, and the last lines, for a message: the processes of a server
-        report the failure of each other, and the first one has the cause."""
+        """The first error logged since the start, and the last lines, for a message.
+
+        The processes of a server report each other's failures; the first error is the cause.
+        """
         try:
             written = end_of_file(self._log, since=self._log_begins)
         except OSError as error:
@@ -178,12 +189,13 @@ class ServerProcess:
         return "\n".join([f"From {self._log}:", *cause, *(f"  {line}" for line in lines[-_QUOTED:])])
 
     async def stop(self) -> None:
-        """End it and everything that it started, frozen or not."""
+        """End the server and its descendants, even if they hang."""
         if self._subreaper is None or self._subreaper.returncode is not None:
             return
         assert self._subreaper.stdin is not None
         self._subreaper.stdin.close()
         try:
+            # The subreaper needs at most PATIENCE until SIGKILL and PATIENCE to reap; 5 seconds of margin.
             await asyncio.wait_for(self._subreaper.wait(), 2 * subreaper.PATIENCE + 5)
         except TimeoutError:  # the subreaper itself is frozen
             kill_group(self._subreaper.pid)
@@ -206,8 +218,10 @@ def make_process(
     return_routed_experts: bool = False,
     return_kept_sets: bool = False,
 ) -> ServerProcess:
-    """The process of one replica, not yet started; the arguments are those of `server_command` and
-    `server_environment`, and the folder for its log."""
+    """The process of one replica, not yet started.
+
+    The arguments are those of `server_command` and `server_environment`, plus `logs`, the folder for its log.
+    """
     command = server_command(
         settings,
         model=model,

@@ -1,4 +1,4 @@
-"""One vLLM server as a `Sampler`: exact ids, a version for each token, and weight updates that prove themselves."""
+"""One vLLM server as a `Sampler`: exact ids, a policy version for each token, and verified weight updates."""
 
 from __future__ import annotations
 
@@ -32,57 +32,56 @@ from verbatim.models.source import is_adapter
 
 logger = logging.getLogger(__name__)
 _BEYOND_A_PHASE = 30.0
-"""Seconds that the client waits longer than a phase lasts, so that the phase ends it and names itself."""
+"""Seconds by which the client's timeout exceeds a phase's, so that the phase expires first and names itself."""
 
 
 @dataclass(eq=False)
 class _Route:
-    """Where requests go: a model, or an adapter of it."""
+    """Where requests go: the base model, or one adapter."""
 
     http: HttpSampler
     adapter: str | None = None
-    """Its name on the server; None: the base model."""
+    """The adapter's name on the server; None: the base model."""
     num_in_flight: int = 0
-    """Completions that it has not answered."""
+    """Number of completions that the server has not answered yet."""
 
 
 class VllmReplica(ServedReplica):
     """A `Sampler` over one vLLM server.
 
-    A server that sleeps is woken up by its next update: its weights first, which are loaded and proven, then its cache.
+    Its next update wakes a sleeping server: first the weights, which are loaded and verified, then the KV cache.
 
-    An update ends only after every worker of the server has shown the digests of the tensors that its kernels were
-    built from, and they are those of the published files. Until then the server computes nothing; if it fails, the
-    server stays paused, and another `update_weights` may mend it.
+    An update ends only after every worker has reported the digests of the tensors that its kernels were built from, and
+    they match the published files. The server computes nothing until then. If the update fails, the server stays
+    paused, and another `update_weights` may repair it.
 
-    No new request reads a prefix that older weights computed: each update gives the requests a cache salt of its own.
+    No new request reads a prefix that older weights computed: after each update, requests carry another cache salt.
 
-    An adapter is loaded beside those before it, under a name that was never used, while the server samples. New
-    requests name it once it is proven; those in flight end with the adapter, and the version, that they began with,
-    whatever `on_weight_update` is, because vLLM cannot change it under a request.
+    An adapter is loaded next to the earlier ones, under a new name, while the server samples. New requests name it once
+    it is verified. Requests in flight finish with the adapter and version that they started with, whatever
+    `on_weight_update` is, because vLLM cannot change the adapter of a running request.
 
     Args:
-        url: The server's root.
-        name: For messages.
-        model: The model's name in requests.
-        context_length: Most tokens of prompt and completion together.
-        vocab_size: Ids are below this.
-        policy_version: Of the weights that the server has now.
-        api_key: Sent as a bearer token.
-        on_weight_update: What happens to the cache of requests in flight: "recompute" computes it with the new weights,
-            "keep" goes on with it.
+        url: The server's root URL.
+        name: The replica's name, for messages.
+        model: The model's name in requests; None: requests name no model.
+        context_length: Maximum tokens of prompt plus completion.
+        vocab_size: Size of the vocabulary; ids are below it.
+        policy_version: Policy version of the weights that the server holds now.
+        api_key: Sent as a bearer token; None: no key is sent.
+        on_weight_update: What happens to the KV cache of requests in flight: "recompute" computes it again with the new
+            weights, "keep" continues with the old one.
         weight_transfer: "files" (or "auto"), "http", "nccl" or "gloo".
-        broadcast: What the replicas of a run share that receive weights at the same time; None: this one reads
-            folders.
-        phase_timeout: Seconds for each phase of an update.
-        request_timeout: Seconds for one completion.
-        max_retries: Further attempts of a completion.
-        adapter_rank: Rank of the low-rank adapters that updates bring; None: they bring whole weights.
-        return_routed_experts: Whether its completions have to have the experts of a mixture.
-        return_kept_sets: Whether they have to have the ids among which each token was drawn.
+        broadcast: The broadcast that the replicas of a run share; None: this replica loads folders.
+        phase_timeout: Timeout of each phase of an update, in seconds.
+        request_timeout: Timeout of one completion, in seconds.
+        max_retries: Maximum number of retries of a completion.
+        adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
+        return_routed_experts: Require the experts that computed each token in completions.
+        return_kept_sets: Require the kept set of each token in completions.
 
     Raises:
-        UsageError: no plain http(s) address, or a limit or key that cannot be used.
+        UsageError: the URL is not a plain http(s) address, or a timeout or the key is invalid.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class VllmReplica(ServedReplica):
             policy_version=policy_version,
             api_key=api_key,
             seconds=phase_timeout + _BEYOND_A_PHASE,
-            headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
+            headers={"Connection": "close"},  # after an error vLLM closes the connection, maybe under the next request
         )
         self._on_weight_update = on_weight_update
         self._control = VllmControl(self._client, name=name, phase_timeout=phase_timeout)
@@ -139,17 +138,17 @@ class VllmReplica(ServedReplica):
         self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
         self._pieces: Sequence[TensorPiece] = ()
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
-        self._num_asked_cache = 2
-        """Calls of `cached_logprob` since the last update; what more than two find says nothing."""
+        self._num_asked_cache = 2  # no check before the first update
+        """Calls of `cached_logprob` since the last update; only the first two check the prefix cache."""
         self._has_said_cache_is_unread = False
         self._unverified: tuple[str, ...] = ()
         self._asleep: set[Memory] = set()
         self.seconds_waking: float | None = None
-        """Seconds that its last waking took, without loading; None if it never slept."""
+        """Seconds that the last wake-up took, without loading; None if the server never slept."""
 
     @property
     def num_unverified(self) -> int:
-        """Tensors that no digest tells of, as of the last update: only logprobs show whether they are stale."""
+        """Number of tensors that no digest covers, as of the last update; only logprobs show whether they are stale."""
         return len(self._unverified)
 
     # ---- the Sampler protocol
@@ -158,11 +157,11 @@ class VllmReplica(ServedReplica):
         """Sample one completion. Cancelling the call cancels it on the server.
 
         Raises:
-            RecordError: an empty or too long prompt, or an id outside the vocabulary.
-            SamplerFault: the engine failed, the server cannot be reached, or a token came without logprob or version.
+            RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
+            SamplerFault: the engine failed, the server cannot be reached, or a token has no logprob or version.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        route = self._route
+        route = self._route  # kept: an update may replace `self._route` while this request runs
         route.num_in_flight += 1
         try:
             found = await route.http.generate(request)
@@ -173,15 +172,15 @@ class VllmReplica(ServedReplica):
         return found
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder while the server is paused, or an adapter's folder while it samples, and prove
-        that its kernels are built from it.
+        """Load a Hugging Face folder while the server is paused, or an adapter's folder while it samples, and verify
+        that its kernels were built from it.
 
         Raises:
             ModelError: the folder is damaged, has other tensors than the one before, or holds numbers that are not
-                finite; the server goes on as it was.
-            UsageError: an invalid version.
-            SamplerFault: a phase failed or took too long, or the server's weights are not those of the folder: names
-                the replica, the phase and the tensors. The server stays paused.
+                finite; the server continues unchanged.
+            UsageError: the version is invalid.
+            SamplerFault: a phase failed or timed out, or the server's weights are not those of the folder; names the
+                replica, the phase and the tensors. The server stays paused.
         """
         check_version(version)
         stale = await self._take(path, version)
@@ -193,13 +192,17 @@ class VllmReplica(ServedReplica):
             return await self._load(path, version)
         if is_adapter(path):
             return await self._load_adapter(path, version)
-        self._go_to(None, version)  # the base model, which the server was started with; the canary compares it
+        self._go_to(None, version)  # the base model, which the server was started with; the canary verifies it
         return None
 
     async def _load_adapter(self, path: Path, version: int) -> str | None:
-        """Load an adapter beside the others, and send requests to it if it is proven; otherwise returns what is wrong,
-        and requests go where they went."""
+        """Load an adapter next to the others, and send new requests to it if it is verified.
+
+        Returns:
+            What is wrong; requests then go where they went before. None: the adapter is in use.
+        """
         folder = await asyncio.to_thread(self._open, path)
+        # A unique name: vLLM refuses a name that is loaded, and requests in flight still use the older adapters.
         control, name = self._control, f"v{version}-{uuid.uuid4().hex[:8]}"
         await control.load_adapter(name, await self._there(path, version))
         reports = await control.reports("adapter")
@@ -209,6 +212,7 @@ class VllmReplica(ServedReplica):
             return proof.fault
         self._note(folder, reports, proof)
         self._go_to(name, version)
+        # Requests in flight finish with the adapter that they started with, so only idle adapters are unloaded.
         for route in [route for route in self._former if not route.num_in_flight]:
             self._former.remove(route)
             await route.http.close()
@@ -227,8 +231,12 @@ class VllmReplica(ServedReplica):
         self.policy_version = version
 
     async def _load(self, path: Path, version: int) -> str | None:
-        """Load, and resume if the weights are proven; otherwise returns what is wrong, and the server stays paused."""
-        folder = await asyncio.to_thread(self._open, path)
+        """Load full weights, and resume the server if they are verified.
+
+        Returns:
+            What is wrong; the server then stays paused. None: the server samples with the new weights.
+        """
+        folder = await asyncio.to_thread(self._open, path)  # before the pause, which is kept short
         control = self._control
         there = await self._there(path, version)
         await control.pause()
@@ -242,27 +250,28 @@ class VllmReplica(ServedReplica):
         if proof.fault is not None:
             return proof.fault
         self._note(folder, reports, proof)
-        await control.set_version(version)
+        await control.set_version(version)  # before `resume`: no new token may carry the old version
+        # Blocks of requests in flight cannot be emptied with "keep"; the salt keeps new requests from reading them.
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
             raise SamplerFault(f"{self.name}: empty prefix cache: the server could not, so old prefixes would be used")
         self._num_asked_cache = 0
-        await self._wake_up("kv_cache")  # last: vLLM goes on computing by itself as soon as nothing sleeps
+        await self._wake_up("kv_cache")  # last: vLLM resumes by itself as soon as nothing sleeps
         await control.resume()
         self.policy_version = version
         return None
 
     async def _there(self, path: Path, version: int) -> str:
-        """The path of a published folder on the server's host."""
+        """Path of a published folder on the server's host; uploads the folder if the hosts share none."""
         shares_folders = self._weight_transfer != "http"
         return await path_there(self._client, path, version, shares_folders=shares_folders)
 
     async def sleep(self) -> None:
-        """Release the device's memory: weights and cache. The next `update_weights` takes it again, and loads.
+        """Release the device's memory: weights and KV cache. The next `update_weights` takes it back and loads.
 
         Raises:
-            SamplerFault: the server failed or took too long: names the replica and the phase.
+            SamplerFault: the server failed or took too long; names the replica and the phase.
         """
         await self._control.sleep()
         self._asleep = {"weights", "kv_cache"}
@@ -277,39 +286,40 @@ class VllmReplica(ServedReplica):
         self.seconds_waking = (self.seconds_waking or 0.0) + time.monotonic() - began
 
     def _note(self, folder: PublishedFolder, reports: Sequence[WorkerReport], proof: Proof) -> None:
-        """Remember what the next update will be asked about."""
+        """Remember the tensors and slices of a verified update: the next folder is compared with them."""
         self._shapes = folder.shapes
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
         if proof.unmapped and proof.unmapped != self._unverified:
             logger.warning(
-                "%s: no digest tells whether these tensors were loaded, only logprobs do: %s",
+                "%s: no digest shows whether these tensors were loaded, only logprobs do: %s",
                 self.name,
                 first_of(proof.unmapped, MOST_NAMED),
             )
         self._unverified = proof.unmapped
 
     def _open(self, path: Path) -> PublishedFolder:
-        """Read the folder once, before the server is paused: its digests, and that all its numbers are finite."""
+        """Read the folder once, before the server is paused: compute its digests and check that values are finite."""
         folder = open_folder(path)
         if self._shapes is not None:
             folder.refuse_other_shapes(self._shapes)
+        # The workers' slices do not change between updates, so their digests can be computed ahead of the reports.
         folder.prepare([piece for piece in self._pieces if piece.name in folder.shapes])
         return folder
 
     async def close(self) -> None:
-        """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
+        """Close the connections; requests in flight in this event loop are cancelled. The server keeps running."""
         for route in (*self._former, self._route):
             await route.http.close()
         await self._client.close()
 
-    # ---- what the server is, and how it is
+    # ---- state of the server
 
     async def check_server(self) -> None:
-        """Ask the server how it was started.
+        """Check how the server was started, and let it resume.
 
         Raises:
-            UsageError: names everything that is wrong, and the flags to add.
-            SamplerFault: it cannot be reached.
+            UsageError: lists everything that is wrong, and the flags to add.
+            SamplerFault: the server cannot be reached.
         """
         facts = await self._control.facts()
         refuse_inexact(
@@ -323,17 +333,17 @@ class VllmReplica(ServedReplica):
             return_kept_sets=self._return_kept_sets,
             nccl=self._nccl,
         )
-        await self._control.resume()  # a server that was given up in the middle of an update would never answer
+        await self._control.resume()  # a client may have died in the middle of an update and left the server paused
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
             raise UsageError(f"{named(self.name, self.url)} cannot be used: {missing}")
 
     async def prove_path(self, folder: Path) -> None:
-        """Send every tensor of the weights that the server already has, once, and see that each one arrives.
+        """Load the weights that the server already holds, as an update, and verify that every tensor arrives.
 
         Raises:
             UsageError: names the tensors that stay stale.
-            SamplerFault: as `update_weights`.
+            SamplerFault: as for `update_weights`.
         """
         stale = await self._take(folder, self.policy_version)
         if stale is not None:
@@ -344,13 +354,12 @@ class VllmReplica(ServedReplica):
             )
 
     async def cached_logprob(self, token_ids: Int32) -> float:
-        """Logprob of the last id given those before it, at temperature 1, by a new and ordinary request: it reads the
-        prefix cache, and writes it.
+        """Logprob of the last id given those before it, at temperature 1, by an ordinary new request, which reads and
+        writes the prefix cache.
 
-        The first such request after an update must find nothing there, whatever was asked before it: that shows an old
-        cache where learning rates are too small for logprobs to show it. So its ids must be in no other request. The
-        second one, for the same ids or more, must find the first one's: otherwise neither says anything, which is
-        logged once.
+        The first call after an update must not hit the cache. This finds stale prefixes even if the learning rate is
+        too small for logprobs to show them, so its ids must occur in no other request. The second call, for the same
+        ids or more, must hit what the first one wrote. If it does not, the check proves nothing; that is logged once.
 
         Raises:
             RecordError: fewer than two ids, or an id outside the vocabulary.
@@ -376,17 +385,17 @@ class VllmReplica(ServedReplica):
         return found
 
     async def load_metrics(self) -> ReplicaLoad:
-        """How busy the server is.
+        """The server's load.
 
         Raises:
-            SamplerFault: it does not say.
+            SamplerFault: the server does not report it.
         """
         return await self._control.load_metrics()
 
     async def health(self) -> None:
-        """Return if the server answers and its engine lives.
+        """Return if the server answers and its engine is alive.
 
         Raises:
-            SamplerFault: it does not within 10 seconds, or its engine is dead.
+            SamplerFault: no answer within 10 seconds, or the engine is dead.
         """
         await self._control.health(CONNECT)

@@ -24,14 +24,14 @@ from verbatim.models.sizes import vocab_size_of
 from verbatim.models.source import base_of, is_adapter
 
 _ATTEMPTS = 3
-"""Starts of one server: its port may have been taken meanwhile."""
+"""Maximum number of starts of one server: another process may take its port before the server binds it."""
 
 
 def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
-    """Those in `urls`, or else those that the run starts.
+    """The servers in `urls`, or else those that the run starts.
 
     Raises:
-        UsageError: as `VllmSettings.check_for`.
+        UsageError: as for `VllmSettings.check_for`.
     """
     try:
         settings.check_for(context_length=inputs.context_length, adapter_rank=inputs.adapter_rank)
@@ -66,7 +66,7 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
 
 
 def base_model(model: str | Path) -> str | Path:
-    """What a server is started with: the model itself, or the base model of an adapter."""
+    """The model that a server is started with: the model itself, or the base model of an adapter."""
     return base_of(model) if is_adapter(model) else model
 
 
@@ -74,9 +74,9 @@ class StartedServers:
     """vLLM servers that the run starts and ends.
 
     Args:
-        inputs: What the run gives to its backend.
-        settings: [inference.vllm].
-        make: `VllmReplica` with all arguments that the replicas share.
+        inputs: The run's inputs to its backend.
+        settings: The table [inference.vllm].
+        make: `VllmReplica` with the arguments that all replicas share.
         rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
     """
 
@@ -97,25 +97,25 @@ class StartedServers:
         self._key = secrets.token_urlsafe(24)
         self._processes: dict[int, ServerProcess] = {}
         self.weights: tuple[Path, int] = (Path(inputs.model), inputs.policy_version)
-        """Folder and version of what a server is started with."""
+        """Folder and policy version of the weights that a server is started with."""
 
     def __len__(self) -> int:
         return self._settings.replicas
 
     async def start(self, index: int) -> VllmReplica:
-        """Start a server, again if it was there before, with the weights of `weights`.
+        """Start a server with the weights of `weights`; an earlier process of the same index is stopped first.
 
         Raises:
-            SamplerFault: it does not start.
-            OSError: the weights cannot be kept for it.
+            SamplerFault: the server does not start.
+            OSError: the weights cannot be linked or copied.
         """
         if (former := self._processes.get(index)) is not None:
-            await former.stop()  # `close` waits for it too where this is cancelled
+            await former.stop()  # still registered while it stops, so that `close` waits for it if this is cancelled
         path, version = self.weights
         if path == Path(self._inputs.model):
             return await self._start(index, path, version)
         kept = self._logs / f"replica_{index}.weights"
-        await asyncio.to_thread(_keep, path, kept)  # the trainer removes published folders, and a start takes long
+        await asyncio.to_thread(_keep, path, kept)  # the trainer may delete a published folder during a long start
         try:
             return await self._start(index, kept, version)
         finally:
@@ -150,7 +150,7 @@ class StartedServers:
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        """End them; their logs go too, unless the run has a folder for them."""
+        """End the servers; their logs are deleted too, unless the run has a folder for them."""
         processes, self._processes = list(self._processes.values()), {}
         await asyncio.gather(*(process.stop() for process in processes))
         if self._temporary is not None:
@@ -158,6 +158,6 @@ class StartedServers:
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Link the files of a published folder, or copy them where links cannot be made."""
+    """Hard-link the files of a published folder, or copy them where links are not possible."""
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(path, kept, copy_function=link_or_copy)

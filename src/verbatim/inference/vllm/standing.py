@@ -1,4 +1,4 @@
-"""vLLM servers that stand by themselves, for runs on other hosts: each is started again when it ends."""
+"""Standalone vLLM servers for runs on other hosts; a server that ends is restarted."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from verbatim.inference.vllm.settings import VllmSettings
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before a server that ended is started again; doubled each time."""
+"""Seconds before a server that ended is restarted: doubled after each attempt, reset by a successful start."""
 
 
 class StandingVllm:
-    """The replicas of [inference.vllm], on ports that follow each other.
+    """The replicas of [inference.vllm], on consecutive ports.
 
     Args:
-        inputs: What a run would give to its backend.
-        settings: [inference.vllm].
-        listening: Where they listen.
+        inputs: The inputs that a run would give to its backend.
+        settings: The table [inference.vllm].
+        listening: Address, first port, key and upload folder.
 
     Raises:
-        UsageError: another process listens on one of the ports, or there are too few of them.
+        UsageError: another process listens on one of the ports, or a port would exceed the highest number.
     """
 
     def __init__(self, inputs: BackendInputs, settings: VllmSettings, listening: Listening) -> None:
@@ -48,6 +48,7 @@ class StandingVllm:
                 adapter_rank=inputs.adapter_rank,
                 return_routed_experts=inputs.return_routed_experts,
                 return_kept_sets=inputs.return_kept_sets,
+                # A folder for each replica: a finished upload deletes the other versions next to it.
                 uploads=uploads / f"replica_{replica}" if uploads is not None else None,
             )
             for replica in range(settings.replicas)
@@ -56,21 +57,21 @@ class StandingVllm:
         self.named = f"{settings.replicas} vLLM {'server' if settings.replicas == 1 else 'servers'}"
 
     async def start(self) -> None:
-        """All of them.
+        """Start all servers.
 
         Raises:
-            SamplerFault: one does not start.
+            SamplerFault: a server does not start.
         """
         await asyncio.gather(*(process.start(self._start_timeout) for process in self._processes))
 
     async def keep_running(self) -> None:
-        """Until this is cancelled."""
+        """Restart servers that end, until this is cancelled."""
         async with asyncio.TaskGroup() as group:
             for process in self._processes:
                 group.create_task(_keep_running(process, self._start_timeout))
 
     async def close(self) -> None:
-        """End them."""
+        """Stop all servers."""
         await asyncio.gather(*(process.stop() for process in self._processes))
 
 
@@ -98,5 +99,5 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
             pause = _FIRST_PAUSE
         except SamplerFault as fault:
             logger.warning("%s", fault)
-        except OSError as error:  # a full disk, no process to be had: both may pass
-            logger.warning("%s could not be started again: %s", process.name, describe(error))
+        except OSError as error:  # the disk is full, or no process can be created: both may be temporary
+            logger.warning("%s could not be restarted: %s", process.name, describe(error))

@@ -1,8 +1,8 @@
-"""Runs one server and ends everything that the server started: `python subreaper.py SECONDS COMMAND...`.
+"""Runs one server and ends its descendants: `python subreaper.py SECONDS COMMAND...`.
 
-A server forks workers that outlive it when it is killed. This process adopts them (a "child subreaper") and kills all
-of them as soon as the server has ended, or as soon as its own standard input is closed, which happens whenever the
-process that started it ends, for whatever reason. It uses only the standard library.
+A server forks workers that outlive it when it is killed. This process adopts them (as a Linux "child subreaper") and
+kills all of them once the server has ended, or once its own standard input is closed: the kernel closes that pipe when
+the process that started it ends, even by SIGKILL. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PATIENCE = 15.0
-"""Seconds between SIGTERM and SIGKILL; those until all that a killed server leaves behind has ended."""
+"""Seconds between SIGTERM and SIGKILL; also the limit for reaping all descendants of a killed server."""
 _LOOK_EVERY = 0.2
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Seconds between two checks of the server and of standard input."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
 
 
 def main(command: Sequence[str], patience: float = PATIENCE) -> int:
@@ -32,11 +33,14 @@ def main(command: Sequence[str], patience: float = PATIENCE) -> int:
         patience: Seconds between SIGTERM and SIGKILL.
 
     Returns:
-        Its exit status; 128 + N after signal N.
+        The server's exit status; 128 + N after signal N.
     """
+    # Ctrl-C reaches the whole process group; only the process at the other end of stdin decides when the server ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: None)  # whoever holds the other end of standard input decides
+        signal.signal(number, lambda number, frame: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # PLW1509: preexec_fn is unsafe with threads only, and this process has one. If this process is killed by SIGKILL,
+    # the kernel kills the server.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)  # noqa: PLW1509
     try:
         while server.poll() is None and not _is_closed(0):
@@ -53,14 +57,17 @@ def main(command: Sequence[str], patience: float = PATIENCE) -> int:
 
 
 def _is_closed(descriptor: int) -> bool:
-    """Whether the descriptor is at its end; waits a moment."""
+    """True if the descriptor is at end of file; waits up to `_LOOK_EVERY` seconds."""
     readable, _, _ = select.select([descriptor], [], [], _LOOK_EVERY)
     return bool(readable) and not os.read(descriptor, 1)
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until no child is left: those of a killed child become children of this process, but only once all
-    its threads have ended; until then it is a zombie that cannot be reaped."""
+    """Kill and reap until no child is left.
+
+    One pass is not enough: the children of a killed child become children of this process only once all threads of that
+    child have ended; until then it is a zombie that cannot be reaped.
+    """
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and (children := list(_children())):
         for pid in children:
@@ -73,7 +80,7 @@ def _kill_descendants() -> None:
 
 
 def _children() -> Iterator[int]:
-    """Children of this process, zombies too; where the system does not list them, none."""
+    """Process ids of this process's children, zombies included; empty where the system does not list them."""
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, task.read_text().split())
