@@ -221,7 +221,9 @@ class VllmSettings(ServerSettings):
         if status == _NO_VLLM:
             raise UsageError(f'python: the environment of "{self.python}" has no vLLM. {make}')
         if status not in (0, _VLLM_FOR_CPUS):
-            raise UsageError(f'python: "{self.python}" is not a Python interpreter: it ended with status {status}. {make}')
+            raise UsageError(
+                f'python: "{self.python}" is not a Python interpreter: it ended with status {status}. {make}'
+            )
         if self.weight_transfer == "nccl" and status == _VLLM_FOR_CPUS:
             raise UsageError(
                 f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, and '

@@ -1,4 +1,4 @@
-"""Reads the key of a request, and compares it: for every server of ours, and for vLLM's, in whose processes Verbatim is
+"""Reads and compares the key of a request. Shared by Verbatim's servers and by vLLM's, in whose processes Verbatim is
 not installed."""
 
 from __future__ import annotations
@@ -7,16 +7,17 @@ import hmac
 from collections.abc import Iterable
 
 Headers = Iterable[tuple[bytes, bytes]]
-"""As ASGI has them: names in lower case."""
+"""Headers as in ASGI: names in lower case."""
 
 
 def bearer_of(headers: Headers) -> bytes | None:
-    """The key of `Authorization: Bearer KEY`; None where there is no such header, another scheme, or two of them. The
-    name of the scheme may be in any case (RFC 9110); a key without a scheme is none.
+    """The key in `Authorization: Bearer KEY`, or None if the header is missing, repeated or of another scheme. The
+    scheme's name is case-insensitive (RFC 9110); a value without a scheme is not a key.
 
     >>> bearer_of([(b"authorization", b"bearer k")]), bearer_of([(b"authorization", b"k")])
     (b'k', None)
     """
+    # Two headers are ambiguous, so they count as none.
     given = [value for name, value in headers if name == b"authorization"]
     if len(given) != 1:
         return None
@@ -25,7 +26,7 @@ def bearer_of(headers: Headers) -> bytes | None:
 
 
 def key_of(headers: Headers, *others: bytes) -> bytes | None:
-    """The key of a request: a bearer token, or else the value of the first of these headers that it has.
+    """The key of a request: its bearer token, or else the value of the first of the headers `others` that it has.
 
     >>> key_of([(b"x-api-key", b"k")], b"x-api-key")
     b'k'
@@ -38,5 +39,5 @@ def key_of(headers: Headers, *others: bytes) -> bytes | None:
 
 
 def is_key(given: bytes | None, key: bytes) -> bool:
-    """Whether a key is the right one, in a time that does not say how much of it is."""
+    """True if the key is right. The comparison takes constant time, so that timing does not reveal the key."""
     return hmac.compare_digest(given or b"", key) and given is not None

@@ -1,11 +1,11 @@
-"""Takes weights that arrive over HTTP, for hosts without a shared folder: in parts, resumable, checked by sha256.
+"""Receives weights over HTTP, for hosts without a shared folder: in parts, resumable, checked by SHA-256.
 
-    GET  /verbatim/v1/uploads/FOLDER/FILE            {"size": bytes that are there}
+    GET  /verbatim/v1/uploads/FOLDER/FILE            {"size": bytes received so far}
     PUT  /verbatim/v1/uploads/FOLDER/FILE?offset=N   the bytes from N on; 409 with {"size": ...} if N is not the size
-    POST /verbatim/v1/uploads/FOLDER                 {"FILE": "sha256", ...}: {"path": ...} once all of them are right;
-                                                     folders of other versions are removed then
+    POST /verbatim/v1/uploads/FOLDER                 {"FILE": "sha256", ...}: {"path": ...} once all files match;
+                                                     then the folders of other versions are deleted
 
-Both servers answer with it: ours, and a vLLM through `verbatim_vllm_http`. So it imports the standard library only.
+Used by our own server, and by a vLLM through `verbatim_vllm_http`, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from typing import Any
 from urllib.parse import parse_qs
 
 PREFIX = "/verbatim/v1/uploads/"
+# The first character excludes "." and "..", so that no name leaves the folder for uploads.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _VERSION = re.compile(r"v\d+")
 _MOST_JSON = 2**20
+"""Maximum size of a JSON body, in bytes."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 async def take(root: Path | None, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON to answer with.
+    """Handle one request.
 
     Args:
-        root: Uploads land here, in a folder for each version; None: this server takes none.
-        scope: Of ASGI; its path begins with `PREFIX`.
-        receive: Of ASGI.
+        root: The folder for uploads, with a subfolder for each version; None: uploads are refused.
+        scope: ASGI's scope; its path begins with `PREFIX`.
+        receive: ASGI's receive.
+
+    Returns:
+        The status and the JSON to answer with.
     """
     if root is None:
         return 404, {"error": "this server takes no uploads"}
@@ -63,6 +68,7 @@ async def _append(path: Path, query: dict[str, list[str]], receive: Receive) -> 
     if offset != _size(path):
         return 409, {"size": _size(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Parts are written as they arrive: after a broken connection the client continues from the size that is there.
     with path.open("ab") as file:
         async for part in _body(receive):
             await asyncio.to_thread(file.write, part)
@@ -85,11 +91,12 @@ async def _finish(folder: Path, receive: Receive) -> tuple[int, dict[str, Any]]:
             wrong.append(name)
         elif await asyncio.to_thread(sha256, folder / name) != digest:
             wrong.append(name)
-            (folder / name).unlink(missing_ok=True)  # sent again from the start
+            (folder / name).unlink(missing_ok=True)  # otherwise the client would resume behind the wrong bytes
     if wrong:
         return 422, {"wrong": wrong}
     for other in folder.parent.iterdir():
-        if other != folder and _VERSION.fullmatch(other.name):  # whatever else is there is not ours
+        if other != folder and _VERSION.fullmatch(other.name):  # anything else in the folder is not ours
+            # In a thread: deleting large files would block the event loop, which also serves requests.
             await asyncio.to_thread(shutil.rmtree, other, ignore_errors=True)
     return 200, {"path": str(folder)}
 

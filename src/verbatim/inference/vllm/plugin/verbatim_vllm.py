@@ -1,7 +1,7 @@
 """Loads published weights into vLLM, and reports a digest of each tensor that its kernels were built from.
 
-This folder goes on the PYTHONPATH of vLLM's environment, where Verbatim is not installed: it imports vLLM and torch
-only. vLLM finds `register` through the entry point `vllm.general_plugins`. A server takes part with
+This folder is put on the PYTHONPATH of vLLM's environment, where Verbatim is not installed, so its modules import only
+vLLM and torch. vLLM finds `register` through the entry point `vllm.general_plugins`. A server uses the plug-in with
 
     --weight-transfer-config '{"backend": "verbatim_files"}' --worker-extension-cls verbatim_vllm.WeightReport
 """
@@ -9,11 +9,11 @@ only. vLLM finds `register` through the entry point `vllm.general_plugins`. A se
 from typing import Any
 
 FORMAT = 1
-"""Version of the report's format; a client that expects another one says so."""
+"""Version of the report's format; a client that expects another version refuses the server."""
 
 
 def register() -> None:
-    """Add the engines to vLLM's table; called in each of its processes, and possibly twice."""
+    """Register the engines with vLLM; it calls this in each of its processes, possibly twice in one."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, engine in (("verbatim_files", "FilesEngine"), ("verbatim_broadcast", "BroadcastEngine")):
@@ -22,28 +22,28 @@ def register() -> None:
 
 
 class WeightReport:
-    """Methods of a vLLM worker that `/collective_rpc` calls by name. It has no state: it is mixed into the worker."""
+    """Methods of a vLLM worker that `/collective_rpc` calls by name. Stateless, because it is mixed into the worker."""
 
     def verbatim_report(self) -> dict[str, Any]:
-        """What the last weight update of this worker built its kernels from."""
+        """The report of this worker's last weight update: what its kernels were built from."""
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         report = getattr(engine, "report", None)
         return {"format": FORMAT, "engine": type(engine).__name__, "report": report}
 
     def verbatim_adapter(self) -> dict[str, Any]:
-        """What the newest low-rank adapter of this worker is made of."""
+        """The report of this worker's newest LoRA adapter."""
         from verbatim_vllm_adapters import report
 
         manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
         return {"format": FORMAT, "engine": "adapters", "report": report(manager._adapter_manager)}
 
     def _adapts_head(self) -> bool:
-        """Whether the output head is wrapped for adapters."""
+        """True if the output head is wrapped for adapters."""
         manager = getattr(self.model_runner, "lora_manager", None)  # type: ignore[attr-defined]
         return manager is not None and any("lm_head" in name for name in manager._adapter_manager.modules)
 
     def verbatim_facts(self) -> dict[str, Any]:
-        """How this server was started, as far as exactness depends on it."""
+        """How this server was started: the settings that exactness depends on."""
         config = self.vllm_config  # type: ignore[attr-defined]
         model, transfer = config.model_config, config.weight_transfer_config
         return {
@@ -58,7 +58,7 @@ class WeightReport:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "returns_routed_experts": bool(config.aux_output_config.enable_return_routed_experts),
-            "returns_kept_sets": bool(getattr(model, "return_sampling_mask", False)),  # older releases have it not
+            "returns_kept_sets": bool(getattr(model, "return_sampling_mask", False)),  # older releases lack it
             "speculative": config.speculative_config is not None,
             "max_lora_rank": None if config.lora_config is None else int(config.lora_config.max_lora_rank),
             "adapts_head": self._adapts_head(),
@@ -69,7 +69,7 @@ class WeightReport:
 
 
 def _nccl() -> str | None:
-    """The version of torch's NCCL; all ranks of a group need the same one. None where there is no CUDA."""
+    """Version of torch's NCCL, which all ranks of a group must share; None without CUDA."""
     import torch
 
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
@@ -78,10 +78,10 @@ def _nccl() -> str | None:
 
 
 def _unsupported_heads(model: Any) -> str | None:
-    """Why the attention kernels of a CPU cannot compute this model; None: they can.
+    """Why the attention kernels for CPUs cannot compute this model; None: they can.
 
-    vLLM asks its other backends before it takes one. Its only one for CPUs is taken unasked, and the server ends at the
-    first request.
+    vLLM checks whether its other attention backends support a model. It takes its only one for CPUs without a check,
+    and the server crashes at the first request.
     """
     from vllm.platforms import current_platform
 

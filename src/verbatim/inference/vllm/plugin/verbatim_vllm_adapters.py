@@ -1,6 +1,6 @@
-"""Takes the digests of a low-rank adapter where the kernels read it: in its slot of every layer.
+"""Computes the digests of a LoRA adapter where the kernels read it: in its slot of every layer.
 
-vLLM multiplies B by the scale when it loads an adapter, so B is scaled here.
+vLLM multiplies B by the scale when it loads an adapter, so these digests are of the scaled B.
 """
 
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from vllm.lora.layers import (
 )
 
 Piece = tuple[int, int, Tensor]
-"""The dimension along which it is a part of the file's tensor, where it begins there, and its values."""
+"""A slice of the file's tensor: the sliced dimension, the index where the slice begins, and its values."""
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 
 def newest(manager: Any) -> int | None:
-    """The id of the adapter that was loaded last; ids only grow."""
+    """Id of the adapter that was loaded last (ids only grow), or None if there is none."""
     return max(manager.list_adapters(), default=None)
 
 
 def report(manager: Any) -> dict[str, Any]:
-    """What the newest adapter is made of, in the format of `verbatim_vllm_watch.Watch.report`.
+    """The tensors of the newest adapter, in the format of `verbatim_vllm_watch.Watch.report`.
 
     Args:
-        manager: The worker's manager of adapters.
+        manager: The worker's adapter manager.
     """
     found: dict[str, Any] = {
         "path": None,
@@ -46,11 +46,12 @@ def report(manager: Any) -> dict[str, Any]:
     for name, layer in manager.modules.items():
         members = manager.packed_modules.get(name, [name])
         known = isinstance(layer, ColumnParallelLinearWithLoRA | RowParallelLinearWithLoRA | ReplicatedLinearWithLoRA)
+        # An unknown layer is left out; the client finds its tensors missing, and refuses the update.
         if not known or len(members) != layer.n_slices:
             continue
         for member, tensors in zip(members, _slices(layer, slot, rank), strict=True):
             if all(not bool(tensor.any()) for _, _, tensor in tensors):
-                continue  # this layer is not adapted
+                continue  # all zeros: the adapter does not have this layer
             for end, (dim, start, tensor) in zip(ENDS, tensors, strict=True):
                 found["tensors"].append(
                     [
@@ -67,7 +68,7 @@ def report(manager: Any) -> dict[str, Any]:
 
 
 def _slices(layer: nn.Module, slot: int, rank: int) -> Iterator[tuple[Piece, Piece]]:
-    """A and B of each part of a fused layer."""
+    """The slices of A and B on this worker, for each part of a fused layer (tensor parallelism splits A or B)."""
     by_input = isinstance(layer, RowParallelLinearWithLoRA)
     whole = layer.tp_rank if isinstance(layer, ColumnParallelLinearWithLoRA) else 0
     parts = getattr(layer, "output_ids", [whole] * layer.n_slices)

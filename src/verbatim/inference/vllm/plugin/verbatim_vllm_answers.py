@@ -1,12 +1,12 @@
 """Lets vLLM's token endpoint answer with packed arrays: a string for all ids and one for all logprobs.
 
-vLLM 0.32 decodes each sampled token to text twice, makes two checked records of it, a dictionary of each, and 142 bytes
-of JSON. A request with `{"verbatim": {"packed": true}}` that asks for the sampled tokens' own logprobs is answered
-without any of that: `token_ids` and `logprobs` of its choice are null, and beside `choices` stands
+For each sampled token, vLLM 0.32 decodes text twice and builds two validated records, a dictionary of each, and 142
+bytes of JSON. A request with `{"verbatim": {"packed": true}}` that asks for the logprobs of the sampled tokens skips
+all of that: `token_ids` and `logprobs` of its choice are null, and next to `choices` the answer has
 
     "packed": {"token_ids": "BQAAAAcAAAA=", "logprobs": "AAAAvwAAgL4="}      [5, 7] and [-0.5, -0.25]
 
-in base64: int32 and float32, little-endian. Everything else is as ever, and so are all other requests.
+in base64: int32 and float32, little-endian. The rest of the answer, and all other requests, are unchanged.
 
 This module runs in vLLM's processes, where Verbatim is not installed.
 """
@@ -25,17 +25,18 @@ import numpy as np
 KEY = "packed"
 OURS = "verbatim"
 MISSING = -9999.0
-"""vLLM's logprob of a token that has none, or none that is a number."""
+"""vLLM's logprob for a token whose logprob is missing or NaN."""
 _REQUEST = ("self", "request", "raw_request")
 _LOGPROBS = ("self", "token_ids", "top_logprobs", "num_output_top_logprobs")
-"""Parameters of vLLM's methods that are replaced; a release that has others keeps its own answers."""
+"""Parameters of the vLLM methods that are replaced. In a release with other parameters nothing is replaced."""
 
 _logprobs: ContextVar[list[np.ndarray] | None] = ContextVar("verbatim_packed_logprobs", default=None)
-"""Where the request at hand puts its logprobs; None: it is answered in vLLM's own form."""
+"""Collects the logprobs of the current request; None: the request is answered in vLLM's own format. A context variable,
+because requests run concurrently as asyncio tasks."""
 
 
 def packed(token_ids: Sequence[int], logprobs: np.ndarray) -> dict[str, str]:
-    """Ids and logprobs as strings.
+    """Ids and logprobs as base64 strings.
 
     >>> packed([5, 7], np.array([-0.5, -0.25], dtype=np.float32))
     {'token_ids': 'BQAAAAcAAAA=', 'logprobs': 'AAAAvwAAgL4='}
@@ -48,30 +49,32 @@ def _text(array: np.ndarray) -> str:
 
 
 def is_asked(body: Any, sampling: Any, *, output_mode: str, stream: bool) -> bool:
-    """Whether a request wants a packed answer, and nothing that has no place in one.
+    """True if a request asks for a packed answer, and for nothing that a packed answer cannot carry.
 
     Args:
-        body: Its JSON.
-        sampling: vLLM's parameters of it.
-        output_mode: "tokens", or "text".
-        stream: Whether the answer is a stream.
+        body: The request's JSON.
+        sampling: vLLM's sampling parameters of the request.
+        output_mode: "tokens" or "text".
+        stream: True if the answer is streamed.
     """
     ours = body.get(OURS) if isinstance(body, dict) else None
     if not isinstance(ours, dict) or ours.get(KEY) is not True or stream or output_mode != "tokens":
         return False
     others = (sampling.logprob_token_ids, sampling.stop, sampling.prompt_logprobs is not None, sampling.n != 1)
+    # logprobs == 0 asks vLLM for the sampled token's logprob alone.
     return sampling.logprobs == 0 and not any(others)
 
 
 def sampled_logprobs(token_ids: Sequence[int], rows: Any) -> np.ndarray:
-    """The logprob of each sampled token: float32 [L], `MISSING` as vLLM writes it.
+    """The logprob of each sampled token: float32 [L], with vLLM's `MISSING` for NaN and for values below it.
 
     Args:
         token_ids: The sampled ids.
-        rows: vLLM's logprobs, a mapping of ids for each position: a list, or its `FlatLogprobs`.
+        rows: vLLM's logprobs, one mapping from id to logprob for each position: a list, or vLLM's `FlatLogprobs`.
     """
     ids = list(token_ids)
-    if getattr(rows, "token_ids", None) == ids and rows.start_indices == list(range(len(ids))):  # one for each position
+    # `FlatLogprobs` with exactly one entry a position: its array is used as it is, without a lookup for each token.
+    if getattr(rows, "token_ids", None) == ids and rows.start_indices == list(range(len(ids))):
         values = rows.logprobs
     else:
         found = [(rows[at] or {}).get(token) for at, token in enumerate(ids)]
@@ -81,10 +84,10 @@ def sampled_logprobs(token_ids: Sequence[int], rows: Any) -> np.ndarray:
 
 
 def install() -> str | None:
-    """Teach this process's token endpoint; called once for each application, and possibly twice in a process.
+    """Patch this process's token endpoint; called once for each application, possibly twice in a process.
 
     Returns:
-        Why it cannot be taught; None: it was.
+        Why it cannot be patched; None: it is.
     """
     try:
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
@@ -103,7 +106,7 @@ def install() -> str | None:
 
     async def serve_tokens(self: Any, request: Any, raw_request: Any = None) -> Any:
         sampling = request.sampling_params
-        body = {} if raw_request is None else await raw_request.json()  # read and kept before vLLM came here
+        body = {} if raw_request is None else await raw_request.json()  # cached: vLLM has read it already
         if not is_asked(body, sampling, output_mode=request.output_mode, stream=bool(request.stream)):
             return await serve(self, request, raw_request)
         sampling.detokenize, sampling.flat_logprobs = False, True
@@ -114,6 +117,7 @@ def install() -> str | None:
         (choice,), (logprobs,) = answer.choices, taken
         strings = packed(choice.token_ids, logprobs)
         choice.token_ids = None
+        # `model_construct` skips validation, whose cost packed answers are to avoid.
         return PackedResponse.model_construct(**dict(answer), packed=strings)
 
     def create_tokens_logprobs(

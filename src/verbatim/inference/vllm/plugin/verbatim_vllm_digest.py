@@ -1,4 +1,4 @@
-"""Computes the digest of a tensor, on the device where it is."""
+"""Computes the digest of a tensor, on the device that holds it."""
 
 import hashlib
 
@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 COLUMNS = 512
-"""Words of 8 bytes in a row of `digest`."""
+"""Columns of the digest's matrix, in words of 8 bytes. Part of the format: the client uses the same number."""
 _ROWS_AT_ONCE = 32
-"""So many rows stay in the cache of a core for both sums."""
+"""Rows (4 KiB each) summed at a time on a CPU, so that a block is still in the core's cache for the second sum."""
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of dtype, shape and bytes: the sums of the rows and of the columns of the bytes, seen as a matrix of
-    64-bit words with `COLUMNS` columns and padded with zeros, modulo 2**64, under SHA-256.
+    """Digest of dtype, shape and bytes: SHA-256 of the column sums and of the row sums, modulo 2**64, of the bytes as a
+    matrix of 64-bit words with `COLUMNS` columns, padded with zeros.
 
-    As fast as memory, on a CPU and on a GPU. It is made for faults, not for forgers: one to three changed words always
-    change it, as does a changed order; more words leave it alone only where their changes cancel in every row and
+    As fast as reading the memory, on a CPU and on a GPU. It detects faults, not forgery: changing one to three words
+    always changes it, as does another order; changes of more words go unnoticed only if they cancel in every row and in
     every column.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # A view as 64-bit words needs an aligned start.
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = len(raw) // (8 * COLUMNS) * (8 * COLUMNS)

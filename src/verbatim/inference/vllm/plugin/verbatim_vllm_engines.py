@@ -1,5 +1,5 @@
-"""Defines the weight-transfer engines: from a folder of safetensors, and from a trainer's broadcast. Both watch what
-the kernels get."""
+"""Defines the weight-transfer engines: from a folder of safetensors, and from a trainer's broadcast. Both watch which
+values the kernels are built from."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,62 +23,62 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 @dataclass
 class FilesInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """No parameters: a folder needs no connection."""
 
 
 @dataclass
 class FilesUpdateInfo(WeightTransferUpdateInfo):
-    """Which weights to load."""
+    """The weights to load."""
 
     path: str
     """A folder in Hugging Face format, on this machine."""
 
 
 class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
-    """Loads a folder of safetensors. What cannot be loaded stands in `report`, which the client reads: an exception
-    would only reach it as status 500 without a text."""
+    """Loads a folder of safetensors. A failure is recorded in `report`, which the client reads; the client would see an
+    exception only as status 500 without a text."""
 
     init_info_cls = FilesInitInfo
     update_info_cls = FilesUpdateInfo
     supports_draft_weight_update = False
 
     report: dict[str, Any] | None = None
-    """What the last update loaded; see `Watch.report`."""
+    """The report of the last update; see `Watch.report`."""
     _shapes: dict[str, tuple[int, ...]] | None = None
-    """Shapes of the first folder's tensors: every later folder has the same."""
+    """Shapes of the first folder's tensors; every later folder must have the same."""
 
     def init_transfer_engine(self, init_info: FilesInitInfo) -> None:
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
-        """A report of an earlier update is never taken for one of this update."""
+        """Drop the report of an earlier update, so that it cannot be mistaken for this one's."""
         self.report = None
 
     def receive_weights(self, update_info: FilesUpdateInfo) -> None:
-        """Load all tensors; the weights stay as they are where the folder is refused."""
+        """Load all tensors. If the folder is refused, the weights stay as they are."""
         self.receive(update_info.path, lambda: Folder(Path(update_info.path)))
 
     def receive(self, path: str | None, open_source: "Callable[[], Folder | Broadcast]") -> None:
-        """Load all tensors of a source; nothing is loaded where it cannot be opened."""
+        """Load all tensors of a source. Nothing is loaded if it cannot be opened or has other tensors."""
         watch = Watch(self.model)
         try:
             source = open_source()
             watch.expect(source.shapes)
             if self._shapes is not None:
                 refuse_other_shapes(source.shapes, self._shapes)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        except Exception as error:  # noqa: BLE001 - the client reads any error from the report
             self.report = watch.report(path=path, error=f"{type(error).__name__}: {error}", loaded=False)
             return
         error_text = None
         try:
             self.load(watch, source)
             self._shapes = source.shapes
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        except Exception as error:  # noqa: BLE001 - the client reads any error from the report
             error_text = f"{type(error).__name__}: {error}"
         self.report = watch.report(path=path, error=error_text, loaded=True)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
-        """Load the tensors and build the kernels from them; what was not loaded keeps its old kernel."""
+        """Load the tensors and build the kernels from them; a tensor that is not loaded keeps its old kernel."""
         with watch:
             initialize_layerwise_reload(self.model)
             try:
@@ -88,7 +88,7 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
             watch.rebuild_heads()
 
     def finish_weight_update(self) -> None:
-        """All was done while the weights were received."""
+        """Nothing to do: kernels are built while the weights are received."""
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -96,33 +96,35 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """Which weights to load: those of a folder, or those that a group brings."""
+    """The weights to load: those of a folder, or those that a group broadcasts."""
 
     path: str | None = None
     """A folder in Hugging Face format, on this machine."""
     group: dict[str, Any] | None = None
-    """The trainer's store (`host`, `port`), the group's `name`, `size`, `kind` and `seconds`, and `first_rank`, the
-    rank of this server's first worker."""
+    """The trainer's store (`host`, `port`), the group's `name`, `size`, `kind` and `seconds` (timeout), and
+    `first_rank`, the rank of this server's first worker."""
 
 
 class BroadcastEngine(FilesEngine):
-    """Receives what the trainer broadcasts to all servers. One that takes no part in a broadcast loads a folder."""
+    """Receives the tensors that the trainer broadcasts to all servers. A server that missed a broadcast loads a
+    folder."""
 
     update_info_cls = BroadcastUpdateInfo
     _group: WeightGroup | None = None
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Load the tensors of a folder, or those that arrive."""
+        """Load the tensors of a folder, or those of the group."""
         about = update_info.group
         if about is None:
             self.receive(update_info.path, lambda: Folder(Path(str(update_info.path))))
             return
         self.receive(None, lambda: Broadcast(self._enter(about)))
+        # After a failure other ranks may still wait in a broadcast: ending the group releases them.
         if self._group is not None and self.report is not None and self.report["error"] is not None:
             self._leave(str(self.report["error"]))
 
     def _enter(self, about: dict[str, Any]) -> WeightGroup:
-        """The group of this update: that of the one before, or another one, where servers have come or gone."""
+        """The group of this update: the last one if its name is the same, otherwise a new one."""
         if self._group is not None and self._group.name == about["name"]:
             self._group.begin()
             return self._group
@@ -148,7 +150,7 @@ class BroadcastEngine(FilesEngine):
             group.close(why)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
-        """Load the tensors; those that the model has no use for are received too."""
+        """Load the tensors, and receive those that the model does not use too: the trainer broadcasts all of them."""
         super().load(watch, source)
         if isinstance(source, Broadcast):
             for _ in source.tensors():
@@ -160,10 +162,10 @@ class BroadcastEngine(FilesEngine):
 
 
 class Broadcast:
-    """The tensors that arrive from the trainer.
+    """The tensors that the trainer broadcasts.
 
     Args:
-        group: Entered.
+        group: A group that this rank has joined.
     """
 
     def __init__(self, group: WeightGroup) -> None:
@@ -172,7 +174,7 @@ class Broadcast:
         self._tensors = ((name, group.receive(dtype, shape)) for name, (dtype, shape) in layout.items())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor that has not been taken yet, received when it is asked for."""
+        """Each tensor that has not been consumed yet, received when it is consumed."""
         return self._tensors
 
 
@@ -180,7 +182,7 @@ class Folder:
     """The tensors of a folder in Hugging Face format, opened before any of them is loaded.
 
     Raises:
-        ValueError: there are none, a file is damaged, or an index does not fit its files.
+        ValueError: there are none, a file is damaged, or an index does not match its files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -203,17 +205,17 @@ class Folder:
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor, mapped from its file and read when it is copied."""
+        """Each tensor, memory-mapped from its file and read when it is copied."""
         for file in self._files:
             for key in file.keys():  # noqa: SIM118 - no mapping
                 yield key, file.get_tensor(key)
 
 
 def refuse_other_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a folder whose tensors are not those of the first one.
+    """Refuse a folder whose tensor names or shapes differ from those of the first one.
 
     Raises:
-        ValueError: names the first three.
+        ValueError: names the first three tensors.
     """
     other = [
         f"{name}: found {found.get(name)}, expected {expected.get(name)}"

@@ -1,5 +1,5 @@
 """Knows where vLLM keeps the experts of a layer: all of them in two parameters, `w13_weight` (gate and up) and
-`w2_weight` (down), which a checkpoint has as a tensor for each expert.
+`w2_weight` (down), while a checkpoint has separate tensors for each expert.
 
 Example: `model.layers.0.mlp.experts.3.up_proj.weight` is the part "3.w3" of `...experts.routed_experts.w13_weight`.
 """
@@ -15,7 +15,7 @@ _SHARDS = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",)}
 
 
 def are_known(module: nn.Module) -> bool:
-    """Whether these are experts whose places are understood: not quantized, each of them once and where it was."""
+    """True if the layout of these experts is known: not quantized, no replicas (EPLB), no fused shared experts."""
     return (
         isinstance(module, RoutedExperts)
         and isinstance(module.quant_method, UnquantizedFusedMoEMethod)
@@ -27,7 +27,7 @@ def are_known(module: nn.Module) -> bool:
 
 
 def places(module: nn.Module, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Each tensor of a checkpoint, and the parameter and part of it where vLLM puts it."""
+    """Each tensor of a checkpoint, with the parameter and the part of it that vLLM loads it into."""
     for param, tensor, expert, shard in module.get_expert_mapping():  # "experts.w13_", "experts.3.up_proj.", 3, "w3"
         place = f"{name}.{param.removeprefix('experts.')}weight", f"{expert}.{shard}"
         yield f"{module.layer_name.removesuffix('experts')}{tensor}weight", place
@@ -41,7 +41,7 @@ def shards(module: nn.Module, key: str) -> list[str | int | None]:
 
 
 def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[tuple[str | int | None, int, int, Tensor]]:
-    """The parts of a parameter before its kernel is built. Their sizes may be rounded up, the checkpoint's are not."""
+    """The parts of a parameter before its kernel is built. vLLM may pad their sizes; the padding is cut off here."""
     if key not in _SHARDS:
         yield None, 0, 0, values
         return
@@ -56,7 +56,7 @@ def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[tuple[str | 
 
 
 def build(module: nn.Module, build_kernel: Any) -> None:
-    """Build the kernel; on a CPU also pack the weights for it, which vLLM does only for a kernel's first weights."""
+    """Build the kernel. On a CPU also pack the weights for it, which vLLM does only when it first builds a kernel."""
     kernel = module.quant_method.moe_kernel
     build_kernel(module)
     if kernel is not None and module.w13_weight.device.type == "cpu":
@@ -64,7 +64,7 @@ def build(module: nn.Module, build_kernel: Any) -> None:
 
 
 def _experts(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Each expert of this worker, and its index here."""
+    """Each expert that this worker holds: its global index and its index here."""
     for expert in range(module.global_num_experts):
         at = module._map_global_expert_id_to_local_expert_id(expert)
         if at >= 0:

@@ -1,11 +1,12 @@
 """What Verbatim adds to a vLLM server's HTTP (`--middleware`): keys, uploads of weights, packed answers.
 
-vLLM's own key guards /v1 and /inference only; whoever reaches the port could pause the server, load other weights or
-call any method of its workers. Here every route but /health needs the key in VERBATIM_KEY, where there is one.
+vLLM's own key guards only /v1 and /inference: anyone who reaches the port could pause the server, load other weights or
+call any method of its workers. With this middleware every route but /health needs the key in VERBATIM_KEY, if it is
+set.
 
-Uploads (`verbatim_uploads`) land in VERBATIM_UPLOADS. Packed answers (`verbatim_vllm_answers`) are those of the token
-endpoint; a vLLM that cannot be taught them logs why, and gives its own. This module runs in vLLM's processes, where
-Verbatim is not installed.
+Uploads (`verbatim_uploads`) are written to VERBATIM_UPLOADS. Packed answers (`verbatim_vllm_answers`) are those of the
+token endpoint; where vLLM cannot be patched, the reason is logged and the server answers in vLLM's own format. This
+module runs in vLLM's processes, where Verbatim is not installed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import verbatim_vllm_answers
 from verbatim_uploads import Receive, Scope
 
 logger = logging.getLogger("vllm.verbatim")
-"""Below vLLM's own, so that it is written to the server's log."""
+"""A child of vLLM's logger, so that it writes to the server's log."""
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware: the key for every route but /health, and the routes of uploads."""
+    """ASGI middleware: requires the key on every route but /health, and serves the routes of uploads."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -37,10 +38,10 @@ class Guard:
         uploads = os.environ.get("VERBATIM_UPLOADS") or None
         self._uploads = None if uploads is None else Path(uploads)
         if (why := verbatim_vllm_answers.install()) is not None:
-            logger.warning("the token endpoint names every token beside its logprob, as this vLLM does: %s", why)
+            logger.warning("the token endpoint answers in vLLM's own format, not packed: %s", why)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on to vLLM."""
+        """Answer the request, or pass it on to vLLM."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == "/health"):
             await self._app(scope, receive, send)
         elif not self._is_allowed(scope) and scope["type"] == "websocket":

@@ -1,10 +1,9 @@
-"""Takes the digest of every tensor at the moment when vLLM builds a kernel from it, under the checkpoint's name.
+"""Computes the digest of every tensor at the moment when vLLM builds a kernel from it, under the checkpoint's name.
 
-On a CPU, vLLM packs linear weights into opaque handles and empties the parameter: afterwards they cannot be read. So a
-`Watch` stands between the loaded tensors and `process_weights_after_loading`, which builds the kernels. A layer whose
-kernel is not built anew has no digest, and so it is seen that it is stale. What is still there after the update (norms,
-embeddings, on a GPU every weight but those of experts, whose layout kernels change) is read from the live parameter
-too.
+On a CPU, vLLM packs linear weights into opaque handles and empties the parameter, which cannot be read afterwards.
+Therefore `Watch` wraps `process_weights_after_loading`, which builds the kernels. A layer whose kernel was not rebuilt
+has no digest, which shows that it is stale. Parameters that are still there after the update (norms, embeddings, and on
+a GPU all weights but those of experts, whose layout kernels change) are digested in their live state too.
 """
 
 import time
@@ -26,15 +25,15 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 Piece = tuple[str | int | None, int, int, Tensor]
-"""A part of a parameter: the shard of a fused module ("q", 0; None: not fused), the dimension along which it is a part
-of the checkpoint's tensor, where it begins there, and its values."""
+"""A part of a parameter: the shard of a fused module ("q", 0; None: not fused), the dimension along which it slices the
+checkpoint's tensor, the index where the slice begins, and its values."""
 
 
 class Watch:
-    """Sees which tensors the kernels of a model are built from while it is entered.
+    """Context manager that records which tensors a model's kernels are built from.
 
     Args:
-        model: The model of this worker.
+        model: This worker's model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,20 +50,21 @@ class Watch:
         self._wrapped: list[QuantizeMethodBase] = []
         self._began = time.perf_counter()
         self.unmapped: list[str] = []
-        """Tensors of the checkpoint whose place in the model is not understood, and parameters of the server that no
-        tensor of the checkpoint fills: their digests are not known."""
+        """Tensors of the checkpoint whose place in the model is unknown, and parameters of the server that no tensor of
+        the checkpoint fills: no digest covers them."""
 
-    # ---- what has to arrive
+    # ---- expected tensors
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Note the checkpoint's tensors, before any is loaded.
+        """Register the checkpoint's tensors before any is loaded.
 
         Raises:
-            ValueError: a tensor of the model is not among them.
+            ValueError: a parameter of the model has no tensor in the checkpoint.
         """
         self._shapes.update(shapes)
         places = self._places()
         self.unmapped = sorted(name for name, place in places.items() if place is None)
+        # An unmapped tensor may be the one that fills a parameter, so "missing" cannot be decided.
         if self.unmapped:
             return
         filled = set(places.values())
@@ -82,7 +82,7 @@ class Watch:
         self.unmapped = sorted(f"{name} (of the server)" for _, name in missing)
 
     def _places(self) -> dict[str, tuple[str, str | int | None] | None]:
-        """Checkpoint tensor -> parameter and shard of it; None: not understood."""
+        """From checkpoint tensor to parameter and shard; None: unknown."""
         known = {(param, shard) for _, param, shard in self._wanted()}
         found: dict[str, tuple[str, str | int | None] | None] = {}
         for name in self._shapes:
@@ -106,7 +106,7 @@ class Watch:
                     yield whole, index
 
     def _wanted(self) -> Iterator[tuple[nn.Module, str, str | int | None]]:
-        """Every parameter, its module, and its shards; a tied head comes with the embedding."""
+        """Every parameter with its module and shards. A tied head is left out: the embedding's tensor fills it."""
         for module, name in self._names.items():
             if isinstance(module, ParallelLMHead) and self._tied_to(module) is not None:
                 continue
@@ -116,29 +116,31 @@ class Watch:
                         yield module, f"{name}.{key}" if name else key, shard
 
     def _tied_to(self, head: ParallelLMHead) -> str | None:
-        """The parameter of the embedding whose weights the head uses."""
+        """Name of the embedding's parameter whose weights the head shares, or None if it has its own."""
         for module, name in self._names.items():
             if isinstance(module, VocabParallelEmbedding) and module is not head and module.weight is head.weight:
                 return f"{name}.weight"
         return None
 
-    # ---- what arrives
+    # ---- recording
 
     def __enter__(self) -> "Watch":
         for module in self._names:
             method = getattr(module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and method not in self._wrapped:
                 self._wrapped.append(method)
+                # Set on the instance, which hides the class's method for this model only.
                 method.process_weights_after_loading = self._seeing(method.process_weights_after_loading)
         return self
 
     def __exit__(self, *_: object) -> None:
         for method in self._wrapped:
-            del method.process_weights_after_loading  # the class's own is found again
+            del method.process_weights_after_loading  # uncovers the class's method again
         self._wrapped = []
 
     def _seeing(self, build: Any) -> Any:
         def build_and_see(layer: nn.Module) -> None:
+            # Before the build, which may empty the parameters.
             self._built[self._names[layer]] = {
                 f"{key}|{shard}": self._entry(dim, start, values, "kernel")
                 for key, parameter in layer._parameters.items()
@@ -153,7 +155,8 @@ class Watch:
         return build_and_see
 
     def rebuild_heads(self) -> None:
-        """Build the kernels of heads that were not built: vLLM forgets a tied head, which is packed on a CPU."""
+        """Build the kernels of heads that were not built: vLLM skips a tied head, which has a kernel of its own on a
+        CPU."""
         for module, name in self._names.items():
             if isinstance(module, ParallelLMHead) and name not in self._built:
                 module.quant_method.process_weights_after_loading(module)
@@ -162,19 +165,20 @@ class Watch:
     def _entry(dim: int, start: int, values: Tensor, source: str) -> list[Any]:
         return [dim, start, list(values.shape), str(values.dtype).removeprefix("torch."), digest(values), source]
 
-    # ---- what arrived
+    # ---- report
 
     def report(self, *, path: str | None, error: str | None, loaded: bool) -> dict[str, Any]:
         """What the kernels were built from, as JSON.
 
         `tensors`: `[name, dim, start, shape, dtype, digest, source]` for each part of a checkpoint's tensor on this
-        worker; its source is "kernel" where it was seen as a kernel was built from it, "live" where it is the parameter
-        that is used now. `stale`: tensors that no kernel was built from.
+        worker; `source` is "kernel" if the digest was taken when a kernel was built, "live" if it is of the parameter
+        in use now. `stale`: tensors that no kernel was built from.
         """
         tensors: list[list[Any]] = []
         stale: list[str] = []
         if loaded:
             by_place = {place: name for name, place in self._places().items() if place is not None}
+            # Tied parameters share storage: each storage is digested once.
             live: dict[tuple[int, int], list[list[Any]]] = {}
             for module, name in self._names.items():
                 for found, tied, entries in self._of_module(module, name, by_place, live):
@@ -217,7 +221,7 @@ class Watch:
 
 
 def is_of_a_checkpoint(module: nn.Module) -> bool:
-    """Whether a checkpoint must bring the module's parameters. Others (scales of a cache) may have none there."""
+    """True if a checkpoint must have the module's parameters. Others, such as scales of the KV cache, may be absent."""
     return (
         isinstance(module, LinearBase | VocabParallelEmbedding)
         or "Norm" in type(module).__name__
@@ -226,7 +230,7 @@ def is_of_a_checkpoint(module: nn.Module) -> bool:
 
 
 def shards(module: nn.Module, key: str) -> list[str | int | None]:
-    """The parts of a parameter of a fused module; `[None]` for any other."""
+    """The shards of a fused module's parameter; `[None]` for any other module."""
     if experts.are_known(module):
         return experts.shards(module, key)
     if isinstance(module, QKVParallelLinear):
@@ -237,8 +241,8 @@ def shards(module: nn.Module, key: str) -> list[str | int | None]:
 
 
 def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[Piece]:
-    """The parts of a parameter, each of them a part of one tensor of the checkpoint. A parameter that a CPU has packed
-    is empty, and so are its parts."""
+    """The parts of a parameter, each one a slice of one tensor of the checkpoint. Empty if the CPU's kernel packed the
+    parameter."""
     empty = values.numel() == 0
     rank, whole = getattr(module, "tp_rank", 0), values.shape[0] if values.ndim else 0
     if experts.are_known(module):

@@ -1,13 +1,12 @@
 """Broadcasts tensors from a trainer to the workers of vLLM servers: over NCCL from device to device, or over gloo from
 host memory to host memory.
 
-Both sides run this module: the trainer is rank 0 of a group, each worker is another rank. It imports torch only,
-because it is part of the plug-in. The ranks meet in a store, which the trainer serves. Below the name of a group it
-holds
+Both sides run this module: the trainer is rank 0 of a group, each worker is another rank. It is part of the plug-in, so
+it imports only torch. The ranks meet in a `TCPStore`, which the trainer serves. Keys below a group's name:
 
     here/3      rank 3 is about to connect
-    layout      names, dtypes and shapes of the tensors in their order; written by rank 0
-    over        why the group has ended; whoever fails writes it, and every rank that waits reads it
+    layout      names, dtypes and shapes of the tensors in order; written by rank 0
+    over        why the group has ended; written by the rank that fails first, polled by every rank that waits
 """
 
 from __future__ import annotations
@@ -27,41 +26,42 @@ import torch.distributed
 from torch import Tensor
 
 dist: Any = torch.distributed
-"""Its stubs know neither the stores nor the options of groups."""
+"""Typed as Any: torch's stubs lack the stores and the options of process groups."""
 
 _LOOK_EVERY = 0.1
-"""Seconds between two looks whether another rank has failed."""
+"""Seconds between two checks whether another rank has failed."""
 _CONNECTING = 30.0
-"""Most seconds until all ranks, which are there, have connected."""
+"""Maximum seconds that the ranks, once all are here, may take to connect."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-3
+"""Seconds between two checks of a wait: short at first for small tensors, doubled up to the maximum."""
 _FOREVER = timedelta(days=365)
-"""For torch's own watchdog, which would end the whole process at its limit."""
+"""Timeout for NCCL: at its own timeout torch's watchdog would end the whole process. `_until` has the real one."""
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor, in the order in which they are broadcast."""
 
 
 class GroupOver(Exception):
-    """The group has ended, and nothing can be broadcast any more; says why."""
+    """The group has ended, and nothing more can be broadcast; the text is the reason."""
 
 
 class WeightGroup:
     """One rank of a group: rank 0 sends, the others receive.
 
-    Each wait for the others ends when one of them fails, and at the limit.
+    Each wait ends when another rank fails, or at the timeout.
 
     Args:
-        store: The trainer's.
-        name: Of the group; never used before in this store.
-        rank: This process's.
-        size: Ranks in all.
+        store: A connection to the trainer's store.
+        name: The group's name; never used before in this store.
+        rank: This process's rank.
+        size: Number of ranks.
         kind: "nccl" or "gloo".
-        device: Where tensors of this process lie.
-        seconds: Limit for making the group, and for each update (`begin`).
-        layout: Of rank 0: what it will send.
+        device: The device of this process's tensors.
+        seconds: Timeout for creating the group, and for each update (`begin`).
+        layout: On rank 0: the tensors that it will send.
 
     Raises:
-        GroupOver: another rank failed, or did not come.
+        GroupOver: another rank failed, or did not arrive.
     """
 
     def __init__(
@@ -87,41 +87,42 @@ class WeightGroup:
             if layout is not None:
                 self._store.set("layout", json.dumps(_to_json(layout)))
             self._store.set(f"here/{rank}", "")
+            # Connect only once all ranks are here: torch's own wait for a missing rank cannot be interrupted.
             here = [f"here/{other}" for other in range(size)]
             self._until(lambda: bool(self._store.check(here)), "waiting for the other ranks")
             self._refuse_if_over()
             self._connect()
 
     def begin(self) -> None:
-        """Begin an update: the limit counts from here."""
+        """Begin an update: its timeout counts from now."""
         self._ends = time.monotonic() + self._seconds
 
     def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What rank 0 sends."""
+        """Dtype and shape of each tensor that rank 0 sends."""
         with self._noticing():
             return _from_json(json.loads(self._store.get("layout")))
 
     def send(self, tensor: Tensor) -> None:
-        """Rank 0: broadcast a contiguous tensor; it may be overwritten when this returns.
+        """On rank 0: broadcast a contiguous tensor; it may be overwritten once this returns.
 
         Raises:
-            GroupOver: it is not received.
+            GroupOver: the group has ended.
         """
         self._broadcast(tensor.to(self._device))
 
     def receive(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The tensor that rank 0 broadcasts.
+        """Receive the next tensor that rank 0 broadcasts.
 
         Raises:
-            GroupOver: it does not come.
+            GroupOver: the group has ended.
         """
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self._broadcast(tensor)
         return tensor
 
     def close(self, why: str | None = None) -> None:
-        """Leave the group. With a reason it ends: every rank that waits raises `GroupOver` with this one, or with one
-        that came before."""
+        """Leave the group. A reason ends it: every rank that waits raises `GroupOver` with this reason, or with an
+        earlier one."""
         if why is not None:
             self._is_broken = True
             with contextlib.suppress(RuntimeError):  # the trainer may be gone, and its store with it
@@ -132,10 +133,10 @@ class WeightGroup:
         if self._kind == "nccl":
             group.abort()
         elif self._is_broken:
-            # Gloo's destructor waits for the operation that hangs, until torch's own limit: it is never called.
+            # Gloo's destructor waits for the hanging operation until torch's timeout, so the object is leaked.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    # ---- inside
+    # ---- internals
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
@@ -149,12 +150,13 @@ class WeightGroup:
 
     @staticmethod
     def _start(group: Any, tensor: Tensor) -> Any:
+        # As bytes, so that every dtype can be broadcast; the receiver knows the dtype from the layout.
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         return group.broadcast([tensor.view(-1).view(torch.uint8)], options)
 
     def _connect(self) -> None:
-        """Connect on a thread: what torch waits for there cannot be ended from outside."""
+        """Connect on a thread, because torch's waits there cannot be interrupted."""
         found: list[Any] = []
 
         def connect() -> None:
@@ -162,7 +164,7 @@ class WeightGroup:
                 if self._device.type == "cuda":
                     torch.cuda.set_device(self._device)
                 group = self._make()
-                self._start(group, torch.zeros(1, device=self._device)).wait()  # NCCL connects at the first one
+                self._start(group, torch.zeros(1, device=self._device)).wait()  # NCCL connects at the first broadcast
                 found.append(group)
             except Exception as error:  # noqa: BLE001  (raised below, on the thread that waits)
                 found.append(error)
@@ -185,12 +187,12 @@ class WeightGroup:
         return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
 
     def _other_connection(self) -> Any:
-        """The store over a connection of its own: what torch waits for would hold up our looks."""
+        """A second connection to the store: torch's blocking waits on it do not block our own checks."""
         inner, limit = self._store.underlying_store, timedelta(seconds=min(self._seconds, _CONNECTING))
         return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _own_address(self) -> str:
-        """The address of this host from which the other ranks are reached: the one that reaches the store."""
+        """The address at which other ranks reach this host: that of the route to the store."""
         inner = self._store.underlying_store
         return address_towards(inner.host, inner.port)
 
@@ -212,7 +214,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Leave the group, and let the others know, where something fails."""
+        """If the block fails, leave the group and tell the other ranks."""
         try:
             yield
         except GroupOver:
@@ -223,6 +225,7 @@ class WeightGroup:
             self._give_up(f"rank {self._rank}: {_first_line(error)}", error)
 
     def _give_up(self, why: str, error: Exception) -> NoReturn:
+        # If another rank failed before, its reason is the cause and this error only the consequence.
         first = why
         with contextlib.suppress(RuntimeError):
             if self._store.check(["over"]):
@@ -232,25 +235,25 @@ class WeightGroup:
 
 
 class _TookTooLong(RuntimeError):
-    """A wait reached its limit."""
+    """A wait reached its timeout."""
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host from which another one is reached.
+    """The address of this host on the route to another one.
 
     Raises:
-        OSError: there is no route, or no such host.
+        OSError: there is no route, or the host does not exist.
 
     Example: `address_towards("127.0.0.1", 29500)` is "127.0.0.1".
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)  # sends nothing
+        asking.connect(address)  # on a UDP socket this only chooses the route, and sends nothing
         return str(asking.getsockname()[0])
 
 
 def end_group(host: str, port: int, name: str, why: str, seconds: float = 5.0) -> None:
-    """End a group from a process that is no rank of it. Where its store cannot be reached, the ranks' limit ends it."""
+    """End a group from a process that is not one of its ranks. If the store is unreachable, the ranks time out."""
     with contextlib.suppress(RuntimeError):
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
         dist.PrefixStore(name, store).compare_set("over", "", why)
