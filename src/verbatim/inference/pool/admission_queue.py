@@ -1,4 +1,4 @@
-"""Hands out places on replicas; requests that find none wait in line."""
+"""Admits requests to replicas; requests that find no room wait in a queue."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from verbatim.inference.pool.routing import Admission, Router
 
 
 class AdmissionQueue:
-    """A router with a line in front of it: first come, first served.
+    """A router with a first-come, first-served queue in front of it.
 
     Args:
-        router: Decides where a request goes.
+        router: Decides which replica a request goes to.
     """
 
     def __init__(self, router: Router) -> None:
@@ -24,20 +24,22 @@ class AdmissionQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
+        """Number of requests in the queue."""
         return len(self._line)
 
     async def take(self, session: str, num_prompt_tokens: int, avoid: Collection[int] = ()) -> Admission | None:
-        """A place, as `Router.take`; None once `close` was called."""
+        """Wait for a place on a replica, as given by `Router.take`; None once `close` was called."""
         has_waited = False
         while not self._is_closed:
             place = None
+            # A new request may not overtake those in the queue.
             if (has_waited or not self._line) and not self._is_held:
                 place = self.router.take(session, num_prompt_tokens, avoid)
             if place is not None:
                 self.call_next()  # there may be room for more than one
                 return place
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            # A request that was called but found no room goes back to the front.
             (self._line.appendleft if has_waited else self._line.append)(turn)
             try:
                 await turn
@@ -45,52 +47,52 @@ class AdmissionQueue:
                 if turn in self._line:
                     self._line.remove(turn)
                 else:
-                    self.call_next()  # it was this one's turn
+                    self.call_next()  # this request was called and cancelled at once: pass the turn on
                 raise
             has_waited = True
         return None
 
     def leave(self, place: Admission) -> None:
-        """A request has ended."""
+        """Return the place of a request that has ended."""
         self.router.leave(place)
         self._fewer.set()
         self.call_next()
 
     def hold(self) -> None:
-        """Every request waits in line from here on, until `release`."""
+        """Let every request wait in the queue until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """AdmissionQueue are handed out again."""
+        """Admit requests again."""
         self._is_held = False
         self.call_next()
 
     async def until_empty(self) -> None:
-        """Wait until no request is on a replica."""
+        """Wait until no replica has a request in flight."""
         while any(map(self.router.num_running, self.router.replicas)):
             self._fewer.clear()
             await self._fewer.wait()
 
     def remove(self, replica: int) -> None:
-        """No request goes to this replica any more."""
+        """Send no more requests to this replica."""
         self.router.remove(replica)
-        self._fewer.set()
+        self._fewer.set()  # `until_empty` no longer counts this replica's requests
 
     def add(self, replica: int) -> None:
-        """Requests can go to this replica."""
+        """Let requests go to this replica."""
         self.router.add(replica)
         self.call_next()
 
     def call_next(self) -> None:
-        """Let the first in line look for a place."""
+        """Wake the first request in the queue, which then asks the router."""
         while self._line:
             turn = self._line.popleft()
-            if not turn.done():
+            if not turn.done():  # done: its request was cancelled
                 turn.set_result(None)
                 return
 
     def close(self) -> None:
-        """Nothing is handed out any more; the line breaks up."""
+        """Admit nothing more; all requests in the queue return with None."""
         self._is_closed = True
         while self._line:
             self.call_next()

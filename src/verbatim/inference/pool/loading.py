@@ -1,4 +1,4 @@
-"""Loads a version of the weights into one replica and checks it; every step has a limit of time that names it."""
+"""Loads a version of the weights into one replica and checks it; each step has a timeout that names the step."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from verbatim.inference.sampler import WeightCheck
 T = TypeVar("T")
 
 MOST_CHECKS = 64
-"""Replicas whose weights are checked at a time. Each asks for one thing after the other, so no more answers than these
-are there in one turn of the event loop."""
+"""Replicas whose weights are checked at the same time. Each has one request in flight, so this also limits the replies
+that one pass of the event loop has to handle."""
 LONGEST_TURN = 5.0
-"""Seconds after which a check that goes on makes room for the next: replicas that hang hold up no others."""
+"""Seconds after which a slow check no longer counts against `MOST_CHECKS`, so that hanging replicas block no others."""
 HEALTH_CHECKS = 2
-"""Refused or broken connections, one after the other, after which a replica counts as dead."""
+"""Consecutive refused or broken connections after which a replica counts as dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of time, in seconds."""
+    """Timeouts, in seconds."""
 
     health_interval: float = 1.0
-    """Between two checks of a replica's health."""
+    """Time between two health checks of a replica."""
     health: float = 15.0
-    """For the answer to one of them; a replica's own limit is shorter."""
+    """Timeout of one health check; a replica's own timeout is shorter."""
     silence: float = 60.0
-    """Without an answer to any of them: the replica counts as dead."""
+    """Time without an answer to any health check after which the replica counts as dead."""
     stall: float = 600.0
-    """Without a token while requests are in flight: the engine behind the server hangs."""
+    """Time without a new token, with requests in flight, after which the engine counts as hung."""
     update: float = 900.0
-    """For a replica to load new weights. A replica's own limits for the phases of an update are shorter."""
+    """Timeout for loading new weights. A replica's own timeouts for the phases of an update are shorter."""
     check: float = 300.0
-    """For the check of its weights."""
+    """Timeout for the check of a replica's weights."""
     start: float = 1800.0
-    """For a server that is started again to answer."""
+    """Timeout for the restart of a server, until it answers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetWeights:
-    """What every replica is to hold."""
+    """The weights that every replica has to hold."""
 
     path: Path | None
-    """The folder of the weights; None: what replicas are started with."""
+    """Folder of the weights; None: the weights that replicas are started with."""
     version: int
     check: WeightCheck | None
-    """Shows whether a replica holds them; None: nothing is checked."""
+    """Verifies that a replica holds the weights; None: no check."""
 
 
 class CheckLine:
-    """Lets at most `MOST_CHECKS` replicas be checked at a time. The others wait; what they sample is withheld."""
+    """Limits how many replicas are checked at the same time. Replies of those that wait are withheld."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MOST_CHECKS)
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a place; it is given back when the block ends, or after `LONGEST_TURN`."""
+        """Wait for a slot. It is released when the block ends, or after `LONGEST_TURN` while the block continues."""
         await self._places.acquire()
-        held = [self._places]
+        held = [self._places]  # emptied by the first release: the timer and the end of the block may both come
 
         def leave() -> None:
             if held:
@@ -82,18 +82,22 @@ class CheckLine:
 async def load_and_check(
     replica: Replica, target: TargetWeights, limits: Limits, line: CheckLine, *, prepare: bool = True
 ) -> str | None:
-    """Bring a replica to the target. What shows that it does not hold these weights; None if it does.
+    """Load the target into a replica, and check it.
 
     Args:
         replica: The replica.
-        target: What it is to hold.
-        limits: Limits of time.
+        target: The weights that it has to hold.
+        limits: The timeouts.
         line: Where replicas wait to be checked.
-        prepare: Whether the check prepares it. A replica that sleeps, or whose last update failed, computes nothing.
+        prepare: Let the check prepare the replica before loading. False for a replica that sleeps or whose last update
+            failed: it computes nothing.
+
+    Returns:
+        Why the replica does not hold these weights; None: it does.
 
     Raises:
         SamplerFault: the replica failed.
-        TooSlow: it took too long; names the phase.
+        TooSlow: a phase took too long; names it.
     """
     version, check = target.version, target.check
     if target.path is not None:
@@ -106,7 +110,7 @@ async def load_and_check(
         except UsageError as error:
             return f"policy version {version} cannot be loaded: {error}"
     if replica.policy_version != version:
-        return f"it says that it holds policy version {replica.policy_version}, and was told to load {version}"
+        return f"it reports policy version {replica.policy_version}, but was told to load {version}"
     if check is None:
         return None
     async with line.turn():
@@ -114,13 +118,14 @@ async def load_and_check(
 
 
 async def fall_asleep(replica: Replica, target: TargetWeights, limits: Limits, line: CheckLine) -> None:
-    """Make a replica release its device's memory; the check of its next weights is prepared before.
+    """Make a replica release its device's memory. The check of its next weights is prepared first, because a sleeping
+    replica computes nothing.
 
     Raises:
         SamplerFault: the replica failed.
-        TooSlow: it took too long; names the phase.
+        TooSlow: a phase took too long; names it.
     """
-    assert isinstance(replica, CanSleep)  # the settings of others do not share a device
+    assert isinstance(replica, CanSleep)  # only backends whose replicas can sleep accept `colocate`
     if target.check is not None:
         async with line.turn():
             filling = target.check.prepare(replica)
@@ -129,9 +134,10 @@ async def fall_asleep(replica: Replica, target: TargetWeights, limits: Limits, l
 
 
 async def illness(replica: Replica, limits: Limits) -> str | None:
-    """Why a replica counts as dead; None if it answers.
+    """Why a replica counts as dead, or None if it answers.
 
-    A refused connection or an error says that it is gone; silence may be a busy machine, so it has longer.
+    A refused connection or an error shows quickly that the replica is gone. Silence may only mean that the machine is
+    busy, so it is tolerated for longer.
     """
     loop = asyncio.get_running_loop()
     began, refused = loop.time(), 0
@@ -151,16 +157,16 @@ async def illness(replica: Replica, limits: Limits) -> str | None:
 
 
 async def within(seconds: float, replica: Replica, phase: str, call: Awaitable[T]) -> T:
-    """What the call returns.
+    """Await the call, with a timeout.
 
     Raises:
-        TooSlow: it took longer; names replica, phase and limit.
+        TooSlow: the call timed out; names replica, phase and timeout.
     """
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
             return await call
     except TimeoutError:
-        if not limit.expired():
+        if not limit.expired():  # the call itself raised TimeoutError
             raise
         raise TooSlow(f"{replica.name}: {phase} took more than {seconds:g} s") from None

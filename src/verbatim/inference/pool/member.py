@@ -1,4 +1,4 @@
-"""One replica of a pool: which of its answers are delivered, which are withheld, and which are given up."""
+"""One replica of a pool, and the fate of its replies: delivered, withheld, or given up."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from verbatim.inference.sampler import Completion, SampleRequest
 T = TypeVar("T")
 
 GIVING_UP = 5.0
-"""Most seconds to wait until a request that is given up has ended."""
+"""Maximum seconds to wait for a cancelled request to end."""
 
 State = Literal["serving", "loading", "asleep", "starting", "out"]
-"""Requests go to it; it loads or is checked, and gets none; it has released its device, and gets none; it is started
-again; it will not come back."""
+"""serving: gets requests; loading: loads or is checked; asleep: has released its device; starting: is being restarted;
+out: will not come back. Only a serving replica gets requests."""
 
 
 class GivenUp(Exception):
-    """A request whose replica was lost, or whose answer was sampled with weights that are not the published ones.
+    """The replica of a request was lost, or sampled the reply with weights other than the published ones.
 
     Args:
         why: What happened to the replica.
-        num_tokens: Tokens known to have been drawn for it.
-        is_known: Whether the replica said how many tokens it had drawn.
+        num_tokens: Number of tokens known to have been sampled for the request.
+        is_known: True if the replica reported this number.
     """
 
     def __init__(self, why: str, num_tokens: int, *, is_known: bool) -> None:
@@ -39,83 +39,84 @@ class GivenUp(Exception):
 
 
 class WrongVersions(SamplerFault):
-    """A replica labelled tokens with versions that it did not hold when it sampled them."""
+    """A replica labelled tokens with policy versions that it did not hold when it sampled them."""
 
 
 class ReplicaIncarnation:
-    """A replica, as long as its answers count. It ends when the replica is lost or fails a check.
+    """A period in which a replica's replies count. It ends when the replica is lost or fails a check.
 
     Args:
         replica: The replica.
-        version: The version of its weights.
-        proven: Whether its weights have passed their check.
+        version: The policy version of its weights.
+        proven: True if its weights have passed their check.
     """
 
     def __init__(self, replica: Replica, version: int, *, proven: bool) -> None:
         self.replica = replica
         self.version = version
-        """The version whose check passed last."""
+        """The last version that passed its check."""
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[str] = loop.create_future()
-        """Done when its answers do not count any more: why."""
+        """Resolves to the reason when the incarnation ends."""
         self.under_way: set[asyncio.Future[Any]] = set()
-        """Calls of the replica that have not ended."""
+        """Calls of the replica that have not ended yet."""
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """For one of those to end, or this incarnation; first come, first woken."""
+        """A waiter for each call of `_until_ended`. A dict is an ordered set: the first to wait wakes first."""
         self._proof: asyncio.Future[None] = loop.create_future()
         if proven:
             self._proof.set_result(None)
 
     @property
     def is_proven(self) -> bool:
-        """Whether its answers are delivered."""
+        """True if replies are delivered."""
         return self._proof.done()
 
     def withhold(self) -> None:
-        """Deliver nothing more until `prove`: its weights are about to change."""
+        """Withhold replies until `prove`, because the weights are about to change."""
         if self._proof.done():
             self._proof = asyncio.get_running_loop().create_future()
 
     def prove(self, version: int) -> None:
-        """Its weights of this version have passed their check: deliver what was withheld."""
+        """Note that the weights of this version passed their check, and deliver the withheld replies."""
         self.version = version
         if not self._proof.done():
             self._proof.set_result(None)
 
     def end(self, why: str) -> None:
-        """Give up every request in flight, and what was withheld."""
+        """End the incarnation: give up every request in flight and every withheld reply."""
         if not self.over.done():
             self.over.set_result(why)
             for waiting in self._waiting:
                 _wake(waiting)
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """A completion, once the weights that sampled it are proven.
+        """Sample a completion, and return it once the weights that sampled it are verified.
 
         Raises:
             GivenUp: the replica was lost, or its weights are wrong.
-            WrongVersions: tokens carry versions that the replica did not hold.
+            WrongVersions: tokens carry policy versions that the replica did not hold.
             SamplerFault: the replica failed on the request.
         """
         version = self.version
         completion = await self.ask(self.replica.generate(request))
         await self.until_proven(len(completion.ids))
         versions = completion.policy_versions
+        # An update may happen during the request, so any version from its start to now is right.
         if versions is not None and len(versions) and not version <= versions.min() <= versions.max() <= self.version:
             held = str(version) if version == self.version else f"{version} to {self.version}"
             raise WrongVersions(
-                f"{self.replica.name} says that policy versions {versions.min()} to {versions.max()} sampled a "
-                f"completion, while it held {held}",
+                f"{self.replica.name} reports that policy versions {versions.min()} to {versions.max()} sampled a "
+                f"completion, but it held {held}",
                 num_tokens=len(completion.ids),
             )
         return completion
 
     async def ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """What the call returns or raises, unless the incarnation ends before.
+        """Await the call, unless the incarnation ends first.
 
         Raises:
             GivenUp: the incarnation ended.
-            asyncio.CancelledError: the caller is cancelled; holds how many tokens had been drawn.
+            asyncio.CancelledError: the caller was cancelled; carries the number of tokens sampled so far.
         """
         asking = asyncio.ensure_future(call)
         self.under_way.add(asking)
@@ -123,14 +124,14 @@ class ReplicaIncarnation:
         try:
             await self._until_ended(asking)
             if self.over.done() and not asking.done():
-                await asyncio.sleep(0)  # a call that fails at the same moment comes to its end, and its failure is read
+                await asyncio.sleep(0)  # let a call that fails at the same moment finish, so that its error is read
             if self.over.done() and not asking.done():
                 asking.cancel()
-                asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be left behind
+                asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # no "never retrieved"
                 await asyncio.wait({asking}, timeout=GIVING_UP)
         except asyncio.CancelledError:
             asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):  # cancelled again: what was drawn is said in either case
+            with contextlib.suppress(asyncio.CancelledError):  # cancelled again: still report what was sampled
                 await settle([asking])
             raise cancelled(_drawn(asking) or 0) from None
         if self.over.done():
@@ -139,7 +140,10 @@ class ReplicaIncarnation:
         return asking.result()
 
     async def until_proven(self, num_tokens: int) -> None:
-        """Wait for the proof of an answer of so many tokens.
+        """Wait until the weights that sampled a reply are verified.
+
+        Args:
+            num_tokens: Number of sampled tokens in the reply.
 
         Raises:
             GivenUp: the incarnation ended.
@@ -152,8 +156,11 @@ class ReplicaIncarnation:
             raise GivenUp(self.over.result(), num_tokens, is_known=True)
 
     async def _until_ended(self, future: asyncio.Future[Any]) -> None:
-        """Wait until the future is done, or this incarnation is over. `asyncio.wait` would add a callback to `over` for
-        each request in flight, and search all of them when one ends."""
+        """Wait until the future is done or this incarnation is over.
+
+        Not `asyncio.wait`: it would add a callback to `over` for each request in flight, and removing one of them is
+        linear in their number.
+        """
         if future.done() or self.over.done():
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -171,11 +178,11 @@ class ReplicaIncarnation:
 
 
 class Member:
-    """A replica's seat in the pool, whichever server takes it.
+    """A place in the pool, whose server may be replaced.
 
     Args:
-        index: Its number.
-        replica: The first server.
+        index: The replica's index.
+        replica: The first server's replica.
     """
 
     def __init__(self, index: int, replica: Replica) -> None:
@@ -184,22 +191,22 @@ class Member:
         self.incarnation = ReplicaIncarnation(replica, replica.policy_version, proven=True)
         self.state: State = "serving"
         self.why = ""
-        """What happened to it last."""
+        """The last thing that happened to the replica, for messages."""
         self.num_restarts = 0
         self.num_lost_in_a_row = 0
-        """Losses since it last completed a request."""
+        """Number of losses since the replica last completed a request."""
         self.said_at = -math.inf
-        """When the log said last that it failed on a request."""
+        """Time of the last log line about a failed request, on the event loop's clock."""
         self.load: ReplicaLoad | None = None
-        """What its server said last; None if it never did."""
+        """The last load that its server reported; None: none yet."""
 
     @property
     def replica(self) -> Replica:
-        """The server that it has now."""
+        """The current server's replica."""
         return self.incarnation.replica
 
     def renew(self, why: str, replica: Replica | None = None) -> None:
-        """Begin a new incarnation, unproven: what the old one has in flight is given up."""
+        """Begin a new, unverified incarnation; the old one's requests in flight are given up."""
         self.why = why
         self.incarnation.end(why)
         self.incarnation = ReplicaIncarnation(replica or self.replica, self.incarnation.version, proven=False)
@@ -211,10 +218,11 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 
 def _drawn(asking: asyncio.Future[Any]) -> int | None:
-    """Tokens known to have been drawn for a request; None where nothing is known."""
+    """Number of tokens known to have been sampled for a request, or None if it is unknown."""
     if not asking.done():
         return None
     if asking.cancelled():
+        # `Task.exception()` would raise a new error; `result()` raises the one that carries the count.
         try:
             asking.result()
         except asyncio.CancelledError as end:

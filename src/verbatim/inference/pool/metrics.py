@@ -1,4 +1,4 @@
-"""The metrics of a pool: how busy each replica is, what its cache gives, what went wrong."""
+"""The metrics of a pool: load, cache hits and faults of its replicas."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from verbatim.inference.pool.replica_supervisor import ReplicaFaultCounts
 
 NOTHING = ReplicaLoad()
 MOST_NAMED = 32
-"""Replicas that have metrics each. Of more, 1,000 would have 10,000 a step, and their distribution is reported."""
+"""Maximum number of replicas with metrics of their own. For more, their distribution is reported: 1,000 replicas would
+make 10,000 metrics a step."""
 
 
 class PoolMetrics:
-    """Reads the members; rates are since the reading before.
+    """Reads the members' metrics; rates cover the time since the last reading.
 
     Args:
-        clock: Seconds.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._before: dict[tuple[int, int], ReplicaLoad] = {}
-        """A replica's counts at the last reading, by its index and how often it was started again."""
+        """Counts at the last reading, by index and number of restarts, because a restart resets the counts."""
         self._read_at = clock()
 
     def read(self, members: list[Member], queue: AdmissionQueue, counts: ReplicaFaultCounts) -> dict[str, float]:
-        """By name: `replicas/...` of all, and `replica/{index}/...` of each; of more than `MOST_NAMED` replicas their
-        lowest value, mean and highest value instead, `replicas/{figure}/min`, `/mean` and `/max`."""
+        """Metrics by name: `replicas/...` for the pool, and `replica/{index}/...` for each replica. With more than
+        `MOST_NAMED` replicas, minimum, mean and maximum instead: `replicas/{figure}/min`, `/mean` and `/max`."""
         now = self._clock()
         seconds, self._read_at = now - self._read_at, now
         metrics: dict[str, float] = {

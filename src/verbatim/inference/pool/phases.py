@@ -1,4 +1,4 @@
-"""Limits of time that name the replica and what it was doing."""
+"""Timeouts that name the replica and the phase."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verbatim.inference.pool.replica import TooSlow
 
 @contextlib.asynccontextmanager
 async def phase(name: str, doing: str, seconds: float) -> AsyncIterator[None]:
-    """Name the replica and the phase in what goes wrong within it.
+    """Apply a timeout to the block, and name replica and phase in its errors.
 
     Raises:
-        TooSlow: it takes longer.
-        SamplerFault: what is raised within.
+        TooSlow: the block timed out.
+        SamplerFault: the block raised it.
     """
     try:
         async with asyncio.timeout(seconds):

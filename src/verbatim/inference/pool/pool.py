@@ -1,15 +1,15 @@
-"""Many replicas behind one `Sampler`: requests are routed, lost ones are sent again, and every update is proven.
+"""Many replicas behind one `Sampler`: requests are routed, lost ones are sent again, and every update is verified.
 
 ```
-generate   a place on a replica (admission_queue.py, routing.py)   the one that holds the prefix, or the least loaded
-           its answer (member.py)                         withheld while its weights are not proven
-           the replica is lost, or its weights are wrong  the answer is discarded, counted, and asked for elsewhere
+generate   admission to a replica (admission_queue.py, routing.py)    the one that holds the prefix, or the least loaded
+           its reply (member.py)                          withheld while the replica's weights are not verified
+           the replica is lost, or its weights are wrong  the reply is discarded and counted, the request sent elsewhere
 
-update     every replica at the same time (replica_supervisor.py)     prepare, load, check (loading.py)
-           a check that fails                             give up what it has in flight; load and check again; then out
-           a replica that dies                            out at once; started again, loaded, checked, back
+update     all replicas at the same time (replica_supervisor.py)      prepare, load, check (loading.py)
+           a check fails                                  give up its requests in flight; load and check again; then out
+           a replica dies                                 out at once; restarted, loaded, checked, back
 
-sleep      every replica, once its requests have ended    until the next update; one that dies is started then
+sleep      all replicas, once their requests have ended   until the next update, which also restarts those that died
 ```
 """
 
@@ -38,25 +38,26 @@ from verbatim.inference.validation import check_ids, check_prompt, check_tempera
 T = TypeVar("T")
 
 MOST_ATTEMPTS = 4
-"""Replicas that one request may lose before it fails: it may be what kills them."""
+"""Maximum number of replicas that a request is sent to. A request that loses all of them fails: it may be what kills
+them."""
 MOST_FAULTS = 2
-"""Replicas that may fail on one request, and live, before it fails."""
+"""Maximum number of replicas that may fail on a request and survive; then the request fails."""
 CLOSED = "the sampler is closed; make a new one"
 
 
 class ReplicaPool:
-    """A `ReplicatedSampler`, made and used in one event loop. Other processes ask it through the run's own server.
+    """A `ReplicatedSampler` for one event loop. Other processes reach it through the run's own server.
 
     Args:
-        replicas: Each with the weights of the same version; checked by `check_replicas`.
-        restart: Called with the index of a replica that died: ends its server where it still is, starts it again, and
-            returns it. The pool loads the current weights. None: a replica that died stays out.
-        weights: The folder of the weights that the replicas begin with: one that comes back loads it. None: they are
-            started with them.
-        most_running: Most requests in flight on one replica; the others wait in line here.
-        limits: Limits of time.
+        replicas: The replicas, all with weights of the same version; `check_replicas` checks them.
+        restart: Called with the index of a dead replica: ends its server if it still runs, starts it again, and returns
+            the new replica. The pool then loads the current weights. None: a dead replica stays out.
+        weights: Folder of the initial weights, which a replica that comes back loads. None: servers are started with
+            them.
+        most_running: Maximum requests in flight on one replica; further requests wait in the queue.
+        limits: The timeouts; None: the defaults.
         rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
-        on_close: Called by `close`, after the replicas were closed.
+        on_close: Called by `close` after the replicas are closed.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ReplicaPool:
         self._members = [Member(index, replica) for index, replica in enumerate(replicas)]
         self._queue = AdmissionQueue(Router(most_running=most_running))
         self.policy_version = replicas[0].policy_version
-        """The version that was loaded last."""
+        """The version that was published last."""
         target = TargetWeights(path=weights, version=self.policy_version, check=None)
         self._supervisor = ReplicaSupervisor(
             self._members, self._queue, restart, limits or Limits(), target, rendezvous
@@ -85,28 +86,29 @@ class ReplicaPool:
         self._has_begun = False
         self._is_closed = False
         self.context_length: Final = min(replica.context_length for replica in replicas)
-        """Most tokens of prompt and completion together."""
+        """Maximum tokens of prompt plus completion: the smallest of the replicas'."""
         self.vocab_size: Final = min(replica.vocab_size for replica in replicas)
-        """Ids are below this."""
+        """Size of the vocabulary; ids are below it."""
 
     # ---- the Sampler protocol
 
     @property
     def failure(self) -> str | None:
-        """Why no replica is left; None while one is there or comes back."""
+        """Why no replica is left; None while one serves or may come back."""
         return self._supervisor.failure
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion, on as many replicas as it takes.
+        """Sample one completion, on another replica if one fails.
 
         Raises:
-            RecordError: an empty or too long prompt, or an id outside the vocabulary.
+            RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
             SamplerFault: no replica is left, or several failed on the request.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
 
         async def draw(incarnation: ReplicaIncarnation) -> Completion:
             completion = await incarnation.generate(request)
+            # The pool did not cancel it, so the server did, for instance because it shuts down: sample it again.
             if completion.stop_reason is StopReason.CANCELLED and not self._is_closed:
                 cut = f"it cut a completion off after {len(completion.ids)} tokens"
                 raise GivenUp(f"{incarnation.replica.name}: {cut}", len(completion.ids), is_known=True)
@@ -122,7 +124,7 @@ class ReplicaPool:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
 
         Raises:
-            RecordError: no ids, an id outside the vocabulary, or a temperature that is not above 0.
+            RecordError: there are no ids, an id is outside the vocabulary, or the temperature is not above 0.
             SamplerFault: no replica is left, or several failed on the request.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
@@ -136,15 +138,15 @@ class ReplicaPool:
         return (await self._send("", len(ids), score))[0]
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder on every replica, without a check of ours. Requests in flight continue."""
+        """Load a Hugging Face folder on every replica, without a `WeightCheck`. Requests in flight continue."""
         await self.update_replicas(path, version, None)
 
     async def close(self) -> None:
-        """Stop; requests in flight end as cancelled. May be called again."""
+        """Close the replicas; requests in flight end as cancelled. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._queue.close()
+        self._queue.close()  # first: requests that lose their replica below must not wait for another one
         await self._supervisor.close()
         if self._on_close is not None:
             await self._on_close()
@@ -152,9 +154,9 @@ class ReplicaPool:
     # ---- replicas
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
-        """Load a Hugging Face folder on every replica, at the same time, and check each.
+        """Load a Hugging Face folder on all replicas at the same time, and check each one.
 
-        Returns once a replica serves the version and every other one does too, is out, or is started again.
+        Returns once a replica serves the version, and every other one serves it too, is out, or is being restarted.
 
         Raises:
             EngineDead: no replica is left; says what happened to each.
@@ -166,8 +168,8 @@ class ReplicaPool:
             self.policy_version = version
 
     async def sleep(self) -> None:
-        """Make every replica release its device. Requests in flight end first, others wait until the next update, which
-        wakes the replicas up.
+        """Make every replica release its device. Requests in flight finish first; later requests wait until the next
+        update, which wakes the replicas up.
 
         Raises:
             EngineDead: no replica is left; says what happened to each.
@@ -178,7 +180,7 @@ class ReplicaPool:
             self._refuse_if_dead()
 
     async def check_replicas(self, check: WeightCheck) -> None:
-        """Check the weights that the replicas begin with.
+        """Check the replicas' initial weights.
 
         Raises:
             RunStopped: a replica does not hold them; names it.
@@ -195,7 +197,7 @@ class ReplicaPool:
         self._refuse_if_dead()
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the pool and of each replica; rates are since the call before."""
+        """Metrics of the pool and of its replicas; rates cover the time since the last call."""
         return self._metrics.read(self._members, self._queue, self._supervisor.counts)
 
     def _begin(self) -> None:
@@ -214,11 +216,14 @@ class ReplicaPool:
     async def _send(
         self, session: str, num_prompt_tokens: int, call: Callable[[ReplicaIncarnation], Coroutine[Any, Any, T]]
     ) -> tuple[T, int]:
-        """What the call returns, and the tokens that were drawn for it in vain.
+        """Send a request, to another replica if one fails.
+
+        Returns:
+            The call's result, and the number of tokens that were sampled for it and lost.
 
         Raises:
-            SamplerFault: no replica is left, or several failed on the request; holds the tokens drawn in vain.
-            asyncio.CancelledError: the caller is cancelled; holds the tokens that were drawn.
+            SamplerFault: no replica is left, or several failed on the request; carries the number of lost tokens.
+            asyncio.CancelledError: the caller was cancelled; carries the number of sampled tokens.
         """
         self._begin()
         counts, avoid = self._supervisor.counts, list[int]()
@@ -245,6 +250,7 @@ class ReplicaPool:
                 counts.lost_tokens += why.num_tokens
                 counts.unknown += not (why.is_known if isinstance(why, GivenUp) else why.num_tokens)
                 avoid.append(member.index)
+                # Not over: the server cut the completion off (see `generate`), the replica itself lives.
                 if isinstance(why, GivenUp) and not incarnation.over.done():
                     self._supervisor.failed_on_a_request(member, str(why))
                 elif isinstance(why, WrongVersions):
@@ -264,4 +270,4 @@ class ReplicaPool:
 
 
 class _Closing(SamplerFault):
-    """The pool is closed while a request waits."""
+    """The pool was closed while a request waited."""

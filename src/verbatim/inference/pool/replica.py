@@ -1,4 +1,4 @@
-"""Defines a replica: a sampler over one server that says how busy it is and whether it lives."""
+"""Defines a replica: a sampler over one server that reports its load and health."""
 
 from __future__ import annotations
 
@@ -12,89 +12,89 @@ from verbatim.inference.sampler import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoad:
-    """A server's own figures; counts are since it started."""
+    """A server's load; counts are since its start."""
 
     running: int = 0
     """Requests in the batch."""
     waiting: int = 0
-    """Requests that wait for a place in it."""
+    """Requests that wait to join the batch."""
     kv_usage: float = 0.0
-    """Share of the key/value cache in use, 0 to 1."""
+    """Share of the KV cache in use, 0 to 1."""
     cache_queries: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Prompt tokens looked up in the prefix cache."""
     cache_hits: int = 0
-    """Those that were found."""
+    """Prompt tokens found in the prefix cache."""
     generated_tokens: int = 0
-    """Tokens drawn."""
+    """Sampled tokens."""
 
 
 @runtime_checkable
 class SaysLoad(Protocol):
-    """An engine that says how busy it is."""
+    """An engine that reports its load."""
 
     def load(self) -> ReplicaLoad:
-        """Its figures of now."""
+        """The current load."""
 
 
 class TooSlow(SamplerFault):
-    """A replica took longer for something than its limit: it hangs. The message names replica, phase and limit."""
+    """A replica exceeded a timeout: it hangs. The message names replica, phase and timeout."""
 
 
 class Replica(Sampler, Protocol):
-    """A `Sampler` over one server. Every method ends: each step of it has a limit of time."""
+    """A `Sampler` over one server. Every method returns eventually, because each of its steps has a timeout."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The replica's name, for messages."""
 
     @property
     def num_unverified(self) -> int:
-        """Tensors of its weights that no digest tells of, as of the last update."""
+        """Number of tensors that no digest covered in the last update."""
 
     async def health(self) -> None:
         """Return if the server answers.
 
         Raises:
-            SamplerFault: it does not, or its engine is dead.
+            SamplerFault: it does not answer, or its engine is dead.
         """
 
     async def load_metrics(self) -> ReplicaLoad:
-        """How busy the server is.
+        """The server's load.
 
         Raises:
-            SamplerFault: the server does not say.
+            SamplerFault: the server does not report it.
         """
 
 
 @runtime_checkable
 class CanSleep(Protocol):
-    """A replica that can leave its device to the trainer."""
+    """A replica that can release its device for the trainer."""
 
     @property
     def seconds_waking(self) -> float | None:
-        """Seconds that its last waking took, without loading; None if it never slept."""
+        """Seconds that the last wake-up took, without loading; None if the replica never slept."""
 
     async def sleep(self) -> None:
-        """Release the device's memory, weights and cache. It has no request in flight, and gets none until the next
-        `update_weights`, which wakes it up.
+        """Release the device's memory: weights and KV cache. The replica has no request in flight, and gets none until
+        the next `update_weights`, which wakes it up.
 
         Raises:
-            SamplerFault: it did not.
+            SamplerFault: the replica did not fall asleep.
         """
 
 
 class Rendezvous(Protocol):
-    """Where replicas meet that load a version at the same time, because it is sent to all of them at once."""
+    """Where replicas meet that load a version at the same time, because it is broadcast to all of them."""
 
     def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
-        """These replicas are about to load this version.
+        """Announce that these replicas are about to load this version.
 
         Args:
-            names: Of the replicas.
+            names: The replicas' names.
             version: The policy version.
-            is_first: Whether it is the one with which the run begins.
+            is_first: True for the initial weights of the run.
         """
 
     def leave(self, name: str) -> None:
-        """A replica has loaded, or has failed: the others do not wait for it. Others than the expected ones count for
-        nothing."""
+        """Note that a replica has loaded or failed, so that the others do not wait for it. Unexpected names are
+        ignored."""

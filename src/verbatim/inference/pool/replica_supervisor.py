@@ -1,4 +1,4 @@
-"""Keeps the replicas of a pool: takes out those that die or hold wrong weights, and brings back those that died."""
+"""Supervises the replicas of a pool: removes those that die or hold wrong weights, and restarts those that died."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ from verbatim.inference.sampler import WeightCheck
 logger = logging.getLogger(__name__)
 
 MOST_LOST_IN_A_ROW = 5
-"""Losses of a replica that completed no request in between, after which it is not started again."""
+"""Maximum number of losses without a completed request in between; a replica lost more often is not restarted."""
 SAY_EVERY = 60.0
-"""Seconds between two warnings of a replica's failed requests."""
+"""Seconds between two warnings about a replica's failed requests."""
 CLOSING = 10.0
-"""Most seconds to close a replica."""
+"""Timeout for closing a replica, in seconds."""
 MOST_CHECKUPS = 100.0
-"""Most replicas whose health the watch asks for in a second: of more of them, each is asked less often. One that
-fails on a request is asked at once."""
+"""Maximum health checks of all replicas together, per second; with many replicas each is checked less often. A replica
+that fails on a request is checked at once."""
 LONGEST_PAUSE = 30.0
-"""Most seconds before a replica that was lost several times in a row is started again."""
+"""Maximum seconds before the restart of a replica that was lost several times in a row."""
 
 Restart = Callable[[int], Awaitable[Replica]]
-"""Ends the server of this index, where it still is, and starts it again."""
+"""Stops the server of this index if it still runs, and starts it again."""
 
 
 @dataclass
 class ReplicaFaultCounts:
-    """What went wrong since the start."""
+    """Numbers of faults since the start of the pool."""
 
     lost: int = 0
     """Replicas that died."""
     failed_checks: int = 0
     """Checks that found wrong weights."""
     faults: int = 0
-    """Requests on which a living replica failed."""
+    """Requests on which a replica failed without dying."""
     resent: int = 0
     """Requests that were sent again."""
     unknown: int = 0
-    """Those of which the lost replica did not say how many tokens it had drawn."""
+    """Requests whose lost replica did not report how many tokens it had sampled."""
     lost_tokens: int = 0
-    """Tokens known to have been drawn for them."""
+    """Tokens known to have been sampled for lost requests."""
 
 
 class ReplicaSupervisor:
-    """The members of a pool and what becomes of them.
+    """Decides which members of a pool serve, load, sleep, restart or stay out.
 
     Args:
-        members: All of them, by index.
-        places: Gets those that requests can go to.
-        restart: Starts a server again; None: a replica that died stays out.
-        limits: Limits of time.
-        target: What the members are to hold.
+        members: All members, by index.
+        queue: Admits requests to the members that serve.
+        restart: Starts a server again; None: a dead replica stays out.
+        limits: The timeouts.
+        target: The weights that the members have to hold.
         rendezvous: Where members meet that load at the same time; None: each loads by itself.
     """
 
@@ -85,10 +85,10 @@ class ReplicaSupervisor:
     ) -> None:
         self.members = members
         self.target = target
-        """What every member is to hold; members that come back load it."""
+        """The weights that every member has to hold; a member that comes back loads them."""
         self.counts = ReplicaFaultCounts()
         self.failure: str | None = None
-        """Why no replica is left."""
+        """Why no replica is left; None while one is."""
         self._queue = queue
         self._restart = restart
         self._limits = limits
@@ -103,16 +103,16 @@ class ReplicaSupervisor:
             queue.add(member.index)
 
     def begin(self) -> None:
-        """Watch the replicas' health from here on."""
+        """Start watching the replicas' health."""
         for member in self.members:
             self._in_background(self._watch(member), f"watch-{member.index}")
 
     async def close(self) -> None:
-        """Let every replica go, and end what goes on in the background."""
+        """Close every replica, and cancel the background tasks."""
         await cancel_all([*self._tasks, *self._checkups.values()])
         await asyncio.gather(*(_closed(member.replica) for member in self.members if member.state != "out"))
         if under_way := [call for member in self.members for call in member.incarnation.under_way]:
-            await asyncio.wait(under_way, timeout=CLOSING)  # they end as cancelled, with the tokens that they have
+            await asyncio.wait(under_way, timeout=CLOSING)  # closed replicas end them as cancelled, with their tokens
         for member in self.members:
             if member.incarnation.under_way or not member.incarnation.is_proven:
                 member.incarnation.end("the sampler is closed")
@@ -120,8 +120,10 @@ class ReplicaSupervisor:
     # ---- weights
 
     async def bring_to(self, target: TargetWeights) -> None:
-        """Load and check the target on every replica, which wakes up those that sleep. Returns once one of them serves
-        it, or none is left."""
+        """Load and check the target on every replica, which wakes those that sleep.
+
+        Returns once a replica serves it, or none is left.
+        """
         self.target = target
         self._is_awake.set()
         self._queue.release()
@@ -134,15 +136,23 @@ class ReplicaSupervisor:
             await self._changed.wait()
 
     async def check_first(self, check: WeightCheck) -> dict[str, str]:
-        """Check the weights that the replicas begin with. What is wrong, by name of replica."""
+        """Check the initial weights of the replicas.
+
+        Returns:
+            What is wrong, by the replica's name.
+        """
         begins_with = replace(self.target, check=check)
-        self.target = replace(begins_with, path=None)  # they have them: nothing is loaded
+        self.target = replace(begins_with, path=None)  # the replicas hold these weights already: load nothing
         found = await asyncio.gather(*(self._bring(member) for member in self.members))
         self.target = begins_with
         return {member.name: why for member, why in zip(self.members, found, strict=True) if why is not None}
 
     async def _bring(self, member: Member) -> str | None:
-        """Load and check, and say what is wrong with the weights; the member is out, or started again, if it fails."""
+        """Load and check the target; on failure the member is out or being restarted.
+
+        Returns:
+            What is wrong with the weights; None: nothing, or the replica failed.
+        """
         why = None
         with self._losing(member):
             why = await self._prove(member)
@@ -154,20 +164,20 @@ class ReplicaSupervisor:
 
     @contextlib.contextmanager
     def _losing(self, member: Member) -> Iterator[None]:
-        """A member whose replica fails in the block is lost."""
+        """Treat the member as lost if its replica fails in the block."""
         try:
             yield
         except GivenUp:
-            pass  # the watch found it dead, and has seen to it
+            pass  # the incarnation ended meanwhile, and whoever ended it has handled the loss
         except SamplerFault as fault:
             self.lose(member, member.incarnation, str(fault))
 
     async def _join(self, member: Member) -> None:
-        """Load and check what is published by now, then serve.
+        """Load and check the newest target, then serve.
 
         Raises:
             SamplerFault: the replica failed.
-            GivenUp: it was lost meanwhile.
+            GivenUp: the replica was lost meanwhile.
         """
         while True:
             target = self.target
@@ -175,18 +185,23 @@ class ReplicaSupervisor:
             if why is not None:
                 self._retire(member, why)
                 return
-            if target is self.target:
+            if target is self.target:  # otherwise another version was published meanwhile: load that one too
                 self._serve(member)
                 return
 
     async def _prove(self, member: Member) -> str | None:
-        """Load and check, a second time where the check fails. Why it failed twice; None if the weights are right, or
-        outdated: published folders are removed after a while, so failing to load an old one shows nothing."""
+        """Load and check the target, a second time if the check fails.
+
+        Returns:
+            Why it failed twice. None: the weights are right, or the target is outdated: published folders are deleted
+            after a while, so a failure to load an old one proves nothing.
+        """
         target = self.target
         for is_last in (False, True):
             incarnation = member.incarnation
+            # A sleeping or paused server cannot prepare a check. A restarted server may be one that was left paused.
             incarnation.withhold()
-            computes = not is_last and member.state not in ("asleep", "starting")  # a server found again may be paused
+            computes = not is_last and member.state not in ("asleep", "starting")
             try:
                 why = await incarnation.ask(
                     load_and_check(incarnation.replica, target, self._limits, self._line, prepare=computes)
@@ -194,6 +209,7 @@ class ReplicaSupervisor:
             except TooSlow:
                 raise
             except SamplerFault as fault:
+                # A dead replica is restarted; one that is alive gets a second attempt.
                 if await illness(incarnation.replica, self._limits) is not None:
                     raise
                 why = str(fault)
@@ -203,13 +219,13 @@ class ReplicaSupervisor:
                 why = error_text(error, 2000)
             finally:
                 if self._rendezvous is not None:
-                    self._rendezvous.leave(member.name)
+                    self._rendezvous.leave(member.name)  # in any case, or the other replicas would wait for it
             if why is None:
                 incarnation.prove(target.version)
                 return None
             if target is not self.target:
                 logger.info(
-                    "%s loads policy version %d, for version %d is outdated: %s",
+                    "%s loads policy version %d, because version %d is outdated: %s",
                     member.name,
                     self.target.version,
                     target.version,
@@ -217,7 +233,7 @@ class ReplicaSupervisor:
                 )
                 return None
             self.counts.failed_checks += 1
-            if is_last or target.path is None:
+            if is_last or target.path is None:  # without a folder there is nothing to load again
                 return why
             logger.warning(
                 "%s does not hold policy version %d: %s. What it samples is discarded, and it loads everything again",
@@ -231,10 +247,11 @@ class ReplicaSupervisor:
     # ---- sleep
 
     async def put_to_sleep(self) -> None:
-        """Every replica releases its device, once its requests have ended; the others wait in line until `bring_to`.
+        """Make every replica release its device once its requests have ended; others wait in the queue until
+        `bring_to`.
 
-        Returns once each is asleep, or out. One that fails to fall asleep is lost, started again, and put to sleep. One
-        that dies while it sleeps waits for `bring_to` to be started again: until then the device is the trainer's.
+        Returns once each is asleep or out. A replica that fails to fall asleep is lost, restarted, and put to sleep. A
+        replica that dies while it sleeps is restarted by `bring_to`, because until then the device is the trainer's.
         """
         self._queue.hold()
         while self.failure is None and not all(member.state in ("asleep", "out") for member in self.members):
@@ -242,7 +259,7 @@ class ReplicaSupervisor:
             awake = [member for member in self.members if member.state == "serving"]
             if awake:
                 await asyncio.gather(*map(self._put_to_sleep, awake))
-            else:  # others load, or are started again
+            else:  # the others load or are being restarted
                 self._changed.clear()
                 await self._changed.wait()
         self._is_awake.clear()
@@ -253,10 +270,11 @@ class ReplicaSupervisor:
             member.state = "asleep"
             self._queue.remove(member.index)
 
-    # ---- members come and go
+    # ---- members leave and return
 
     def distrust(self, member: Member, incarnation: ReplicaIncarnation, why: str) -> None:
-        """Answers of this incarnation cannot be right: load and check everything again before it serves."""
+        """Load and check again, because replies of this incarnation cannot be right."""
+        # Several replies may show the same fault; only the first one reloads the replica.
         if member.incarnation is not incarnation or member.state != "serving":
             return
         logger.warning("%s is loaded again: %s", member.name, printable(why))
@@ -268,7 +286,8 @@ class ReplicaSupervisor:
             await self._join(member)
 
     async def is_well(self, member: Member, incarnation: ReplicaIncarnation) -> bool:
-        """Whether the replica of a failed request lives; one that does not is lost."""
+        """True if the replica of a failed request still answers; otherwise the member is lost."""
+        # One health check for all requests of an incarnation that fail at the same time.
         checkup = self._checkups.get(incarnation)
         if checkup is None:
             checkup = self._checkups[incarnation] = asyncio.create_task(illness(incarnation.replica, self._limits))
@@ -279,15 +298,15 @@ class ReplicaSupervisor:
         return why is None
 
     def failed_on_a_request(self, member: Member, why: str) -> None:
-        """A living replica failed on a request: counted, and said once a minute."""
+        """Count a failed request of a replica that is alive, and log it at most once in `SAY_EVERY` seconds."""
         self.counts.faults += 1
         now = asyncio.get_running_loop().time()
         if now - member.said_at >= SAY_EVERY:
             member.said_at = now
-            logger.warning("%s lives and failed on a request: %s", member.name, printable(why))
+            logger.warning("%s is alive, but failed on a request: %s", member.name, printable(why))
 
     def lose(self, member: Member, incarnation: ReplicaIncarnation, why: str) -> None:
-        """A replica is dead: take it out, and start it again. Its requests are sent elsewhere."""
+        """Remove a dead replica, and restart it. Its requests are sent to other replicas."""
         if member.incarnation is not incarnation or member.state in ("starting", "out"):
             return
         self.counts.lost += 1
@@ -308,10 +327,10 @@ class ReplicaSupervisor:
 
     async def _start_again(self, member: Member, restart: Restart) -> None:
         old = member.replica
-        self._in_background(_closed(old), f"close-{member.index}")
+        self._in_background(_closed(old), f"close-{member.index}")  # a dead server may hang: do not wait for it
         while True:
             await asyncio.sleep(self._pause(member))
-            await self._is_awake.wait()
+            await self._is_awake.wait()  # the device may be the trainer's
             try:
                 replica = await within(self._limits.start, old, "a new start", restart(member.index))
                 member.renew(member.why, replica)
@@ -326,6 +345,7 @@ class ReplicaSupervisor:
             logger.warning("%s could not be started again: %s", member.name, printable(member.why))
 
     def _pause(self, member: Member) -> float:
+        """Seconds before the next restart: 0 after the first loss, then 1, 2, 4, ... up to `LONGEST_PAUSE`."""
         again = member.num_lost_in_a_row - 1
         return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0
 
@@ -336,14 +356,14 @@ class ReplicaSupervisor:
         logger.info("%s serves policy version %d", member.name, member.incarnation.version)
 
     def _set_aside(self, member: Member, why: str) -> None:
-        """No request goes to it, and what it had is given up."""
+        """Send no more requests to the member, and give up those in flight."""
         self._queue.remove(member.index)
         member.renew(why)
         if member.state in ("serving", "asleep"):
             member.state = "loading"
 
     def _retire(self, member: Member, why: str) -> None:
-        """It will not come back; the run goes on with the rest."""
+        """Remove the member for good; the run continues with the others."""
         self._set_aside(member, why)
         member.state = "out"
         self._in_background(_closed(member.replica), f"close-{member.index}")
@@ -366,7 +386,7 @@ class ReplicaSupervisor:
     async def _watch(self, member: Member) -> None:
         loop = asyncio.get_running_loop()
         interval = max(self._limits.health_interval, len(self.members) / MOST_CHECKUPS)
-        await asyncio.sleep(interval * member.index / len(self.members))  # not all at the same moment
+        await asyncio.sleep(interval * member.index / len(self.members))  # spread the checks over the interval
         seen, since = (member.incarnation, -1, -1), loop.time()
         while member.state != "out":
             await asyncio.sleep(interval)
@@ -376,6 +396,7 @@ class ReplicaSupervisor:
             why = await illness(incarnation.replica, self._limits)
             if why is None:
                 member.load = await self._load_of(incarnation.replica) or member.load
+                # Cache lookups count as progress too: a long prefill samples no token.
                 now = (
                     incarnation,
                     *((member.load.generated_tokens, member.load.cache_queries) if member.load else (-1, -1)),
@@ -389,7 +410,7 @@ class ReplicaSupervisor:
                 self.lose(member, incarnation, why)
 
     async def _load_of(self, replica: Replica) -> ReplicaLoad | None:
-        with contextlib.suppress(SamplerFault):  # its health is known; figures can be missing
+        with contextlib.suppress(SamplerFault):  # the health check passed, so a missing load is not a failure
             return await within(
                 self._limits.health, replica, "the answer to a question for its load", replica.load_metrics()
             )
@@ -406,13 +427,13 @@ class ReplicaSupervisor:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
-            self.failure = f"the pool of replicas failed: {error_text(error)}"  # a fault of this package
+            self.failure = f"the pool of replicas failed: {error_text(error)}"  # a bug in this package
             self._queue.close()
             self._changed.set()
 
 
 def _named(member: Member) -> str:
-    """What happened to a replica, with its name."""
+    """What happened to a replica, preceded by its name."""
     return member.why if member.why.startswith(member.name) else f"{member.name}: {member.why}"
 
 
@@ -420,5 +441,5 @@ async def _closed(replica: Replica) -> None:
     """Close a replica that may be dead."""
     try:
         await within(CLOSING, replica, "closing it", replica.close())
-    except Exception as error:  # noqa: BLE001  (the server of another process; nothing depends on it any more)
+    except Exception as error:  # noqa: BLE001  (the server is given up: nothing depends on its close)
         logger.warning("%s could not be closed: %s", replica.name, printable(error_text(error)))

@@ -1,7 +1,7 @@
 """Decides which replica gets a request: the one that holds the episode's prefix, unless it is overloaded or gone.
 
-A hash of the session would keep replicas hot that got the long episodes, and sending requests in turn would find no
-prefix in any cache. Pure bookkeeping: no clock, no requests, no randomness.
+The obvious alternatives are worse: hashing sessions keeps a replica hot that got long episodes, and round-robin misses
+the prefix caches. Pure bookkeeping: no clock, no requests, no randomness.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 MOST_SESSIONS = 65_536
-"""Sessions that are remembered, or..."""
+"""Sessions that are remembered..."""
 SESSIONS_PER_REPLICA = 256
-"""...so many for each replica, where that is more; those that asked longest ago are forgotten first."""
+"""...or this many for each replica, if that is more. The least recently used sessions are forgotten first."""
 GRAIN = 2.0**20
-"""Costs are whole multiples of 1 / GRAIN: sums of them are exact, in any order."""
+"""Costs are multiples of 1 / GRAIN, so that sums are exact in any order, and an idle replica's load is 0."""
 OVERLOAD = 1.2
-"""A replica is overloaded beyond this share of the mean load..."""
+"""A replica is overloaded if its load exceeds this multiple of the mean load..."""
 SLACK = 2.0
-"""...and this much more: with few requests in flight, shares say little."""
+"""...plus this: with few requests in flight, one more is a large share."""
 
 
 @dataclass(eq=False)
 class _Seat:
-    """What a replica has to do."""
+    """The load of one replica."""
 
     replica: int
     load: float = 0.0
-    """Sum of the costs of its requests in flight."""
+    """Sum of the costs of the requests in flight."""
     num_running: int = 0
-    """Requests in flight."""
+    """Number of requests in flight."""
     num_sessions: int = 0
-    """BoundedCache sessions whose prefix it holds."""
+    """Number of remembered sessions whose prefix the replica holds."""
     is_gone: bool = False
-    """Whether the replica was removed."""
+    """True once the replica was removed."""
     entry: _Entry | None = None
-    """Its place in the order of loads; older ones count for nothing."""
+    """Its current entry in the heap; older entries are stale. None: full or gone."""
 
 
 _Entry: TypeAlias = tuple[float, int, int, int, _Seat]
-"""Load, sessions, replica, the number of the entry, seat."""
+"""Load, number of sessions, replica, number of the entry, seat. The number breaks ties, so seats are never compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,14 +57,14 @@ class Admission:
 class Router:
     """Sticky least-loaded routing.
 
-    The load of a replica is the cost of its requests in flight: 1 for each, and 1 more for a prompt as long as the mean
-    prompt. The first request of a session goes to the replica with the least load, and to the one with fewer sessions
-    where loads are equal. Later ones follow it, unless that replica is gone or full, or has more than `OVERLOAD` times
-    the mean load and `SLACK`: then the session moves to the least loaded one.
+    A request costs 1, plus its prompt's length divided by the mean prompt length; a replica's load is the cost of its
+    requests in flight. The first request of a session goes to the replica with the least load; among equals, to the
+    one with the fewest sessions. Later requests follow, unless that replica is gone or full, or its load exceeds
+    `OVERLOAD` times the mean plus `SLACK`: then the session moves to the least loaded replica.
 
     Args:
-        most_running: Most requests in flight on one replica.
-        most_sessions: Sessions that are remembered; None: `MOST_SESSIONS`, or more where there are many replicas.
+        most_running: Maximum requests in flight on one replica.
+        most_sessions: Maximum remembered sessions; None: `MOST_SESSIONS`, or more if there are many replicas.
 
     Example:
         >>> router = Router(most_running=8)
@@ -86,7 +86,7 @@ class Router:
         self._num_requests = 0
         self._num_prompt_tokens = 0
         self.num_moved = 0
-        """Requests that went to another replica than the one that held their prefix."""
+        """Number of requests that did not go to the replica that held their prefix."""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -95,34 +95,37 @@ class Router:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are remembered."""
+        """Number of remembered sessions."""
         return len(self._homes)
 
     def num_running(self, replica: int) -> int:
-        """Requests in flight on a replica."""
+        """Number of requests in flight on a replica; 0 if it was removed."""
         seat = self._seats.get(replica)
         return seat.num_running if seat is not None else 0
 
     def add(self, replica: int) -> None:
-        """Requests can go to this replica, whose cache is empty."""
+        """Let requests go to this replica, whose prefix cache is empty."""
         assert replica not in self._seats
         seat = self._seats[replica] = _Seat(replica)
         self._rank(seat)
 
     def remove(self, replica: int) -> None:
-        """No request goes to this replica any more; its sessions move when they ask again."""
+        """Send no more requests to this replica; its sessions move with their next request."""
         seat = self._seats.pop(replica, None)
         if seat is not None:
             seat.is_gone, seat.entry = True, None
             self._load -= seat.load
 
     def take(self, session: str, num_prompt_tokens: int, avoid: Collection[int] = ()) -> Admission | None:
-        """A place for a request; None if every replica is full.
+        """Assign a request to a replica.
 
         Args:
-            session: Names the episode; "" names no episode.
+            session: The episode's name; "" for a request without one.
             num_prompt_tokens: Length of the prompt.
-            avoid: Replicas that are taken only where there is no other.
+            avoid: Replicas that are used only if no other is available.
+
+        Returns:
+            The place, to be returned with `leave`; None: every replica is full.
         """
         least = self._least(avoid)
         if least is None:
@@ -148,7 +151,7 @@ class Router:
         return Admission(chosen.replica, cost, chosen)
 
     def leave(self, place: Admission) -> None:
-        """The request has ended; its replica may be gone."""
+        """Return the place of a request that has ended; its replica may have been removed meanwhile."""
         seat = place.seat
         seat.load -= place.cost
         seat.num_running -= 1
@@ -157,13 +160,14 @@ class Router:
             self._rank(seat)
 
     def _may_stay(self, home: _Seat, least: _Seat, avoid: Collection[int]) -> bool:
-        """Whether a session that could go to `least` goes to its home."""
+        """True if a session stays on its replica, although `least` has less load."""
         if home.num_running >= self._most_running or (home.replica in avoid and least.replica not in avoid):
             return False
         return home.load <= OVERLOAD * self._load / len(self._seats) + SLACK
 
     def _least(self, avoid: Collection[int]) -> _Seat | None:
-        """The replica with the least load that is not full, and not to be avoided where another one is left."""
+        """The replica with the least load that is not full; one in `avoid` only if no other is left."""
+        # A change of load pushes a new entry and leaves the old one in the heap; stale entries are dropped here.
         order = self._order
         while order and order[0][4].entry is not order[0]:
             heapq.heappop(order)
@@ -175,13 +179,14 @@ class Router:
         return min((entry for entry in live if entry[2] not in avoid), default=order[0])[4]
 
     def _rank(self, seat: _Seat) -> None:
-        """Put a replica where its load belongs, or nowhere while it is full."""
+        """Update a replica's place in the heap; a full replica has none."""
         if seat.num_running >= self._most_running:
             seat.entry = None
             return
         self._num_entries += 1
         seat.entry = (seat.load, seat.num_sessions, seat.replica, self._num_entries, seat)
         heapq.heappush(self._order, seat.entry)
+        # Stale entries below the top stay in the heap; rebuilding it now and then bounds their number.
         if len(self._order) > 64 + 8 * len(self._seats):
             self._order = [entry for entry in self._order if entry[4].entry is entry]
             heapq.heapify(self._order)

@@ -1,4 +1,4 @@
-"""The servers behind a pool: checked before a run samples from them, and brought back when they are lost."""
+"""The servers behind a pool: checked before a run samples from them, and found or started again when they are lost."""
 
 from __future__ import annotations
 
@@ -16,69 +16,68 @@ from verbatim.inference.pool.settings import ServerSettings
 from verbatim.inference.sampler import WeightCheck
 
 _ASK_EVERY = 2.0
-"""Seconds between two looks for a server that was lost."""
+"""Seconds between two health checks of a server that was lost."""
 
 
 class ServerReplica(Replica, Protocol):
-    """A replica that can tell whether a run can sample from its server."""
+    """A replica that can check whether a run can sample from its server."""
 
     async def check_server(self) -> None:
-        """Ask the server how it was started.
+        """Check how the server was started.
 
         Raises:
             UsageError: a run cannot sample from it; says what to type.
-            SamplerFault: it cannot be reached.
+            SamplerFault: the server cannot be reached.
         """
 
     async def prove_path(self, folder: Path) -> None:
-        """Load the weights that the run begins with, by the way of all later ones.
+        """Load the run's initial weights in the way of all later updates, and verify them.
 
         Raises:
-            UsageError: they do not arrive; says what to type.
+            UsageError: the weights do not arrive; says what to type.
             SamplerFault: the server failed.
         """
-
 
 class Servers(Protocol):
     """The servers of a run, by index."""
 
     weights: tuple[Path, int]
-    """The newest weights of the run and their version: those that a server is started with."""
+    """Folder and version of the newest weights, with which a server is started."""
     rendezvous: Rendezvous | None
     """Where replicas meet that load at the same time; None: each loads by itself."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of servers."""
 
     async def start(self, index: int) -> ServerReplica:
-        """A server for the first time, not yet checked.
+        """Start or connect to a server for the first time; it is not checked yet.
 
         Raises:
-            SamplerFault: it does not start.
+            SamplerFault: the server does not start.
         """
 
     async def start_again(self, index: int) -> ServerReplica:
-        """A server that was lost, with weights that the pool has to load anew.
+        """Start or find a server that was lost; the pool then loads its weights again.
 
         Raises:
             UsageError: another server answers.
-            SamplerFault: it does not come back.
+            SamplerFault: the server does not come back.
         """
 
     async def close(self) -> None:
-        """End those that the run started."""
+        """End the servers that the run started."""
 
 
 class FoundServers:
-    """Servers that exist: whoever started one starts it again.
+    """Servers that the run did not start: whoever started one has to restart it.
 
     Args:
-        urls: Their roots.
-        connect: Makes the replica of a server from its root, its name for messages and the version of the run's
-            weights. Nothing is asked yet.
-        weights: The weights that the run begins with, and their version.
-        patience: Seconds until a server that was lost must answer again.
-        setting: The setting with these seconds, for messages: "inference.vllm.start_timeout".
+        urls: The servers' root URLs.
+        connect: Makes a replica from a server's root URL, its name for messages and the policy version; sends no
+            request yet.
+        weights: Folder and version of the run's initial weights.
+        patience: Seconds within which a lost server must answer again.
+        setting: The setting that holds these seconds, for messages: "inference.vllm.start_timeout".
         rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
     """
 
@@ -100,18 +99,18 @@ class FoundServers:
         return len(self._urls)
 
     async def start(self, index: int) -> ServerReplica:
-        """The replica of a server that answers, or will be found not to."""
+        """The server's replica; `check_server` shows whether the server answers."""
         url = self._urls[index]
         return self._connect(url, f"replica {index} ({url})", self.weights[1])
 
     async def start_again(self, index: int) -> ServerReplica:
-        """As `Servers.start_again`; waits for it."""
+        """See `Servers.start_again`; waits for the server and checks it."""
         replica = await self.start(index)
         try:
             async with asyncio.timeout(self._patience):
-                while not await _answers(replica):  # noqa: ASYNC110 - a server elsewhere sets no event
+                while not await _answers(replica):  # noqa: ASYNC110 - no event tells when a remote server is back
                     await asyncio.sleep(_ASK_EVERY)
-            await replica.check_server()
+            await replica.check_server()  # it may have been restarted with other options
         except BaseException as error:
             await replica.close()
             if isinstance(error, TimeoutError):
@@ -122,7 +121,7 @@ class FoundServers:
         return replica
 
     async def close(self) -> None:
-        """They go on."""
+        """Do nothing: the servers keep running."""
 
 
 async def _answers(replica: Replica) -> bool:
@@ -134,11 +133,11 @@ async def _answers(replica: Replica) -> bool:
 
 
 async def ask_servers(servers: Servers) -> None:
-    """Ask each server how it was started; nothing is loaded.
+    """Check how each server was started; load nothing.
 
     Raises:
-        UsageError: a server from which the run cannot sample; says what to type.
-        SamplerFault: a server that does not answer.
+        UsageError: the run cannot sample from a server; says what to type.
+        SamplerFault: a server does not answer.
     """
     for index in range(len(servers)):
         replica = await servers.start(index)
@@ -149,11 +148,11 @@ async def ask_servers(servers: Servers) -> None:
 
 
 async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
-    """The pool of all servers, each checked, each with the weights that the run begins with.
+    """The pool of all servers, each checked and holding the run's initial weights.
 
     Raises:
-        UsageError: a server from which the run cannot sample; says what to type.
-        SamplerFault: a server that does not start or answer.
+        UsageError: the run cannot sample from a server; says what to type.
+        SamplerFault: a server does not start or answer.
     """
     opened: dict[int, ServerReplica] = {}
     path, version = servers.weights
@@ -172,8 +171,8 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
 
 
 def limits_of(settings: ServerSettings) -> Limits:
-    """The pool's limits. Those of a whole update and of a new start are longer than the settings for their parts, which
-    name what took too long."""
+    """The pool's timeouts. Those of a whole update and of a restart exceed the settings for their parts, so that the
+    part expires first and names itself."""
     least = Limits()
     return Limits(
         silence=settings.health_timeout,
@@ -189,7 +188,7 @@ async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) 
 
 
 async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder: bool) -> None:
-    if is_folder:  # a hub id has no folder to send; the canary checks what the server loaded of it
+    if is_folder:  # a hub id has no folder to load; the canary checks what the server loaded itself
         await replica.prove_path(path)
     if replica.policy_version != version:
         raise UsageError(
@@ -199,7 +198,7 @@ async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder:
 
 
 class ServerPool(ReplicaPool):
-    """The replicas of these servers. A server that is started again begins with the newest weights."""
+    """The replicas of these servers. A restarted server begins with the newest weights."""
 
     def __init__(self, servers: Servers, replicas: Sequence[ServerReplica], limits: Limits | None = None) -> None:
         path, _ = servers.weights
@@ -214,6 +213,6 @@ class ServerPool(ReplicaPool):
         self._servers = servers
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
-        """As `ReplicaPool.update_replicas`."""
-        self._servers.weights = (path, version)
+        """See `ReplicaPool.update_replicas`."""
+        self._servers.weights = (path, version)  # before the update: a server that dies in it restarts with these
         await super().update_replicas(path, version, check)

@@ -1,4 +1,4 @@
-"""The settings of servers that a run finds: part of the table of each backend that can use some."""
+"""Settings for servers that a run finds; each backend that supports them includes these in its table."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from verbatim.core.imports import refuse_without
 
 
 class ServerSettings(BackendSettings):
-    """A backend whose servers a run may find by `urls`."""
+    """A backend whose servers a run can find by `urls`."""
 
     urls: tuple[str, ...] = ()
-    """Roots of servers that exist, "http://10.0.0.7:8000", started by `verbatim inference FILE`; the run then starts
-    none, and the keys for starting servers are for that command."""
+    """Root URLs of running servers, "http://10.0.0.7:8000", started by `verbatim inference FILE`. The run then starts
+    no servers, and the keys for starting them apply to that command only."""
     api_key_env: str | None = None
-    """The environment variable with the key of the servers in `urls`."""
+    """Name of the environment variable that holds the key of the servers in `urls`."""
     start_timeout: PositiveFloat = 900.0
-    """Seconds until a server that was started, or was lost, must answer."""
+    """Seconds within which a server that was started, or was lost, must answer."""
     update_timeout: PositiveFloat = 300.0
-    """Seconds for each phase of a weight update."""
+    """Timeout of each phase of a weight update, in seconds."""
     health_timeout: PositiveFloat = 60.0
-    """Seconds that a server may leave health checks without an answer before it counts as dead, for a machine that is
-    busy. One that refuses connections counts as dead at once."""
+    """Seconds for which a server may leave health checks unanswered before it counts as dead; a busy machine may be
+    slow. A server that refuses connections counts as dead at once."""
     stall_timeout: PositiveFloat = 600.0
-    """Seconds without a token after which a server that has requests, and answers, counts as hung."""
+    """Seconds without a new token after which a server that has requests and passes health checks counts as hung."""
 
     @model_validator(mode="after")
     def _urls_fit(self) -> Self:
         repeated = sorted({url for url in self.urls if self.urls.count(url) > 1})
         if repeated:
-            raise ValueError(f"urls: {', '.join(repeated)} stands there twice")
+            raise ValueError(f"urls: {', '.join(repeated)} is listed twice")
         if self.api_key_env is not None and not self.urls:
             raise ValueError("api_key_env: for the servers in urls; what the run starts listens on loopback at most")
         return self
 
     @property
     def api_key(self) -> str | None:
-        """The key of the servers in `urls`; None without `api_key_env`."""
+        """The key of the servers in `urls`, or None without `api_key_env`."""
         return None if self.api_key_env is None else os.environ.get(self.api_key_env)
 
     def without_urls(self) -> Self:
-        """The same, for the one who starts these servers."""
+        """These settings for the command that starts the servers."""
         return self.model_copy(update={"urls": (), "api_key_env": None})
 
     def check(self) -> None:
-        """Refuse addresses that are none, and a variable without a key."""
+        """Refuse invalid addresses, and a key variable that is not set."""
         refuse_without("aiohttp", extra="serve", what="urls: the HTTP client")
         from verbatim.inference.http.connection_settings import check_address
 

@@ -113,7 +113,7 @@ def refuse_inexact(
             ),
             (
                 nccl is None or facts.nccl == nccl,
-                f"its NCCL is {facts.nccl}, the trainer's is {nccl}, and these do not connect: install the same "
+                f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same "
                 "version with both torches (nvidia-nccl-cu12 or -cu13), or "
                 'use inference.vllm.weight_transfer = "files"',
             ),
