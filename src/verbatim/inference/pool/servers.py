@@ -38,6 +38,7 @@ class ServerReplica(Replica, Protocol):
             SamplerFault: the server failed.
         """
 
+
 class Servers(Protocol):
     """The servers of a run, by index."""
 
