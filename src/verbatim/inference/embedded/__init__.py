@@ -1,2 +1,3 @@
-"""Samples in this process, on a thread: batched decoding with a KV cache, by the compiled kernel where it fits, else in
-PyTorch. Read first: `decoder.py`, `forward.py` (which of the two), `sampling.py`."""
+"""The embedded engine: samples in this process on a thread of its own, with batched decoding over a KV cache. Computes
+with the compiled kernel if it fits, otherwise in PyTorch. Start with `decoder.py`, `forward.py` (chooses between the
+two) and `sampling.py`."""

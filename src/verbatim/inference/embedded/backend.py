@@ -1,6 +1,6 @@
-"""Starts the embedded engine, or finds servers of it, from [inference.torch], as an inference backend.
+"""The inference backend [inference.torch]: starts the embedded engine, or finds servers of it.
 
-Importing this loads no torch.
+Importing it loads no torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
-    """The embedded sampler with the weights in `inputs.model`, or the pool of the servers in `urls`, each checked.
+    """The embedded sampler with the weights in `inputs.model`, or the pool of the servers in `urls`, each one checked.
 
     Raises:
-        UsageError: a server from which the run cannot sample; says what to type.
-        SamplerFault: a server that does not answer.
+        UsageError: the run cannot sample from a server; says what to type.
+        SamplerFault: a server does not answer.
     """
     if settings.urls:
         from verbatim.inference.pool.servers import open_pool
@@ -35,6 +35,7 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
         context_length=inputs.context_length,
         policy_version=inputs.policy_version,
         num_threads=settings.num_threads or inputs.num_threads,
+        # With a fixed number of threads there is nothing to share; and deterministic results may depend on the number.
         cores=inputs.cores if settings.num_threads is None and not settings.deterministic else None,
         on_weight_update=inputs.on_weight_update,
         return_routed_experts=inputs.return_routed_experts,
@@ -42,7 +43,7 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
 
 
 def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServers:
-    """Those in `urls`."""
+    """The servers in `urls`."""
     from verbatim.inference.http.replica import HttpReplica
     from verbatim.inference.pool.servers import FoundServers
     from verbatim.models.sizes import vocab_size_of

@@ -1,4 +1,4 @@
-"""Runs forward passes over all sequences in flight, with prompt tokens and decode tokens in the same pass."""
+"""Runs forward passes over all sequences in flight, mixing prompt tokens and decode tokens in one pass."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 
 _PARKING_BUDGET = 1 << 30
-"""Bytes of keys and values, at full context length, of sequences that wait for their next turn."""
+"""Maximum bytes of keys and values of parked prefixes: those of sequences that wait for their next turn. Counted at
+full context length."""
 
 
 @dataclass(kw_only=True)
 class DecoderCounts:
-    """DecoderCounts of a decoder since it started."""
+    """Counts of a decoder since its start."""
 
     forward_passes: int = 0
     """Forward passes of the model."""
     sampled_tokens: int = 0
-    """Tokens drawn."""
+    """Sampled tokens."""
     prefill_tokens: int = 0
-    """Prompt tokens computed the first time."""
+    """Prompt tokens computed for the first time."""
     prefix_hit_tokens: int = 0
     """Prompt tokens taken from a cache."""
     recomputed_tokens: int = 0
-    """Tokens of sequences in flight computed again because the weights changed."""
+    """Tokens of sequences in flight that were computed again because the weights changed."""
 
 
 class Decoder:
-    """The model, its cache and its slots; no threads and no clocks.
+    """The model, its KV cache and its slots. Uses no threads and no clocks.
 
-    `add` a request, `step` until its slot is among those that ended, read the slot's row of `table`, `release` it.
+    Usage: `add` a request, call `step` until its slot is among the ended ones, read the slot's row of `table`,
+    `release` the slot.
 
     Args:
-        model: Its weights may be replaced between two steps, before `set_version`.
-        settings: Most sequences in flight, most prompt tokens of one pass, and whether every pass has the same shape.
-        context_length: Most tokens of one sequence.
-        version: The version of the weights.
-        keep_cache: Whether caches survive new weights (`on_weight_update = "keep"`).
-        record_experts: Whether the experts that compute each token are recorded.
-        warns: Whether a warning says that the compiled kernel is missed.
+        model: The model; its weights may be replaced between two steps, before `set_version`.
+        settings: Batch size, prompt tokens per pass, and whether sampling is deterministic.
+        context_length: Maximum tokens of one sequence.
+        version: Policy version of the weights.
+        keep_cache: Keep caches when the weights change (`on_weight_update = "keep"`).
+        record_experts: Record the experts that compute each token.
+        warns: Log a warning if the compiled kernel cannot be used.
     """
 
     def __init__(
@@ -92,13 +94,13 @@ class Decoder:
             with torch.inference_mode():
                 self._record = ExpertRecord(model, len(self.table.session), context_length)
 
-    # ---- sequences come and go
+    # ---- adding and releasing sequences
 
     @torch.inference_mode()
     def add(self, request: SampleRequest) -> int | None:
-        """Give a request a slot, with the longest cached prefix; None if it has to wait.
+        """Give a request a slot, with the longest cached prefix; returns None if the request has to wait.
 
-        If it raises, the request has no slot, and every other sequence is as it was.
+        If this raises, the request has no slot, and all other sequences are unchanged.
         """
         self.cache.reserve(len(request.prompt_ids))
         table = self.table
@@ -118,8 +120,10 @@ class Decoder:
         loaded = int(table.loaded[source]) if reused else self._num_loads
         old_records = min(reused, int(table.old_records[source]))
         stays = reused if source == slot else 0
+        # Park what the slot holds beyond the reused tokens, unless it belongs to the same session.
         if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
+        # Before `table.start`, which overwrites the slot's row.
         if source >= table.num_batch:
             self.cache.restore(self._parked[source], slot, reused)
             if table.session[source] == request.session:
@@ -136,28 +140,28 @@ class Decoder:
 
     @property
     def has_idle_slot(self) -> bool:
-        """Whether a request could start now."""
+        """True if a request can start now."""
         return not self.table.active[: self.table.num_batch].all()
 
     def release(self, slot: int) -> None:
-        """Free the slot of a sequence that ended or was cancelled; its cached prefix stays usable."""
+        """Free the slot of a sequence that ended or was cancelled; its cached prefix can still be reused."""
         self.table.release(slot)
 
     @torch.inference_mode()
     def discard(self, slot: int) -> None:
-        """Free a slot whose keys or values are not finite numbers, and clear its cache."""
+        """Free a slot whose keys or values are not finite, and clear its cache."""
         self.drop(slot)
         self.cache.clear(slot)
 
     def drop(self, slot: int) -> None:
-        """Free a slot; no other sequence may reuse its prefix."""
+        """Free a slot and forget its prefix, so that no other sequence reuses it."""
         self.table.release(slot)
         self.table.forget(slot)
         self.cache.truncate(slot, 0)
 
     @property
     def largest(self) -> int | None:
-        """The slot of the longest sequence in flight (of equal ones the newest); None without sequences."""
+        """The slot of the longest sequence in flight (the newest of equally long ones), or None if there is none."""
         table = self.table
         active = np.flatnonzero(table.active[: table.num_batch])
         if not len(active):
@@ -166,7 +170,7 @@ class Decoder:
 
     @torch.inference_mode()
     def give_back_memory(self) -> None:
-        """Free the memory that sequences in flight do not need: parked prefixes, and room for longer sequences."""
+        """Free memory that the sequences in flight do not need: parked prefixes, and room for longer sequences."""
         table = self.table
         for place in list(self._parked):
             self._unpark(place)
@@ -175,7 +179,7 @@ class Decoder:
             self.cache.truncate(slot, 0)
         try:
             self.cache.shrink(int(table.length[table.active].max(initial=0)))
-        except (MemoryError, RuntimeError) as error:  # no room even for the smaller copy
+        except (MemoryError, RuntimeError) as error:  # shrinking copies, and there is no memory for the copy either
             if not is_out_of_memory(error):
                 raise
             table.rebuild_all(self._num_loads)
@@ -188,9 +192,9 @@ class Decoder:
 
     @torch.inference_mode()
     def set_version(self, version: int) -> None:
-        """Set the version of the weights; tokens drawn from now on carry it."""
+        """Set the policy version after the weights were replaced; tokens sampled from now on carry it."""
         self.version = version
-        self._num_loads += 1
+        self._num_loads += 1  # tells loads apart even if a version is loaded twice
         self.forward.refresh()
         if not self._keep_cache:
             self.table.rebuild_all(self._num_loads)
@@ -200,15 +204,15 @@ class Decoder:
             self._share_rebuild()
 
     def _share_rebuild(self) -> None:
-        """Sequences in flight are computed again, what they have in common once. Where experts are recorded, each by
-        itself: a record says what computed the tokens of its own sequence."""
+        """Have sequences in flight recomputed, common prefixes once. If experts are recorded, each sequence is
+        recomputed by itself: its record must name the experts that computed its own tokens."""
         if self._record is None:
             self._rebuild.begin()
         else:
             self.table.old_records = self.table.rebuild_until.copy()
 
     def _copy_rebuilt(self, source: int, slot: int, num_tokens: int) -> None:
-        """A sequence goes on after tokens that another one computed."""
+        """Let a sequence continue after tokens that another one computed."""
         table = self.table
         self.cache.copy_prefix(source, slot, num_tokens)
         table.computed[slot] = num_tokens
@@ -217,8 +221,8 @@ class Decoder:
 
     @torch.inference_mode()
     def prompt_logprobs(self, ids: Rows, temperature: float) -> Float32:
-        """Logprob of each token given those before it, past every cache, by what computes the passes: float32 [L]; the
-        first is NaN.
+        """Logprob of each token given those before it, without the KV cache, by the code that computes the passes:
+        float32 [L]; the first is NaN.
 
         Args:
             ids: int64 [L], L at most the context length.
@@ -227,12 +231,12 @@ class Decoder:
         return self.forward.prompt_logprobs(ids, temperature)
 
     def _park(self, slot: int, *, keep_out: int) -> None:
-        """Save an idle slot's cache, if a session may come back to it, before another sequence takes the slot."""
+        """Save an idle slot's cache before another sequence takes the slot, if its session may return."""
         table = self.table
         place = table.parking_place()
         if place is None or place == keep_out or not table.session[slot]:
             return
-        kept = self.cache.keep(slot, int(table.computed[slot]))
+        kept = self.cache.keep(slot, int(table.computed[slot]))  # may run out of memory, so before anything changes
         self._unpark(place)
         self._parked[place] = kept
         if self._record is not None:
@@ -240,14 +244,14 @@ class Decoder:
         table.move(slot, place)
 
     def _unpark(self, place: int) -> None:
-        """Give up the prefix that is kept in a place beside the batch, if there is one."""
+        """Drop the prefix that is parked in a place, if there is one."""
         if place in self._parked:
             self.cache.release(self._parked.pop(place))
         self.table.forget(place)
 
     def routed_experts(self, slot: int, start: int) -> Experts | None:
-        """The experts of a sequence that has sampled tokens, from a token on and without the last: [N, D, K]; None
-        where they are not recorded."""
+        """The experts of a sequence that has sampled tokens, from position `start` to the last token but one (the last
+        is not computed yet): [N, D, K]; None if experts are not recorded."""
         if self._record is None:
             return None
         return self._record.read(slot, start, int(self.table.length[slot]) - 1)
@@ -256,12 +260,12 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> tuple[Slots, Slots]:
-        """One forward pass: every decoding sequence gets a token, prompts are processed as far as the pass allows.
+        """Run one forward pass: each decoding sequence gets a token, prompts advance as far as the pass allows.
 
-        If it raises, every sequence is as long as it was, and the next pass draws the tokens of this one.
+        If this raises, every sequence is unchanged, and the next pass samples the same tokens.
 
         Returns:
-            The slots whose sequences ended, and those whose logits are not finite numbers.
+            The slots whose sequences ended, and the slots whose logits are not finite.
         """
         self._rebuild.go_on()
         before, counts = self.table.snapshot(), replace(self.counts)
@@ -277,11 +281,12 @@ class Decoder:
         active = self._rebuild.ready(np.flatnonzero(table.active[: table.num_batch]))
         if not len(active):
             return active, active
+        # Uncached tokens of each sequence: 1 for decoding, more for prompts and after a weight update.
         ahead = table.length[active] - table.computed[active]
         self.cache.reserve(int(table.length[active].max()))
         slots, counts = (active, ahead) if ahead.max() == 1 else self._share_out(active, ahead)
         one = counts == 1
-        if not one.all():  # slots with one new token first, then those with several; each in the order of slots
+        if not one.all():  # single tokens first, then prompts, each in slot order: attention groups them by this order
             order = np.argsort(~one, kind="stable")
             slots, counts = slots[order], counts[order]
         layout = self._layout(slots, counts, int(one.sum()))
@@ -290,7 +295,7 @@ class Decoder:
         return self._sample(hidden, layout, slots, counts)
 
     def _share_out(self, active: Slots, ahead: Rows) -> tuple[Slots, Rows]:
-        """Which slots take part, with how many tokens: prompts share the remaining room, first come first served."""
+        """Choose the slots of the pass and their numbers of tokens: all decoding slots, then prompts by arrival."""
         decode, prefill = active[ahead == 1], active[ahead > 1]
         needed = ahead[ahead > 1]
         room = self._prefill_chunk
@@ -305,7 +310,7 @@ class Decoder:
         return slots[order], counts[order]
 
     def _layout(self, slots: Slots, counts: Rows, num_single: int) -> PassLayout:
-        """Where each token goes: one row after the other, or in deterministic mode slot i's only token in row i."""
+        """Place the tokens in rows: consecutive; in deterministic mode the only token of slot i goes to row i."""
         row_slots = np.repeat(slots, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(row_slots)) - np.repeat(starts - self.table.computed[slots], counts)
@@ -329,7 +334,7 @@ class Decoder:
         done.forward_passes += 1
 
     def _sample(self, hidden: Tensor, layout: PassLayout, slots: Slots, counts: Rows) -> tuple[Slots, Slots]:
-        """Draw the next token of each slot whose ids are all computed."""
+        """Sample the next token of each slot whose known ids are all computed."""
         table = self.table
         done = table.computed[slots] == table.length[slots]
         slots = slots[done]

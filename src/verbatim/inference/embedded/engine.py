@@ -1,4 +1,4 @@
-"""Connects event loops to the engine's thread: sends requests there and returns the answers."""
+"""Connects event loops to the engine's thread: sends requests to it and returns its replies."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from verbatim.models.native.cores import CoreShare
 from verbatim.models.positions import refuse_moving_positions
 
 _LOOK_EVERY = 1.0
-"""Seconds between two checks of a waiting call that the engine's thread is alive."""
+"""Seconds between two checks that the engine's thread is alive, while a call waits."""
 
 
 class TorchSampler:
-    """A `Sampler` that owns a copy of the model and decodes many sequences together on its own thread.
+    """A `Sampler` that owns a copy of the model, and decodes many sequences together on a thread of its own.
 
-    Requests join as slots free up; no request waits for a batch to end. A finished sequence's keys and values stay
-    until its slot is needed, then in memory beside the batch, so that the next turn computes only what is new.
+    Continuous batching: requests join as slots free up. A finished sequence's keys and values stay in its slot until
+    the slot is needed, then in memory next to the batch, so that the next turn computes only its new tokens.
 
     Args:
-        model_path: A folder in Hugging Face format (or a hub id), or an adapter's folder in the format of `peft`.
-        config: Batch size, precision, determinism.
-        context_length: Most tokens of prompt and completion together.
-        policy_version: Version of the weights in `model_path`.
-        num_threads: Threads of the engine's matrix products; None takes torch's setting. Other threads keep theirs.
-        cores: Says before each step how many threads it may have now; None: always `num_threads`.
-        on_weight_update: What happens to the key/value cache of sequences in flight when new weights arrive.
+        model_path: A folder in Hugging Face format, a hub id, or an adapter's folder in the format of `peft`.
+        config: The table [inference.torch]: batch size, precision, determinism.
+        context_length: Maximum tokens of prompt plus completion.
+        policy_version: Policy version of the weights in `model_path`.
+        num_threads: Threads for the engine's matrix products; None: torch's setting. Other threads keep theirs.
+        cores: Decides before each step how many threads it may use; None: always `num_threads`.
+        on_weight_update: What happens to the KV cache of sequences in flight when new weights arrive.
         return_routed_experts: Return the experts of a mixture that computed each token.
 
     Raises:
-        ModelError: no such model, one that cannot be cached exactly, or whose weights are not finite numbers.
+        ModelError: the model does not exist, cannot be cached exactly, or has weights that are not finite.
     """
 
     def __init__(
@@ -85,15 +85,16 @@ class TorchSampler:
                 f"{longest}; use at most that (orchestrator.seq_len)"
             )
         self.context_length = context_length
-        """Most tokens of prompt and completion together."""
+        """Maximum tokens of prompt plus completion."""
+        # Ids need an output and an embedding; either matrix may be padded beyond the other.
         self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
-        """Ids are below this."""
+        """Size of the vocabulary; ids are below it."""
         self.how: Mapping[str, str] = {
             "dtype": config.precision,
             "on_weight_update": on_weight_update,
             **({"return_routed_experts": "true"} if return_routed_experts else {}),
         }
-        """How it was started."""
+        """How the engine was started, for comparison with what a run expects."""
         self._num_threads = num_threads
         self._model = model
         refuse_moving_positions(model, context_length)
@@ -107,34 +108,34 @@ class TorchSampler:
                 keep_cache=on_weight_update == "keep",
                 record_experts=return_routed_experts,
             )
-        self._reading_weights = threading.Lock()
+        self._reading_weights = threading.Lock()  # one folder at a time: each read holds a second copy of the weights
         self._engine = EngineThread(self._decoder, num_threads, cores)
 
     # ---- the Sampler protocol, called from event loops
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights in use."""
+        """Policy version of the weights in use."""
         return self._decoder.version
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead and answers no more requests; None while it lives."""
+        """Why the engine is dead and answers no more requests; None while it is alive."""
         return self._engine.failure
 
     async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
-        """Sample one completion. Cancelling the call frees its slot between two steps.
+        """Sample one completion. Cancelling the call frees its slot after the current step.
 
         Args:
-            request: What is sampled.
-            watch: Called on the engine's thread after each step; nothing is drawn after the token with which it ends
-                the completion.
+            request: The request.
+            watch: Called with new tokens on the engine's thread after each step; it may end the completion, and nothing
+                is sampled after that token.
 
         Raises:
-            RecordError: an empty or too long prompt, or an id outside the vocabulary.
-            SamplerFault: the engine failed or is closed, memory is not enough for it, the model's logits are not finite
-                numbers, or `watch` fails.
-            asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
+            RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
+            SamplerFault: the engine failed or is closed, memory ran out, the model's logits are not finite, or `watch`
+                failed.
+            asyncio.CancelledError: the call was cancelled; carries the number of sampled tokens (`num_tokens_drawn`).
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         job = GenerateJob(
@@ -155,14 +156,15 @@ class TorchSampler:
     generate_watched = generate
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder, or an adapter's, which is merged into the base weights that this engine began
-        with: read it during decoding, install it between two steps; no request is lost.
+        """Load a Hugging Face folder, or an adapter's folder, which is merged into the initial base weights. The folder
+        is read while decoding continues, and installed between two steps; no request is lost.
 
         Raises:
-            ModelError: the folder cannot be read, does not fit, or holds a weight that is not a finite number; the
-                engine keeps the weights and the version it has.
-            UsageError: an invalid version.
-            SamplerFault: the engine is dead or closed; or memory ran out while reading, and it goes on as before.
+            ModelError: the folder cannot be read, does not fit, or holds a weight that is not finite; the engine keeps
+                its weights and version.
+            UsageError: the version is invalid.
+            SamplerFault: the engine is dead or closed; or memory ran out while reading, and the engine continues
+                unchanged.
         """
         check_version(version)
         is_whole = not is_adapter(path)
@@ -184,18 +186,19 @@ class TorchSampler:
                 return read_weights(self._model.model, folder)
             except VerbatimError:
                 raise
-            except Exception as error:  # several libraries read the folder, and raise anything
+            except Exception as error:  # several libraries read the folder, and may raise anything
                 message = f"{cut(repr(str(folder)), 200)} cannot be loaded as weights: {failure_text(error, 200)}"
                 if is_out_of_memory(error):
                     raise SamplerFault(message) from error
                 raise ModelError(message) from error
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, past the cache, by what computes the engine's passes: float32
-        [L]; the first is NaN.
+        """Logprob of each token given those before it, without the KV cache, by the code that computes the engine's
+        passes: float32 [L]; the first is NaN.
 
         Raises:
-            RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
+            RecordError: there are no ids or too many, an id is outside the vocabulary, or the temperature is not above
+                0.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
         if len(ids) > self.context_length:
@@ -209,16 +212,16 @@ class TorchSampler:
         return scored
 
     async def close(self) -> None:
-        """Stop; requests in flight end as cancelled, with the tokens they have. May be called again."""
+        """Stop; requests in flight end as cancelled, with the tokens sampled so far. Further calls do nothing."""
         self._engine.stop()
         await asyncio.to_thread(self._engine.thread.join)
 
     def stats(self) -> EngineStats:
-        """Counts so far. May be called from any thread."""
+        """Counts since the start. Thread-safe."""
         return self._engine.stats()
 
     def load(self) -> ReplicaLoad:
-        """How busy the engine is. May be called from any thread."""
+        """The engine's load. Thread-safe."""
         counts = self.stats()
         return ReplicaLoad(
             running=counts.num_running,
@@ -235,14 +238,14 @@ class TorchSampler:
         try:
             await self._answered(command)
         finally:
-            command.future.cancel()  # a caller that was cancelled leaves no unanswered future behind
+            command.future.cancel()  # if the caller was cancelled, nobody will read the reply
         return command.future.result()
 
     async def _answered(self, reply: EngineReply) -> None:
-        """Wait until the engine has answered. Unlike `await future`, a cancelled call does not cancel the future.
+        """Wait until the engine has replied. Unlike `await future`, cancelling the call does not cancel the future.
 
-        An answer may be lost where memory ran out, and a thread that fails may fail again before it has answered:
-        each is checked every second.
+        A reply may be lost when memory runs out, and a failing thread may fail again before it has replied. Therefore
+        the thread and the reply are checked every second.
         """
         while not reply.future.done():
             await asyncio.wait([reply.future], timeout=_LOOK_EVERY)
@@ -251,9 +254,9 @@ class TorchSampler:
                 deliver([reply])
 
     async def _num_drawn(self, job: GenerateJob) -> int:
-        """Tokens drawn for a job that is being cancelled. The engine answers every job after its present step."""
+        """Number of tokens sampled for a job that is being cancelled. The engine replies after its current step."""
         answered = asyncio.ensure_future(self._answered(job))
-        with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the caller raises it in either case
+        with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the caller raises it in any case
             await settle([answered])
         fault = job.future.exception()
         return num_tokens_drawn(fault) if fault is not None else len(job.future.result().ids)

@@ -1,4 +1,4 @@
-"""Runs the engine's thread: admits requests as slots free up, decodes them together and answers their callers."""
+"""The engine's thread: admits requests as slots free up, decodes them together and replies to their callers."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from verbatim.models.native.cores import CoreShare
 
 logger = logging.getLogger(__name__)
 
-THREAD_ENDED = "the sampler's thread has ended; what it wrote on the standard error says why"
+THREAD_ENDED = "the sampler's thread has ended; the standard error shows why"
 _MOST_DEFERRED = 16
-"""Requests that may wait for another's prefix before the rest of the queue is left for the next step."""
+"""Maximum number of requests that wait for another request's prefix while later ones are tried in the same step."""
 _STEPS_PER_QUESTION = 3.0
 """While sequences are in flight, decoding gets this many seconds for each second spent on prompt logprobs."""
 
 
 @dataclass(kw_only=True)
 class EngineStats(DecoderCounts):
-    """DecoderCounts of an engine since it started."""
+    """Counts of an engine since its start."""
 
     completions: int
     """Requests that ended at a stop token or a limit."""
     busy_seconds: float
-    """Time spent with at least one sequence in flight."""
+    """Seconds with at least one sequence in flight."""
     num_running: int
     """Sequences in flight now."""
     num_waiting: int
@@ -54,12 +54,12 @@ class EngineStats(DecoderCounts):
 
 
 class EngineThread:
-    """Runs a decoder on a thread of its own; `send` and `cancel` may be called from any thread.
+    """Runs a decoder on a thread of its own; `send` and `cancel` are thread-safe.
 
     Args:
-        decoder: The model and its cache; used by this thread alone.
-        num_threads: Threads of its matrix products; None takes torch's setting.
-        cores: Says before each step how many threads it may have now; None: always `num_threads`.
+        decoder: The model and its cache; used only by this thread.
+        num_threads: Threads for its matrix products; None: torch's setting.
+        cores: Decides before each step how many threads it may use; None: always `num_threads`.
     """
 
     def __init__(self, decoder: Decoder, num_threads: int | None, cores: CoreShare | None = None) -> None:
@@ -70,7 +70,7 @@ class EngineThread:
         self._inbox: deque[GenerateJob | Command | Cancel] = deque()
         self._closing = False
         self._fault: BaseException | None = None
-        # The rest belongs to the engine's thread alone:
+        # Used only by the engine's thread:
         self._waiting: deque[GenerateJob] = deque()
         self._commands: deque[Command] = deque()
         self._owed = 0.0
@@ -98,20 +98,20 @@ class EngineThread:
             self._wake.notify()
 
     def cancel(self, job: GenerateJob) -> None:
-        """End a job between two steps; it is answered with the tokens it has."""
+        """End a job after the current step; the reply has the tokens sampled so far."""
         with self._wake:
             self._inbox.append(Cancel(job))
             self._wake.notify()
 
     def stop(self) -> None:
-        """Stop after this step; requests in flight end as cancelled, with the tokens they have."""
+        """Stop after the current step; requests in flight end as cancelled, with the tokens sampled so far."""
         with self._wake:
             self._closing = True
             self._wake.notify()
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead and answers no more requests; None while it lives."""
+        """Why the engine is dead and answers no more requests; None while it is alive."""
         if self._fault is not None:
             return str(engine_failed(self._fault))
         if not self._closing and not self.thread.is_alive():
@@ -119,7 +119,7 @@ class EngineThread:
         return None
 
     def answer_for_dead(self, reply: EngineReply) -> None:
-        """Answer a reply that the thread left without one when it ended; does nothing while the thread lives."""
+        """Reply in place of a thread that ended without a reply; does nothing while the thread is alive."""
         if self.thread.is_alive() or reply.future.done():
             return
         self._outbox.send()
@@ -129,7 +129,7 @@ class EngineThread:
         reply.answer = reply.answer or (SamplerFault(self.failure or THREAD_ENDED, num_tokens=drawn),)
 
     def stats(self) -> EngineStats:
-        """DecoderCounts so far."""
+        """Counts since the start."""
         return EngineStats(
             **asdict(self._decoder.counts),
             completions=self._completions,
@@ -152,22 +152,22 @@ class EngineThread:
                     seconds = time.perf_counter() - began
                     self._busy_seconds += seconds
                     self._owed -= seconds
-        except BaseException as error:  # noqa: BLE001 - every waiting caller gets the error
+        except BaseException as error:  # noqa: BLE001 - raised in every waiting caller
             self._shut_down(error)
         else:
             self._shut_down(None)
 
     def _receive(self) -> bool:
-        """Take new messages, sleeping while there is nothing to do; False: stop."""
+        """Take new messages, sleeping while there is nothing to do. False: stop."""
         with self._wake:
             while not (self._inbox or self._closing or self._waiting or self._running or self._commands):
                 self._share_cores(computes=False)
                 self._wake.wait()
             if self._closing:
                 return False
-            arrived = len(self._inbox)
+            arrived = len(self._inbox)  # messages that arrive from now on wait for the next step
         for _ in range(arrived):
-            self._take(self._inbox[0])  # removed only after it is taken, so that a failure still answers it
+            self._take(self._inbox[0])  # removed only after it is taken, so that a failure still replies to it
             self._inbox.popleft()
         if self._commands and (self._owed <= 0 or self._commands[0].vital or not self._running):
             self._run(self._commands[0])
@@ -176,7 +176,7 @@ class EngineThread:
         return True
 
     def _share_cores(self, *, computes: bool) -> None:
-        """Tell the trainer whether this side computes; with threads for the next step, as many as are free."""
+        """Tell the trainer whether this engine computes; if so, use as many threads as are free for the next step."""
         if self._cores is None:
             return
         self._cores.compute(computes)
@@ -208,10 +208,10 @@ class EngineThread:
         deferred: list[GenerateJob] = []
         try:
             while self._waiting and self._decoder.has_idle_slot and len(deferred) < _MOST_DEFERRED:
-                job = self._waiting[0]  # removed only after it has a slot, so that a failure still answers it
+                job = self._waiting[0]  # removed only after it has a slot, so that a failure still replies to it
                 try:
                     job.slot = self._decoder.add(job.request)
-                except Exception as error:  # noqa: BLE001 - an error of one request leaves the others running
+                except Exception as error:  # noqa: BLE001 - an error of one request must not stop the others
                     self._outbox.put(job, request_failed(error))
                     del self._waiting[0]
                     continue
@@ -222,7 +222,7 @@ class EngineThread:
                     job.started = time.perf_counter()
                     self._running[job.slot] = job
         finally:
-            self._waiting.extendleft(reversed(deferred))
+            self._waiting.extendleft(reversed(deferred))  # back to the front, in order of arrival
 
     def _step(self) -> None:
         if not self._running:  # nothing to compute, and no sequence to give up if memory runs out
@@ -234,7 +234,7 @@ class EngineThread:
             if not is_out_of_memory(error):
                 raise
             no_room = failure_text(error, 200)
-        if no_room is not None:  # outside of the handler, where the pass's memory is free again
+        if no_room is not None:  # not inside the handler: there the traceback still holds the pass's memory
             self._make_room(no_room)
             return
         for slot in ended.tolist():
@@ -245,7 +245,7 @@ class EngineThread:
             self._show(slot, job)
 
     def _show(self, slot: int, job: GenerateJob) -> None:
-        """Show a job's new tokens to whoever watches; end it where it is told so."""
+        """Pass a job's new tokens to its `watch`, and end the completion if that says so."""
         table = self._decoder.table
         start, end = int(table.prompt_length[slot]) + job.num_shown, int(table.length[slot])
         if start == end:
@@ -254,14 +254,14 @@ class EngineThread:
         assert job.watch is not None
         try:
             is_enough = job.watch(table.ids[slot, start:end].tolist())
-        except Exception as error:  # noqa: BLE001 - an error of one request leaves the others running
+        except Exception as error:  # noqa: BLE001 - an error of one request must not stop the others
             self._answer(slot, request_failed(error, table.num_new(slot)))
             return
         if is_enough:
             self._finish(slot, StopReason.STOP)
 
     def _make_room(self, why: str) -> None:
-        """After a pass that ran out of memory: fail its longest sequence; the others are computed again without it."""
+        """After a pass that ran out of memory: fail the longest sequence, and free memory for the others."""
         slot = self._decoder.largest
         assert slot is not None, "a pass without sequences takes no memory"
         table = self._decoder.table
@@ -277,7 +277,7 @@ class EngineThread:
         self._decoder.give_back_memory()
 
     def _drop(self, job: GenerateJob) -> None:
-        """Answer a cancelled job with the tokens it has, unless it is answered already."""
+        """Reply to a cancelled job with the tokens sampled so far, unless it was replied to already."""
         if job.slot is not None and self._running.get(job.slot) is job:
             self._answer(job.slot, self._completion(job, job.slot, StopReason.CANCELLED))
         elif job in self._waiting:
@@ -290,7 +290,7 @@ class EngineThread:
 
     def _answer(self, slot: int, answer: Completion | SamplerFault) -> None:
         self._outbox.put(self._running[slot], answer)
-        del self._running[slot]  # only after its answer is queued, so that a failure still answers it
+        del self._running[slot]  # only after its reply is queued, so that a failure still replies to it
         self._decoder.release(slot)
 
     def _fail(self, slot: int) -> None:
@@ -306,7 +306,7 @@ class EngineThread:
         self._decoder.discard(slot)
 
     def _completion(self, job: GenerateJob, slot: int, reason: StopReason | None) -> Completion:
-        """What a job has sampled; its end is read off the tokens where no reason is given."""
+        """A job's completion. Without a reason, the last token decides between STOP and LENGTH."""
         table = self._decoder.table
         new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
         if reason is None:
@@ -325,7 +325,7 @@ class EngineThread:
         )
 
     def _shut_down(self, fault: BaseException | None) -> None:
-        """Answer all waiting callers: with cancelled completions, or with the fault that stopped the engine."""
+        """Reply to all waiting callers: with cancelled completions, or with the fault that stopped the engine."""
         self._share_cores(computes=False)
         with self._wake:
             self._closing, self._fault = True, fault
@@ -348,7 +348,7 @@ class EngineThread:
 
 @contextlib.contextmanager
 def torch_threads(num_threads: int | None) -> Iterator[None]:
-    """Run with this many threads in the calling thread's matrix products; torch keeps the number per thread."""
+    """Use this many threads for the calling thread's matrix products; torch keeps the number per thread."""
     before = torch.get_num_threads()
     if num_threads is not None:
         torch.set_num_threads(num_threads)

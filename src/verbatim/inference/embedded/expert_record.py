@@ -1,6 +1,6 @@
-"""Records which experts of a mixture computed each token of each slot, beside its keys and values.
+"""Records which experts of a mixture computed each token of each slot, in parallel to the KV cache.
 
-Legend: S slots, D decoder layers, K experts of a token, T rows of a pass.
+Legend: S slots, D decoder layers, K experts per token, T rows of a pass.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from verbatim.models.head import CausalLM
 
 
 class ExpertRecord:
-    """The experts of every token whose keys and values a slot holds: what is reused of one is reused of the other.
+    """The experts of every token in the KV cache of a slot. Records are copied and reused exactly like keys and values.
 
     Args:
-        model: With its routers.
+        model: A model with its routers.
         num_slots: S.
-        context_length: Most tokens of a slot.
+        context_length: Maximum tokens of a slot.
 
     Raises:
-        ModelError: the model has no routers, or such that recorded experts cannot be replayed in the trainer.
+        ModelError: the model has no routers, or routers whose recorded experts cannot be replayed in the trainer.
     """
 
     def __init__(self, model: CausalLM, num_slots: int, context_length: int) -> None:
@@ -45,6 +45,7 @@ class ExpertRecord:
             )
         self._layers, self._num_layers = routers.layers, routers.num_layers
         self._num_each, self._device = 0, model.device
+        # One pass over one token finds K, which the configurations of models name differently.
         one = torch.zeros(1, dtype=torch.int64, device=model.device)
         model.hidden(one, one, WholeSequencePlan(), RouterPass(observe=self._count))
         shape = (num_slots, context_length, self._num_layers, self._num_each)
@@ -57,7 +58,7 @@ class ExpertRecord:
         return weights_TK
 
     def during_pass(self, num_rows: int) -> RouterPass:
-        """A pass of so many rows, that `keep` stores."""
+        """Observe a pass of this many rows; `keep` then stores its experts."""
         self._pass_TDK = torch.zeros(num_rows, self._num_layers, self._num_each, dtype=torch.int64, device=self._device)
         return RouterPass(observe=self._observe)
 
@@ -66,23 +67,23 @@ class ExpertRecord:
         return weights_TK
 
     def keep(self, layout: PassLayout, known_until: NDArray[np.int64]) -> None:
-        """Store the pass. Tokens that are computed again, because the weights changed, keep the experts with which the
-        next token was sampled.
+        """Store the experts of the pass. Tokens that are recomputed after a weight update keep their old record: the
+        experts with which the next token was sampled.
 
         Args:
             layout: Where the tokens of the pass are.
-            known_until: Positions before this are computed again, for each token: int64 [W].
+            known_until: For each token, the position before which its sequence is only recomputed: int64 [W].
         """
         found = self._pass_TDK.cpu().numpy()[layout.rows].astype(self._experts.dtype)
         new = layout.positions >= known_until
         self._experts[layout.slots[new], layout.positions[new]] = found[new]
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
-        """The first tokens of one slot are now those of another too."""
+        """Copy the records of the first tokens of one slot to another."""
         if source != slot:
             self._experts[slot, :num_tokens] = self._experts[source, :num_tokens]
 
     def read(self, slot: int, start: int, stop: int) -> Experts:
-        """Those of some tokens: [stop - start, D, K]."""
+        """The experts of the tokens from `start` to `stop` - 1: [stop - start, D, K]."""
         experts: Experts = self._experts[slot, start:stop].copy()
         return experts

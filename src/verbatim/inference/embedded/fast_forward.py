@@ -1,12 +1,12 @@
-"""Computes the common decoder layer with plain tensor operations, for the model classes known to compute the same.
+"""Computes common decoder layers with plain tensor operations, for model classes that are known to compute the same.
 
-A small model spends more time in the code around its layers than in them. This module computes
+In a small model, Python code around the layers takes longer than the layers themselves. This module computes
 
     h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
     h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
 
-from the model's own parameters, with its own position encoding, for the classes in `_KNOWN`. It is taken where its
-layers differ from the model's own by rounding only (`disagreement`). Every other model runs its own `forward`.
+from the model's own parameters and position encoding, for the classes in `_KNOWN`. It is used only if the results
+differ from the model's own by rounding only (`disagreement`). Every other model runs its own `forward`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from verbatim.models.products import onednn_is_faster, onednn_product
 
 _KNOWN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 _ROW_MULTIPLE = 16
-"""oneDNN prepares a kernel for each number of rows, in half a millisecond, and keeps 1,024: passes have a multiple."""
+"""Passes are padded to a multiple of this many rows: oneDNN prepares a kernel for each number of rows, which takes half
+a millisecond, and keeps only 1,024 of them."""
 _WORTH_A_CALL = 1 << 20
-"""Multiplications from which oneDNN's product is faster than MKL's, in spite of its longer call (10 us)."""
+"""Number of multiplications from which oneDNN's product is faster than MKL's, despite its call overhead (10 us)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,14 +46,14 @@ class _Layer:
 
 
 class FastBackbone:
-    """`CausalLM.hidden` for one model, without its modules' `forward`.
+    """Computes `CausalLM.hidden` for one model, without the `forward` of its modules.
 
     Legend: T tokens of the pass, H query heads, K key/value heads, D head size, W width.
 
     Args:
         model: A model of a known class; `hidden` computes in float32.
         calls: Attention arguments of each layer.
-        context_length: All positions are below this.
+        context_length: Maximum tokens of a sequence; positions are below it.
         fixed_rows: Every pass has the same number of rows, and no bit of a row may depend on its place.
     """
 
@@ -88,19 +89,20 @@ class FastBackbone:
         h = F.embedding(self._padded(input_ids_T), self._embedding.weight)
         cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
         last = len(self.layers) - 1
+        # After the last layer only the rows in `rows_N` are needed, which saves its MLP for the other prompt tokens.
         for index in range(last + 1):
             h = self._behind(index, h, cos, sin, plan, rows_N if index == last else None)
         return _normed(self._norm, h)[:num_rows]
 
     def layer(self, index: int, hidden_TW: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """The hidden states behind one layer, of those before it: [T, W]."""
+        """The hidden states after one layer, given those before it: [T, W]."""
         cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
         return self._behind(index, self._padded(hidden_TW), cos, sin, plan, None)[: len(hidden_TW)]
 
     def _behind(
         self, index: int, h: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, rows_N: Tensor | None
     ) -> Tensor:
-        """The hidden states behind a layer, with padding; of the last one, those of the rows `rows_N` only."""
+        """The hidden states after a layer, with padding; after the last layer only those of the rows `rows_N`."""
         layer = self.layers[index]
         attended = self._attended(h, index, layer, cos, sin, plan)
         if rows_N is not None:
@@ -112,7 +114,7 @@ class FastBackbone:
         return self._product(layer.mlp.down_proj, gated).add_(h)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """With rows of zeros to a number of rows that recurs; few rows are as they are."""
+        """Pad with rows of zeros to a multiple of `_ROW_MULTIPLE`; a few rows are left as they are."""
         padding = -len(x) % _ROW_MULTIPLE
         if not self._uses_onednn or not padding or len(x) < _ROW_MULTIPLE:
             return x
@@ -125,7 +127,7 @@ class FastBackbone:
         return F.linear(x, weight, bias)
 
     def _attended(self, h: Tensor, index: int, layer: _Layer, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        """What attention hands to its output projection: [T, H * D], without padding."""
+        """The input of attention's output projection: [T, H * D], without padding."""
         attention, num_rows = layer.attention, len(cos)
         x = _normed(layer.before_attention, h)
         query, key, value = (
@@ -146,12 +148,12 @@ class FastBackbone:
 def known_backbone(
     model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
 ) -> FastBackbone | None:
-    """The layers of a model of a known class, in whatever number format; None for other models."""
+    """The fast layers of a model of a known class, in any number format, or None for other models."""
     return FastBackbone(model, calls, context_length, fixed_rows=fixed_rows) if why_unknown(model) is None else None
 
 
 def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> str:
-    """What a model's layers compute here that the model in float32 does not; "" where they differ by rounding only."""
+    """How the results differ from those of the model in float32; "" if by rounding only."""
     length, plan = min(agreement.TOKENS, context_length), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
     return agreement.disagreement(
@@ -163,13 +165,14 @@ def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> st
 
 
 def why_unknown(model: CausalLM) -> str | None:
-    """Why the layers of a model are not those that are known; None where they are."""
+    """Why the layers of a model are not known; None: they are."""
     backbone = model.backbone
     kind = type(backbone)
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
         return f"{type(model.model).__name__} is not one of the architectures that it knows"
     if model.config.hidden_act != "silu":
         return f"the activation is {model.config.hidden_act}, and not silu"
+    # Anything that changes what a module computes would be bypassed by computing from its parameters.
     for name, module in backbone.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"the module {name or 'of the model'} has hooks, or a forward of its own"
@@ -183,7 +186,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (x[i], x[i + D/2]) turned by its angle: x * cos + rotate_half(x) * sin."""
+    """Rotate each pair (x[i], x[i + D/2]) by its angle: x * cos + rotate_half(x) * sin."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     out = x * cos
@@ -193,10 +196,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
-    """Find the shape of keys and values and each layer's attention arguments in one forward pass of the model.
+    """Find the shape of keys and values and each layer's attention arguments, by one forward pass of one token.
 
     Raises:
-        ModelError: layers whose shapes differ, which one cache cannot hold.
+        ModelError: layers differ in their key/value shapes, so one cache cannot hold them.
     """
     shapes: dict[int, tuple[int, int, int]] = {}
     calls: dict[int, AttentionCall] = {}

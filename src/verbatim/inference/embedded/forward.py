@@ -1,4 +1,4 @@
-"""Chooses what computes a model's passes: PyTorch, or the compiled kernel where it fits the model and the machine."""
+"""Chooses what computes a model's passes: the compiled kernel if it fits the model and the machine, else PyTorch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from verbatim.models.native import find_compiler
 
 logger = logging.getLogger(__name__)
 
-_QUIETLY = 'inference.torch.kernel = "torch" takes PyTorch without this warning'
-_PLEASE = "Please report that, with what `verbatim doctor --machine MODEL` prints"
+_QUIETLY = 'inference.torch.kernel = "torch" uses PyTorch without this warning'
+_PLEASE = "Please report this, with the output of `verbatim doctor --machine MODEL`"
 _REPORT = f"{_PLEASE}; {_QUIETLY}"
 _INSTALL = (
     f"Install a C compiler (Debian and Ubuntu: apt install gcc), which `verbatim doctor --machine` tries; {_QUIETLY}"
@@ -32,7 +32,7 @@ _INSTALL = (
 
 
 Forward: TypeAlias = TorchForward | CompiledForward
-"""Forward passes over the rows of many sequences, their cache, and the draw of their next tokens."""
+"""Computes forward passes over the rows of many sequences, keeps their KV cache, and samples their next tokens."""
 
 
 def open_forward(
@@ -44,13 +44,13 @@ def open_forward(
     record_experts: bool,
     warns: bool = True,
 ) -> Forward:
-    """What computes the passes of a model.
+    """Open what computes the passes of a model.
 
-    Where the kernel or the fast form of the layers knows the model and still cannot be used, a warning says why, once
-    in a process (`warns`).
+    If the kernel or the fast form of the layers knows the model but cannot be used, a warning says why, once per
+    process (if `warns`).
 
     Raises:
-        ModelError: `kernel = "compiled"` where the kernel cannot be built, or does not compute this model.
+        ModelError: `kernel = "compiled"`, but the kernel cannot be built or does not compute this model.
     """
     shape, calls = probe(model)
     known = known_backbone(model, calls, context_length, fixed_rows=settings.deterministic)
@@ -71,7 +71,7 @@ def open_forward(
         else:
             logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", compiled.reason)
     if model.output.weight.dtype != torch.float32:
-        known = None  # in bfloat16 the order of roundings matters
+        known = None  # in bfloat16 the model's own order of roundings has to be kept
     differs = disagreement(known, model, context_length) if known is not None else ""
     if differs and warns:
         _warn_once(
@@ -79,19 +79,19 @@ def open_forward(
             f"form of the layers, which computes something else: {differs}. {_PLEASE}"
         )
     backbone = model if known is None or differs else known
-    reads_prefixes_once = not keep_cache and not record_experts
+    reads_prefixes_once = not keep_cache and not record_experts  # see `TorchForward`
     return TorchForward(model, backbone, shape, settings, reads_prefixes_once=reads_prefixes_once)
 
 
 def why_no_kernel(model: CausalLM, settings: TorchSettings, *, context_length: int) -> str:
-    """Why the compiled kernel would not compute a model; "" where it would."""
+    """Why the compiled kernel would not be used for a model; "" if it would."""
     shape, calls = probe(model)
     opened = _open_kernel(model, known_backbone(model, calls, context_length), calls, shape, settings, context_length)
     return "" if isinstance(opened, CompiledForward) else opened.reason
 
 
 class _Missing(NamedTuple):
-    """Why there is no kernel, and what to do; nothing, where that is as it should be."""
+    """Why the kernel is not used, and advice; the advice is "" where PyTorch is the expected choice."""
 
     reason: str
     advice: str
