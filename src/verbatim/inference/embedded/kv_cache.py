@@ -1,10 +1,10 @@
-"""Stores keys and values of every sequence; its attention plan reads and writes them.
+"""Stores keys and values of every sequence, and attends to them (`CachePlan`).
 
 Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
-C keys, B sequences of a group, Q queries of each, P keys that they share.
+C keys, B sequences of a group, Q queries per sequence, P keys that the sequences share.
 
-Slots are contiguous: a batched matrix product reads any range of slots in place. A masked key has the probability
-exp(-inf) = 0 exactly.
+Slots are contiguous in memory, so that a batched matrix product reads any range of slots in place. A masked key has
+probability exp(-inf) = 0 exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from verbatim.models.attention import AttentionCall
 
 BLOCK = 64
-"""Keys by which caches grow, and keys per block of block-wise attention."""
+"""Number of keys by which caches grow, and of a block of block-wise attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +32,16 @@ class KeyValueShape:
     key_size: int
     """D of keys and queries."""
     value_size: int
-    """D: size of values."""
+    """D of values."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return self.num_layers * self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
 class Prefix(NamedTuple):
-    """Keys and values of tokens before those of a sequence: [K, D, P] and [K, P, D] of one layer, which a group has in
-    common; or [layers, K, D, C] and [layers, K, C, D], kept outside the batch."""
+    """Keys and values of the first tokens of a sequence: [K, D, P] and [K, P, D] of one layer, shared by a group; or
+    [layers, K, D, C] and [layers, K, C, D], parked outside the batch."""
 
     keys: Tensor
     values: Tensor
@@ -61,11 +61,11 @@ class KeyValueCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that each slot can hold now."""
+        """Number of tokens that each slot can hold now."""
         return self.keys.shape[4]
 
     def reserve(self, num_tokens: int) -> None:
-        """Grow to sequences of this many tokens; at least doubles, so that growing costs O(1) per token."""
+        """Grow for sequences of this many tokens. At least doubles, so that growing costs O(1) per token."""
         if num_tokens > self.capacity:
             capacity = max(up_to(num_tokens, BLOCK), 2 * self.capacity)
             # Zeros and not `empty`: a masked key has weight 0, and 0 * NaN would be NaN.
@@ -75,18 +75,18 @@ class KeyValueCache:
             self.keys, self.values = keys, values
 
     def shrink(self, num_tokens: int) -> None:
-        """Shrink to sequences of this many tokens; later tokens are lost."""
+        """Shrink to sequences of this many tokens; keys and values of later tokens are dropped."""
         capacity = up_to(num_tokens, BLOCK)
         if capacity < self.capacity:
             keys, values = self.keys[..., :capacity], self.values[..., :capacity, :]
             self.keys, self.values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
 
     def drop(self) -> None:
-        """Free all keys and values; needs no memory."""
+        """Free all keys and values. Allocates nothing, so it works after memory ran out."""
         self.keys, self.values = self.keys[..., :0].clone(), self.values[..., :0, :].clone()
 
     def keep(self, slot: int, num_tokens: int) -> Prefix:
-        """Copy a slot's first tokens before another sequence takes the slot."""
+        """Copy a slot's first tokens to memory outside the batch, before another sequence takes the slot."""
         return Prefix(self.keys[:, slot, :, :, :num_tokens].clone(), self.values[:, slot, :, :num_tokens].clone())
 
     def restore(self, kept: Prefix, slot: int, num_tokens: int) -> None:
@@ -101,19 +101,19 @@ class KeyValueCache:
         self.values[:, slot, :, :num_tokens] = self.values[:, source, :, :num_tokens]
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """Nothing: later tokens are written over."""
+        """Do nothing: later tokens are overwritten, and masked until then."""
 
     def release(self, kept: Prefix) -> None:
-        """Nothing: a copy's memory goes with it."""
+        """Do nothing: a copy's memory is freed with the copy."""
 
     def clear(self, slots: int | slice = slice(None)) -> None:
-        """Zero slots that may hold NaN or infinities: 0 * NaN would be NaN behind any mask."""
+        """Zero slots that may hold NaN or infinity: 0 * NaN is NaN, which no mask can hide."""
         self.keys[:, slots] = 0
         self.values[:, slots] = 0
 
 
 def up_to(number: int, multiple: int) -> int:
-    """The number, or the next multiple above it.
+    """Round up to a multiple.
 
     >>> up_to(64, 64), up_to(65, 64)
     (64, 128)
@@ -128,22 +128,22 @@ class AttentionGroup:
     rows: Tensor | slice
     """Rows of the pass that are queries: int64 [R], or a range."""
     cells: Tensor | None
-    """Where each goes in the [B, Q] grid, flat: int64 [R]; None: in order, without padding."""
+    """Flat index of each row in the [B, Q] grid: int64 [R]; None: in order, without padding."""
     slots: Tensor | slice
-    """The slot of each sequence: int64 [B], whose keys are copied, or a range of slots, read in place."""
+    """The slot of each sequence: int64 [B], whose keys are copied; or a range, whose keys are read in place."""
     positions_BQ: Tensor
     """Position of each query: int64 [B, Q]; 0 in the padding."""
     num_keys: int
-    """C: more than the last position."""
+    """C, larger than the last position."""
     prefix: int = 0
-    """First tokens that all sequences have in common: their keys and values are read once, from `prefix_slot`."""
+    """Number of first tokens that all sequences share; their keys and values are read once, from `prefix_slot`."""
     prefix_slot: int = 0
-    """A slot that holds them."""
+    """A slot that holds the shared tokens."""
 
 
 @dataclass(kw_only=True, eq=False)
 class CachePlan:
-    """The attention of one pass: write the tokens' keys and values, attend to the cache of each slot."""
+    """The attention of one pass: writes the tokens' keys and values, and attends to the cache of each slot."""
 
     cache: KeyValueCache
     write_rows: Tensor | None
@@ -153,9 +153,9 @@ class CachePlan:
     write_positions: Tensor
     """Position of each real token: int64 [W]."""
     groups: Sequence[AttentionGroup]
-    """Together they cover every row whose output matters; of two that cover a row, the later one counts."""
+    """The groups cover every row whose output matters. If two groups cover a row, the later one counts."""
     in_blocks: bool
-    """Whether attention is computed so that no bit depends on a group's size and longest sequence."""
+    """Compute attention so that no bit depends on a group's size or its longest sequence (deterministic mode)."""
     _biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -185,7 +185,7 @@ class CachePlan:
         self.cache.values[layer][self.write_slots, :, self.write_positions] = value_TKD
 
     def _bias(self, index: int, sliding_window: int | None) -> Tensor:
-        """0 where a query may look, -inf elsewhere: float32 [B, 1, 1, Q, C]; shared by all layers of a window."""
+        """0 where a query may attend, -inf elsewhere: float32 [B, 1, 1, Q, C]; shared by layers of the same window."""
         bias = self._biases.get((index, sliding_window))
         if bias is None:
             group = self.groups[index]
@@ -238,13 +238,13 @@ def attend_at_once(
     """Softmax attention, with queries already scaled: [B, Q, H, D].
 
     Args:
-        query_BQHD: H is a multiple of K; query heads of one key/value head are neighbours.
+        query_BQHD: Scaled queries; H is a multiple of K, and query heads of one key/value head are adjacent.
         keys_BKDC: Keys, without those of `prefix`.
-        values_BKCD: Values, likewise.
-        bias: 0 or -inf, float32, broadcast to [B, K, G, Q, P + C]; every query sees at least one key.
-        call: Its soft cap and its sinks; its scale and window are in the queries and the bias.
-        prefix: Keys and values before these, the same for all sequences. One product then has the queries of all of
-            them as rows, and reads these keys once.
+        values_BKCD: Values, without those of `prefix`.
+        bias: 0 or -inf, float32, broadcast to [B, K, G, Q, P + C]; every query attends to at least one key.
+        call: Its soft cap and sinks are applied; its scale and window are already in the queries and the bias.
+        prefix: Keys and values before these, the same for all sequences. One product with the queries of all sequences
+            as rows reads them once.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_shared = keys_BKDC.shape[1], 0 if prefix is None else prefix.keys.shape[2]
@@ -256,6 +256,7 @@ def attend_at_once(
     grid = scores.view(batch, kv_heads, -1, queries, scores.shape[-1])
     grid.add_(bias)
     weights = scores.softmax(-1)
+    # A sink is one more logit in the softmax's denominator: exp(sums) / (exp(sums) + exp(sink)).
     if call.sinks_H is not None:
         sums = grid.logsumexp(-1, keepdim=True)
         weights.view_as(grid).mul_(torch.sigmoid(sums - _by_row(call.sinks_H, kv_heads)))
@@ -267,22 +268,23 @@ def attend_at_once(
 
 
 def _all_rows(x: Tensor, batch: int) -> Tensor:
-    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences, for products with what they share."""
+    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with what they share."""
     kv_heads = len(x) // batch
     return x.view(batch, kv_heads, *x.shape[1:]).transpose(0, 1).reshape(kv_heads, -1, x.shape[-1])
 
 
 def _per_sequence(x: Tensor, batch: int) -> Tensor:
-    """`_all_rows` undone."""
+    """The inverse of `_all_rows`."""
     return x.view(len(x), batch, -1, x.shape[-1]).transpose(0, 1).flatten(0, 1)
 
 
 def attend_in_blocks(
     query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall
 ) -> Tensor:
-    """`attend_at_once` by products of one shape only; C is a multiple of `BLOCK`.
+    """`attend_at_once` in products of one shape; C is a multiple of `BLOCK`.
 
-    Blocks are combined in order, and blocks beyond a sequence's end add exact zeros, so they change no bit of it.
+    Matrix kernels may add in another order for another shape, so only equal shapes give equal bits. Blocks are combined
+    in order, and blocks beyond a sequence's end add exact zeros, so they change no bit of it.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]
@@ -316,6 +318,6 @@ def _by_row(sinks_H: Tensor, kv_heads: int) -> Tensor:
 
 
 def _by_kv_head(query_BQHD: Tensor, kv_heads: int) -> Tensor:
-    """[B * K, G * Q, D]: the queries that share keys, as rows of one product."""
+    """[B * K, G * Q, D]: the queries that share keys become rows of one product."""
     batch, queries, heads, size = query_BQHD.shape
     return query_BQHD.transpose(1, 2).reshape(batch * kv_heads, heads // kv_heads * queries, size)

@@ -1,4 +1,4 @@
-"""Defines messages between event loops and the engine's thread: requests, commands, cancellations, answers."""
+"""Defines the messages between event loops and the engine's thread: requests, commands, cancellations, replies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verbatim.inference.sampler import SampleRequest, Watch
 
 @dataclass(eq=False, kw_only=True)
 class EngineReply:
-    """An answer of the engine's thread that a coroutine in an event loop waits for."""
+    """A reply of the engine's thread that a coroutine awaits."""
 
     future: asyncio.Future[Any]
-    """Set in the caller's event loop."""
+    """Resolved in the caller's event loop."""
     answer: tuple[Any] | None = None
-    """The result or exception that the future is about to hold; None: not answered yet."""
+    """A tuple with the result or exception for the future (so that the result may be None); None: no reply yet."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,15 +29,15 @@ class GenerateJob(EngineReply):
 
     request: SampleRequest
     submitted: float
-    """Time of the call: seconds of `time.perf_counter`."""
+    """Time of the call, in seconds of `time.perf_counter`."""
     started: float = 0.0
-    """Time at which it got a slot: seconds of `time.perf_counter`."""
+    """Time when the job got a slot, in seconds of `time.perf_counter`."""
     slot: int | None = None
-    """Its slot in the decoder; None: still waiting."""
+    """The job's slot in the decoder; None: still waiting."""
     watch: Watch | None = None
-    """Called with its tokens as they are drawn, on the engine's thread."""
+    """Called with new tokens on the engine's thread."""
     num_shown: int = 0
-    """Tokens that `watch` has got."""
+    """Number of tokens that `watch` has received."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,38 +45,38 @@ class Command(EngineReply):
     """A function to run between two steps."""
 
     run: Callable[[], Any]
-    """Its result is the answer."""
+    """The function; its result is the reply."""
     vital: bool
-    """Whether the engine stops if it fails, because the model may be half changed."""
+    """True if a failure stops the engine, because it may leave the model half changed."""
 
 
 @dataclass(eq=False)
 class Cancel:
-    """The caller of this job was cancelled."""
+    """Cancels a job."""
 
     job: GenerateJob
 
 
 @dataclass(eq=False)
 class Outbox:
-    """Answers of one step, delivered to each event loop in one call."""
+    """Collects the replies of one step, and delivers them with one call to each event loop."""
 
     answers: dict[asyncio.AbstractEventLoop, list[tuple[EngineReply, Any]]] = field(default_factory=dict)
     """Undelivered answers."""
 
     def put(self, reply: EngineReply, answer: Any) -> None:
-        """Add an answer; an exception is raised in the caller."""
+        """Add a reply; an exception is raised in the caller."""
         self.answers.setdefault(reply.future.get_loop(), []).append((reply, answer))
 
     def send(self) -> None:
-        """Deliver all answers."""
+        """Deliver all replies."""
         for loop, answers in self.answers.items():
             for reply, answer in answers:
                 reply.answer = (answer,)
             try:
                 loop.call_soon_threadsafe(deliver, [reply for reply, _ in answers])
             except RuntimeError:
-                if not loop.is_closed():  # nothing waits on a closed loop
+                if not loop.is_closed():  # on a closed loop nobody waits
                     raise
         self.answers = {}
 
@@ -95,13 +95,13 @@ def deliver(replies: list[EngineReply]) -> None:
 
 
 def request_failed(cause: Exception, num_tokens: int = 0) -> SamplerFault:
-    """The fault of one request, for which so many tokens had been drawn; the engine goes on."""
+    """The fault of one request, with the number of tokens sampled for it; the engine continues."""
     text = f"the sampler failed on this request: {failure_text(cause, 500)}"
     return _caused_by(cause, SamplerFault(text, num_tokens=num_tokens))
 
 
 def failure_text(cause: Exception, limit: int) -> str:
-    """The error in one line; it says "out of memory" whichever library ran out of it."""
+    """The error in one line. If memory ran out, it begins with "out of memory" regardless of the library."""
     if not is_out_of_memory(cause):
         return error_text(cause, limit)
     said = str(cause).partition("\n")[0]
@@ -115,6 +115,6 @@ def engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
 
 
 def _caused_by(cause: BaseException, fault: SamplerFault) -> SamplerFault:
-    if not is_out_of_memory(cause):  # its traceback's frames would keep their memory
+    if not is_out_of_memory(cause):  # the frames of its traceback would keep their memory alive
         fault.__cause__ = cause
     return fault

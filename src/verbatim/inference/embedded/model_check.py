@@ -1,4 +1,4 @@
-"""Checks a model before sampling: a tiny copy, decoded with a cache, must give the logprobs of its own attention."""
+"""Checks a model before sampling: a tiny copy, decoded with a KV cache, must give the logprobs of its own attention."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
-    """Sample from a tiny copy, as the model will be, and compare with a `transformers` forward pass over its tokens.
+    """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over its tokens.
 
     Raises:
-        ModelError: sampled tokens have other logprobs, or the weights that a trainer saves do not load.
+        ModelError: the sampled tokens have other logprobs, or weights that a trainer saves cannot be loaded.
     """
     pair = tiny_pair(model.model, planned=True)
     check_round_trip(pair.own)
@@ -36,8 +36,8 @@ def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
 
 
 def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
-    """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in parts, then
-    tokens one by one past the tiny copy's windows, then a second turn on the cache."""
+    """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in several
+    passes, then tokens one by one beyond the tiny copy's windows, then a second turn from the cache."""
     settings = TorchSettings(
         max_batch_size=2,
         prefill_chunk=WINDOW - 3,
@@ -65,7 +65,7 @@ def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
 
 @torch.no_grad()
 def _sample(decoder: Decoder, pair: TinyPair, requests: list[SampleRequest]) -> tuple[list[np.ndarray], float]:
-    """Prompt and completion of each request, and the largest difference of recorded and true logprobs."""
+    """Prompt plus completion of each request, and the largest difference between recorded and true logprobs."""
     table = decoder.table
     slots = [decoder.add(request) for request in requests]
     running = set(slots)

@@ -1,4 +1,4 @@
-"""Lays the tokens of one forward pass out in rows, and groups those that attend together."""
+"""Lays out the tokens of one forward pass in rows, and groups sequences that attend together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from verbatim.inference.embedded.kv_cache import BLOCK, AttentionGroup, up_to
 from verbatim.inference.embedded.slots import Slots
 
 _QUANTUM = 16
-"""Passes that are not deterministic attend to a multiple of this many keys."""
+"""Passes that are not deterministic attend to a multiple of this many keys, so that shapes recur."""
 _SHORTEST = 16
-"""Fewest slots of a range."""
+"""Minimum number of sequences in a range."""
 _RANGE_BYTES = 1 << 20
-"""Bytes of keys whose reading costs as much as one more range."""
+"""Bytes of keys that take as long to read as one more range takes to start."""
 _PAIRS = 1 << 16
-"""Most pairs of query and key of prompts that attend together: 256 KB of scores for each head."""
+"""Maximum number of (query, key) pairs of prompts that attend together: 256 KB of scores per head."""
 _COPY = 3
 """Cost of copying keys and reading the copy, relative to reading them in place."""
 
@@ -30,7 +30,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassLayout:
-    """Where the tokens of a pass go. The tokens of one slot are adjacent and in order."""
+    """The place of each token of a pass. The tokens of one slot are adjacent and in order."""
 
     rows: Rows
     """The row of each token: int64 [W]."""
@@ -39,17 +39,18 @@ class PassLayout:
     positions: Rows
     """The position of each token in its sequence: int64 [W]."""
     num_rows: int
-    """Rows of the pass, those without a token included."""
+    """Number of rows, including those without a token."""
 
     def spread(self, values: Rows) -> Rows:
-        """Values of the tokens (int64 [W]) at their rows: int64 [num_rows], 0 elsewhere."""
+        """Scatter the tokens' values (int64 [W]) to their rows: int64 [num_rows], 0 elsewhere."""
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[self.rows] = values
         return out
 
 
 def fixed_groups(layout: PassLayout, num_single: int, device: torch.device) -> list[AttentionGroup]:
-    """A deterministic pass: all slots in place, in row order; then each prompt token with a copy of its slot's keys."""
+    """Groups of a deterministic pass: all slots in place, in row order; then each prompt token with a copy of its
+    slot's keys."""
     groups = []
     if num_single:
         positions = np.zeros(layout.num_rows, dtype=np.int64)
@@ -71,16 +72,16 @@ def ragged_groups(
     device: torch.device,
     ids: Int32 | None = None,
 ) -> list[AttentionGroup]:
-    """Any other pass: ranges of slots with one new token each, then sequences with several, by similar numbers.
+    """Groups of any other pass: ranges of slots with one new token each, then prompts by similar length.
 
     Args:
-        layout: Where the tokens are.
-        slots: Slots in this pass, those with one token first: int64 [S].
-        counts: New tokens of each: int64 [S].
-        computed: Cached tokens of each: int64 [S].
+        layout: The place of each token.
+        slots: The slots of the pass, those with one token first: int64 [S].
+        counts: Number of new tokens of each slot: int64 [S].
+        computed: Number of cached tokens of each slot: int64 [S].
         bytes_per_key: Bytes of one position's keys and values in one layer.
-        device: Device of the model.
-        ids: The ids of every slot: int32 [slots, context]; equal ids have equal keys and values. None: they may not.
+        device: The model's device.
+        ids: The ids of every slot: int32 [slots, context], if equal ids imply equal keys and values; otherwise None.
     """
     groups = []
     num_single = int((counts == 1).sum())
@@ -89,7 +90,7 @@ def ragged_groups(
         rows = slice(slot_range.first, slot_range.last)
         own, positions = single[rows], lengths[rows] - 1
         cells: Rows | None = None
-        if slot_range.in_place and len(own) < slot_range.num_slots:  # there are idle slots between them
+        if slot_range.in_place and len(own) < slot_range.num_slots:  # idle slots lie in between
             cells, spread = own - slot_range.slots.start, np.zeros(slot_range.num_slots, dtype=np.int64)
             spread[cells] = positions
             positions = spread
@@ -109,13 +110,13 @@ def ragged_groups(
 
 
 def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
-    """How many first tokens of these slots are read once for all: 0, or a multiple of `BLOCK`, so that the shapes of
-    products recur.
+    """Number of first tokens that these slots share and that are read once for all: 0, or a multiple of `BLOCK`, so
+    that shapes recur.
 
     Args:
         ids: The ids of every slot: int32 [slots, context].
-        slots: Those that attend together: int64 [B].
-        cached: Cached tokens of the shortest of them.
+        slots: The slots that attend together: int64 [B].
+        cached: Number of cached tokens of the shortest of them.
 
     Example: 16 sequences of 150 to 300 cached tokens whose first 140 are equal share 128.
     """
@@ -128,34 +129,34 @@ def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRange:
-    """Sequences that attend together, padded to the longest of them."""
+    """Decoding sequences that attend together, padded to the longest of them."""
 
     first: int
-    """Index of the first among the decoding sequences."""
+    """Index of the first sequence among the decoding ones."""
     last: int
-    """Index after the last."""
+    """Index after the last sequence."""
     slots: slice
-    """The slots from the first to the last, idle ones included."""
+    """The slots from the first to the last sequence, including idle ones."""
     longest: int
-    """Keys of the longest sequence."""
+    """Number of keys of the longest sequence."""
 
     @property
     def num_slots(self) -> int:
-        """Slots that an in-place read covers."""
+        """Number of slots that an in-place read covers."""
         return int(self.slots.stop - self.slots.start)
 
     @property
     def in_place(self) -> bool:
-        """Whether reading the idle slots too costs less than copying the others."""
+        """True if reading all slots in place, idle ones too, costs less than copying those of the sequences."""
         return self.num_slots <= _COPY * (self.last - self.first)
 
     @property
     def keys(self) -> int:
-        """Cost of reading the range, in keys read in place."""
+        """Cost of reading the range, as a number of keys read in place."""
         return min(self.num_slots, _COPY * (self.last - self.first)) * self.longest
 
     def joined(self, other: SlotRange) -> SlotRange:
-        """This range joined with the next one."""
+        """This range merged with the next one."""
         return SlotRange(
             first=self.first,
             last=other.last,
@@ -165,12 +166,12 @@ class SlotRange:
 
 
 def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRange]:
-    """Cut sequences into ranges of neighbouring slots, where the saving exceeds the cost of one more range.
+    """Split sequences into ranges of neighbouring slots, where it saves more than one more range costs.
 
     Args:
         slots: Slots of the sequences, ascending: int64 [B].
-        lengths: Keys of each: int64 [B].
-        bytes_per_key: Bytes of one key and its value in one layer.
+        lengths: Number of keys of each sequence: int64 [B].
+        bytes_per_key: Bytes of one position's keys and values in one layer.
 
     Example:
         16 sequences of 1000 keys before 48 of 100, at 512 bytes: two ranges, of 16 and 48.
@@ -195,7 +196,7 @@ def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRan
 
 
 def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, device: torch.device) -> AttentionGroup:
-    """Sequences with similar numbers of new tokens, padded to the longest."""
+    """A group of sequences with similar numbers of new tokens, padded to the largest."""
     longest, total = int(counts.max()), int(counts.sum())
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     sequence = np.repeat(np.arange(len(slots)), counts)
@@ -206,19 +207,19 @@ def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, devi
 
 
 def _similar(counts: Rows) -> list[Slots]:
-    """Indices of sequences whose numbers of new tokens lie between the same two powers of two."""
+    """Indices of sequences by number of new tokens, one array per power of two; padding at most doubles a group."""
     kind = np.ceil(np.log2(counts)).astype(np.int64)
     return [np.flatnonzero(kind == k) for k in np.unique(kind)]
 
 
 def at_once(similar: Slots, counts: Rows, computed: Rows) -> list[Slots]:
-    """Cut sequences into runs whose scores stay in the processor's cache: one sequence, or some with at most `_PAIRS`
-    pairs of query and key after padding.
+    """Split sequences into runs whose scores fit the CPU's cache: one sequence, or several with at most `_PAIRS` pairs
+    of query and key after padding.
 
     Args:
         similar: Indices of the sequences: int64 [N].
-        counts: New tokens of every sequence: int64 [S].
-        computed: Cached tokens of each: int64 [S].
+        counts: Number of new tokens of every sequence: int64 [S].
+        computed: Number of cached tokens of every sequence: int64 [S].
 
     Returns:
         The indices of each run, shorter sequences first.
@@ -240,7 +241,7 @@ def at_once(similar: Slots, counts: Rows, computed: Rows) -> list[Slots]:
 def group(
     rows: Rows | slice, cells: Rows | None, slots: Slots | slice, positions: Rows, quantum: int, device: torch.device
 ) -> AttentionGroup:
-    """Queries that attend together; `positions` is int64 [B] for one query each, or [B, Q]."""
+    """An `AttentionGroup`; `positions` is int64 [B] for one query per sequence, or [B, Q]."""
     return AttentionGroup(
         rows=rows if isinstance(rows, slice) else as_tensor(rows, device),
         cells=None if cells is None else as_tensor(cells, device),
@@ -251,6 +252,6 @@ def group(
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device; on a CPU it shares memory."""
+    """The array as a tensor on the device; on a CPU it shares memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""Has what sequences in flight have in common computed once, after new weights emptied their caches."""
+"""Recomputes shared prefixes of sequences in flight only once, after new weights emptied the caches."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from verbatim.inference.embedded.slots import WAIT_FOR_PREFIX, Slots, SlotTable
 
 
 class Leader(NamedTuple):
-    """Which sequence computes the first tokens of another one."""
+    """The sequence that computes the first tokens of another one."""
 
     slot: int
     arrival: int
-    """Tells the leader's request from a later one in the same slot."""
+    """Arrival of the leader's request, which tells it from a later request in the same slot."""
     shared: int
-    """First tokens that both have; at least one less than the other one has."""
+    """Number of first tokens that both share; less than the follower's length."""
 
 
 def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
-    """The leader of each slot whose sequence begins like that of another one, with `WAIT_FOR_PREFIX` tokens or more.
+    """The leader of each slot whose sequence shares at least `WAIT_FOR_PREFIX` first tokens with another one.
 
-    In the order of their ids, a sequence has most in common with the one before it. Of all that have as much, the first
-    one leads, so that nothing waits for a sequence that waits itself where it need not.
-
+    Sorted by ids, a sequence shares most with the one before it. The first of all that share as many tokens leads, so
+    that no sequence waits for one that has to wait itself if there is another choice.
     Example: with 32 equal tokens as a letter, "AB", "ABC" and "AD" are three sequences. The first has no leader, and
     leads the second with 64 tokens and the third with 32.
     """
     order = sorted(slots, key=lambda slot: _known(table, slot).tobytes())
     found: dict[int, Leader] = {}
-    branches: list[tuple[int, int]] = []  # tokens in common, and the first of `order` that has them; ever more tokens
+    branches: list[tuple[int, int]] = []  # a stack: shared tokens (increasing), first in `order` to share them
     for index in range(1, len(order)):
         slot, first = order[index], index - 1
         common = common_prefix_length(_known(table, order[first]), _known(table, slot))
         while branches and branches[-1][0] >= common:
             first = branches.pop()[1]
         branches.append((common, first))
-        shared = min(common, int(table.length[slot]) - 1)  # the last token gives the hidden state to draw from
+        shared = min(common, int(table.length[slot]) - 1)  # the last token is always computed, to sample from
         if shared >= WAIT_FOR_PREFIX:
             leader = order[first]
             found[slot] = Leader(leader, int(table.arrival[leader]), shared)
@@ -52,22 +51,22 @@ def _known(table: SlotTable, slot: int) -> NDArray[np.int32]:
 
 
 class Rebuild:
-    """The sequences in flight whose first tokens another one computes; there are some only after new weights.
+    """Tracks the sequences in flight that wait for a leader; there are some only after new weights.
 
     Args:
         table: The state of all slots.
-        copy: Lets a slot begin with the first tokens of another: source, slot, number of tokens.
+        copy: Copies the first tokens of one slot to another. Arguments: source, slot, number of tokens.
     """
 
     def __init__(self, table: SlotTable, copy: Callable[[int, int, int], None]) -> None:
         self._table = table
         self._copy = copy
         self._leaders: dict[int, tuple[int, Leader]] = {}
-        """By slot, with the arrival of its own request."""
+        """By slot: the arrival of its own request, and its leader."""
 
     def begin(self) -> None:
-        """Choose who leads those whose caches are empty. Where caches survive new weights, a sequence waits for none
-        that began with weights before its own: others would take its keys and values for those of the new ones."""
+        """Choose leaders for the slots whose caches are empty. If caches survive new weights, both sequences must have
+        begun with the same weights; otherwise older keys and values would pass as those of newer weights."""
         table = self._table
         active = np.flatnonzero(table.active)
         self._leaders = {
@@ -77,9 +76,10 @@ class Rebuild:
         }
 
     def go_on(self) -> None:
-        """Let sequences begin with what their leaders have computed by now. Where a leader ended before it had computed
-        enough, those that waited for it choose again."""
+        """Let sequences continue after what their leaders have computed. If a leader ended before it had computed
+        enough, its followers choose again."""
         table, is_lost = self._table, False
+        # Short prefixes first: a follower may be a leader of others itself.
         for slot in sorted(self._leaders, key=lambda slot: self._leaders[slot][1].shared):
             arrival, leader = self._leaders[slot]
             if table.arrival[slot] != arrival or not table.active[slot]:
@@ -93,7 +93,7 @@ class Rebuild:
             self.begin()
 
     def ready(self, active: Slots) -> Slots:
-        """Those that do not wait for a leader; at least one, where there are any."""
+        """The slots that do not wait for a leader: at least one, if any is active."""
         if not self._leaders:
             return active
         return active[~np.isin(active, list(self._leaders))]

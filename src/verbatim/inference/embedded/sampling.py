@@ -1,4 +1,4 @@
-"""Samples tokens and their logprobs from rows of logits; randomness is a function of (seed, position)."""
+"""Samples tokens and their logprobs from rows of logits. Random numbers are a function of (seed, position) only."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from verbatim.core.types import KeptSets
 
 _MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the increment of splitmix64
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: the increment of splitmix64
 
 
 def seed_key(seed: int) -> int:
-    """Any integer seed as a well-mixed 64-bit key, so that seeds 1 and 2 draw unrelated numbers."""
+    """Mix any integer seed into a 64-bit key, so that adjacent seeds give unrelated numbers."""
     return int(_mix(np.array([(seed * _GOLDEN + _GOLDEN) & _MASK64], dtype=np.uint64))[0])
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in the open interval (0, 1) for each (key, position), the same in every batch and process.
 
-    splitmix64 as a counter-based generator (Steele, Lea, Flood 2014): state `position` of the stream `key`. The 52
-    highest bits are used, plus a half, so that neither 0 nor 1 can appear.
+    splitmix64 as a counter-based generator (Steele, Lea, Flood 2014): state `position` of the stream `key`. The upper
+    52 bits plus one half, times 2^-52, so that neither 0 nor 1 can occur.
 
     Args:
         keys: `seed_key` of each row's seed: uint64 [N].
-        positions: Position of the token to sample in its whole sequence: int64 [N].
+        positions: Position in the sequence of the token to be sampled: int64 [N].
     """
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -41,13 +41,13 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 _RANKED = 256
-"""Logits of a row that are ranked at first to find the edge of its nucleus; eight times as many while they do not
-reach it."""
+"""Number of the largest logits of a row that are sorted at first to find the edge of the nucleus (top-p). Multiplied by
+8 until they contain it, because sorting the whole vocabulary is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
-    """Truncation of each row: top-k, then top-p of the rest, then min-p."""
+    """Truncation of each row: top-k, then top-p of what is left, then min-p."""
 
     top_k_N: Tensor
     """int64 [N]; 0: off."""
@@ -59,7 +59,8 @@ class Truncation:
     def kept(self, logits_NV: Tensor) -> Tensor:
         """The kept sets: bool [N, V].
 
-        Equal logits stay together, so those at the edge make a set larger. The most likely token is always kept.
+        Equal logits are kept or dropped together, so ties at the edge enlarge a set. The most likely token is always
+        kept.
         """
         weights_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)).exp()
         kept_NV = weights_NV >= self.min_p_N[:, None]
@@ -68,7 +69,7 @@ class Truncation:
         return kept_NV
 
     def _least(self, logits_NV: Tensor, weights_NV: Tensor) -> Tensor:
-        """The smallest logit that top-k and then top-p keep: [N]. Weights are probabilities over the largest one."""
+        """The smallest logit that top-k and then top-p keep: [N]. Weights are probabilities divided by the largest."""
         vocab = logits_NV.shape[-1]
         is_limited_N, has_nucleus_N = self.top_k_N > 0, self.top_p_N < 1
         top_k_N = self.top_k_N.clamp(min=1, max=vocab)
@@ -90,17 +91,17 @@ class Truncation:
 def draw(
     logits_NV: Tensor, temperatures_N: Tensor, uniforms_N: Tensor, truncation: Truncation | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row by the inverse CDF, with its logprob under the distribution that it was drawn from.
+    """Sample one token per row by the inverse CDF, with its logprob under the distribution it was sampled from.
 
     Args:
-        logits_NV: any float dtype; read as float32 [N, V].
+        logits_NV: Any float dtype, converted to float32: [N, V].
         temperatures_N: float32 [N]; at 0 the row's most likely token is taken, with logprob 0 (a point mass).
         uniforms_N: float64 [N], in (0, 1).
-        truncation: per row; None when no row is cut.
+        truncation: Truncation of each row; None: no row is truncated.
 
     Returns:
-        tokens int64 [N]; logprobs float32 [N], <= 0, NaN where the row's logits are not finite numbers; the kept sets
-        bool [N, V], None when no row is cut.
+        Tokens: int64 [N]; logprobs: float32 [N], <= 0, NaN where the row's logits are not finite; kept sets: bool
+        [N, V], or None if no row is truncated.
 
     Example:
         logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1]: 0.5 draws token 1, logprob log(0.5).
@@ -126,7 +127,7 @@ def draw(
 
 
 def kept_sets(kept_NV: Tensor) -> KeptSets:
-    """The kept sets of some rows, bool [N, V]; an empty one where nothing was cut."""
+    """The kept sets of some rows, bool [N, V]; empty for a row that was not truncated."""
     rows = kept_NV.cpu().numpy()
     rows = rows & ~rows.all(axis=1, keepdims=True)
     return KeptSets.of_counts(rows.nonzero()[1].astype(np.int32), rows.sum(axis=1))

@@ -10,35 +10,35 @@ from verbatim.inference.pool.settings import ServerSettings
 
 
 class TorchSettings(ServerSettings):
-    """The embedded sampler, in PyTorch: in the run's own process, or in servers that exist (`urls`)."""
+    """The embedded sampler, in PyTorch: in the run's own process, or in running servers (`urls`)."""
 
     max_batch_size: PositiveInt = 64
-    """Sequences decoded together."""
+    """Maximum number of sequences decoded together."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Number format of weights, and where PyTorch computes of all else too, logprobs excepted. The compiled kernel has
-    only matrices in bfloat16, and where the processor multiplies it (AVX512-BF16) inputs of layers' products. "auto" is
-    chosen once, when a run begins: bfloat16 where that is faster, by measuring; float32 for tiny models."""
+    """Number format of the weights; in PyTorch also of all computations except logprobs. The compiled kernel uses
+    bfloat16 only for matrices and, if the CPU multiplies bfloat16 (AVX512-BF16), for the inputs of their products.
+    "auto" is decided once when a run begins: bfloat16 if a measurement finds it faster; float32 for tiny models."""
     device: str = "auto"
-    """"auto" takes CUDA where there is one."""
+    """Device that computes; "auto" uses CUDA if available."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
-    """What computes its passes. "compiled" is a function that the machine's C compiler builds once, in seconds, for
-    models like Llama and Qwen3 on a CPU; "auto" takes it where it can be built and fits the model, else "torch",
+    """What computes forward passes. "compiled" is a kernel that the machine's C compiler builds once, in seconds, for
+    models like Llama and Qwen3 on a CPU; "auto" uses it if it can be built and fits the model, otherwise "torch",
     PyTorch."""
     deterministic: bool = False
-    """Same request, seed and weights: same ids and logprobs, bit for bit, whatever else is in the batch."""
+    """Same request, seed and weights: same ids and logprobs, bit for bit, regardless of what else is in the batch."""
     prefill_chunk: PositiveInt = 2048
-    """Most prompt tokens processed between two decode steps."""
+    """Maximum number of prompt tokens processed between two decode steps."""
     num_threads: PositiveInt | None = None
-    """Threads of its matrix products on a CPU; by default half of the cores while the trainer computes on
-    this machine too, and all of them while it does not."""
+    """Threads of its matrix products on a CPU; by default half of the cores while the trainer computes on this machine
+    too, otherwise all of them."""
 
     weight_transfer: Literal["auto", "files", "http"] = "auto"
     """How new weights reach the servers in `urls`: "files" reads the published folder, which a server's host must have
-    at the same path; "http" sends it there first. "auto" is "files"."""
+    at the same path; "http" uploads it to the server's host first. "auto" is "files"."""
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """What it computes in."""
+        """The number format of the weights."""
         if self.dtype == "auto":
             raise UsageError(
                 'dtype = "auto" is chosen by a run, verbatim eval, rollout, serve or inference; here '
@@ -47,7 +47,7 @@ class TorchSettings(ServerSettings):
         return self.dtype
 
     def planned(self) -> Replicas:
-        """As `BackendSettings.planned`."""
+        """See `BackendSettings.planned`."""
         return Replicas(
             count=len(self.urls) or 1,
             devices_each=1,
@@ -58,12 +58,12 @@ class TorchSettings(ServerSettings):
         )
 
     def check(self) -> None:
-        """Refuse a missing device, or servers that cannot be reached in this way."""
+        """Refuse a missing device, or invalid settings for servers."""
         if self.urls:
             super().check()
             return
         if self.device in ("auto", "cpu"):
-            return  # they are everywhere, and torch takes seconds to import
+            return  # always available; and checking would import torch, which takes seconds
         from verbatim.models.loading import resolve_device
 
         try:

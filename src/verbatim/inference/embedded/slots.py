@@ -1,4 +1,4 @@
-"""Keeps the state of all slots as arrays with one row per slot, so that a decode step takes a few numpy calls."""
+"""Keeps the state of all slots in arrays with one row per slot, so that a decode step takes a few numpy calls."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from verbatim.inference.sampler import SampleRequest
 
 Slots = NDArray[np.intp]
 Drawn: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], KeptSets | None]
-"""Tokens and their logprobs, NaN where the logits are not finite numbers, of some slots; and their kept sets, where one
-of them has to have any."""
+"""Sampled tokens and logprobs of some slots, NaN where the logits are not finite; and their kept sets, or None if no
+slot needs them."""
 
 WAIT_FOR_PREFIX = 32
-"""A request waits a step to copy a prefix if another sequence is about to compute at least this many more tokens."""
+"""A request waits a step to copy a prefix if another sequence is about to compute at least this many more of its
+tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +30,20 @@ class SlotPlacement:
     slot: int
     """An idle slot of the batch."""
     source: int
-    """The slot that holds its longest known prefix; may be `slot` itself."""
+    """The slot that holds the longest known prefix; may be `slot` itself."""
     reused: int
-    """Tokens of that prefix."""
+    """Number of tokens of that prefix."""
 
 
 class SlotTable:
-    """S slots: the first `num_batch` of them decode, the others only keep prefixes of sequences that may come back.
+    """S slots: the first `num_batch` decode, the others (parked) only keep prefixes of sequences that may return.
 
-    A sequence has `length` known ids, of which the keys and values of the first `computed` are cached. A decoding
-    sequence is one id ahead; more than one is a prompt to process. Cleared caches are therefore rebuilt by setting
-    `computed` to 0, from the exact ids.
+    A sequence has `length` known ids; the keys and values of the first `computed` are cached. A decoding sequence is
+    one id ahead; a larger gap is a prompt to process. Setting `computed` to 0 therefore has a cleared cache rebuilt
+    from the exact ids.
 
-    `loaded` numbers the weights that began a slot's cache: 0, and one more for each load. Their versions cannot tell
-    them apart, since two runs that use a server one after the other number theirs alike.
+    `loaded` is the number of the load that began a slot's cache: 0, then one more for each load. Policy versions would
+    not do: two runs that use a server one after the other may use the same versions for different weights.
     """
 
     def __init__(self, num_batch: int, num_parked: int, context_length: int) -> None:
@@ -57,7 +58,7 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
         self.old_records = np.zeros(slots, dtype=np.int64)
-        """Where experts are recorded: the first tokens whose record is of weights before those of their keys."""
+        """If experts are recorded: number of first tokens whose record is of older weights than their keys."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)
@@ -77,17 +78,17 @@ class SlotTable:
 
     @property
     def usage(self) -> float:
-        """Share of the room for decoding sequences that holds keys and values of one, 0 to 1."""
+        """Share of the decoding slots' capacity that active sequences fill, 0 to 1."""
         return float(self.computed[: self.num_batch][self.active[: self.num_batch]].sum()) / (
             self.num_batch * self.ids.shape[1]
         )
 
     def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> SlotPlacement | None:
-        """Choose a slot for a request; None if it has to wait.
+        """Choose a slot for a request; returns None if it has to wait.
 
-        Order of preference: the idle slot of its own session, then the one least recently used. A cached prefix is
-        reused if the weights of load number `loaded` computed it or, with `keep`, if it is the session's own. With old
-        records only the session's own is.
+        Order of preference: the idle slot of the same session, then the least recently used one. A cached prefix is
+        reused if the weights of load number `loaded` computed it or, with `keep`, if it belongs to the same session. A
+        prefix with old records is reused only by its own session.
         """
         idle = np.flatnonzero(~self.active[: self.num_batch])
         if not len(idle):
@@ -109,16 +110,16 @@ class SlotTable:
         return SlotPlacement(slot=slot, source=source, reused=reused)
 
     def _cached(self, slot: int, prompt: Int32) -> int:
-        """Leading ids of a prompt whose keys and values a slot holds.
+        """Number of leading ids of a prompt whose keys and values a slot holds.
 
-        The last one never counts: it is always computed, because its hidden state gives the first token.
+        The last id never counts: it is always computed, because the first token is sampled from its hidden state.
         """
         most = min(len(prompt) - 1, int(self.computed[slot]))
         return common_prefix_length(self.ids[slot, :most], prompt[:most])
 
     def _longest_prefix(self, prompt: Int32, loaded: int, source: int, reused: int) -> tuple[int, int] | None:
-        """The slot that caches the longest prefix, of at least `reused` tokens, and its length; None to wait for a
-        sequence that is about to compute a longer one."""
+        """The slot that caches the longest prefix, of at least `reused` tokens, and its length. Returns None if the
+        request should wait for a sequence that is about to compute a longer one."""
         longest = len(prompt) - 1
         while reused < longest:
             # A slot that caches more must have the next id; each match leaves fewer candidates.
@@ -139,13 +140,13 @@ class SlotTable:
         return source, reused
 
     def parking_place(self) -> int | None:
-        """The parked slot least recently used; None without parked slots."""
+        """The least recently used parked slot, or None if there are no parked slots."""
         if self.num_batch == len(self.session):
             return None
         return self.num_batch + int(np.argmin(self.last_used[self.num_batch :]))
 
     def move(self, source: int, target: int) -> None:
-        """Record that the cache of `source` now lies in `target`, and `source` is empty."""
+        """Record that the cache of `source` has moved to `target`, and `source` is empty."""
         length = int(self.length[source])
         self.ids[target, :length] = self.ids[source, :length]
         for column in (self.computed, self.length, self.loaded, self.last_used, self.old_records):
@@ -163,7 +164,7 @@ class SlotTable:
             self._slot_of[session] = slot
 
     def forget(self, slot: int) -> None:
-        """Mark the slot's cache as empty; the slot is the next to be used."""
+        """Mark the slot's cache as empty; the slot becomes the least recently used."""
         self.computed[slot] = 0
         self.old_records[slot] = 0
         self.last_used[slot] = 0
@@ -196,19 +197,19 @@ class SlotTable:
         self.last_used[slot] = self._clock
 
     def rebuild_all(self, loaded: int) -> None:
-        """Weights changed: nothing cached is valid; sequences in flight are processed again from their ids."""
+        """Invalidate all caches after new weights; sequences in flight are recomputed from their ids."""
         self.loaded[:] = loaded
         self.rebuild_until = np.where(self.active, np.maximum(self.rebuild_until, self.computed), 0)
         self.computed[:] = 0
 
     def append(self, slots: Slots, drawn: Drawn, version: int) -> Slots:
-        """Add one sampled token to each sequence; returns those that end with it."""
+        """Add one sampled token to each sequence; returns the slots whose sequences end with it."""
         tokens, logprobs, kept = drawn
         at = self.length[slots]
         if kept is not None:
             for place in np.flatnonzero(self.needs_kept_sets[slots]).tolist():
                 own = self._kept[slots[place]]
-                del own[self.num_new(slots[place]) :]  # those of a pass that failed
+                del own[self.num_new(slots[place]) :]  # left behind by a failed pass
                 own.append(kept[place])
         self.ids[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
@@ -217,23 +218,23 @@ class SlotTable:
         return slots[self.stopped(slots) | (at + 1 >= self.limit[slots])]
 
     def kept_sets(self, slot: int) -> KeptSets | None:
-        """Those of the tokens that were drawn for the sequence of this slot; None where it needs none."""
+        """The kept sets of the tokens sampled in this slot, or None if its request needs none."""
         return KeptSets.of(self._kept[slot][: self.num_new(slot)]) if self.needs_kept_sets[slot] else None
 
     def num_new(self, slot: int) -> int:
-        """Tokens that were drawn for the sequence of this slot."""
+        """Number of tokens sampled in this slot."""
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """Which sequences' last id is one of their stop ids; the cost does not grow with their number."""
+        """True for slots whose last id is one of their stop ids; set lookups, so the number of stop ids is free."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)
 
     def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Lengths and cached lengths of all sequences; `restore` returns to them if a pass fails."""
+        """Lengths and cached lengths of all sequences, which `restore` resets if a pass fails."""
         return self.length.copy(), self.computed.copy()
 
     def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-        """Undo a failed pass; its tokens are drawn again, the same ones, since randomness depends on position only."""
+        """Undo a failed pass. Its tokens are sampled again and are the same: randomness depends on position only."""
         self.length[:], self.computed[:] = before

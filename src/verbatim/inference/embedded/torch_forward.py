@@ -22,24 +22,24 @@ from verbatim.models.head import CausalLM
 from verbatim.models.native.freed_memory import keep_freed_memory
 
 _ROW_QUANTUM = 32
-"""Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and
-element-wise kernels no remainder elements, which other instructions would compute."""
+"""Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and element-wise
+kernels no remainder elements, which are computed with other instructions and may round differently."""
 
 
 class TorchForward:
-    """Passes of any model that a plan can cache.
+    """Forward passes in PyTorch of any model whose attention goes through a plan.
 
     Args:
         model: The model.
-        backbone: What computes its hidden states: its fast forward pass, or the model itself.
-        shape: Of one token's keys and values.
-        settings: Most sequences in flight, and whether every pass has the same shape.
-        reads_prefixes_once: Whether equal ids have equal keys and values. They have others where some were cached
-            before an update; and in another slot, where two experts are almost tied: then the records name other
-            experts, and each sequence has to read its own.
+        backbone: Computes the hidden states: the fast form of the model's layers, or the model itself.
+        shape: Shape of one token's keys and values.
+        settings: Batch size, and whether sampling is deterministic.
+        reads_prefixes_once: Assume that equal ids have equal keys and values, so that shared prefixes are read once.
+            Not true if some were cached before a weight update; nor, if experts are recorded, in different slots:
+            rounding may choose another of two almost tied experts, so each sequence must read its own.
 
     Raises:
-        ModelError: deterministic passes whose rows have other bits in other places.
+        ModelError: deterministic mode, but on this machine the bits of a row depend on its place.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class TorchForward:
             self._refuse_row_dependent_kernels()
 
     def refresh(self) -> None:
-        """Nothing: the model's own weights are read."""
+        """Do nothing: passes read the model's own weights."""
 
     def give_back_memory(self) -> None:
-        """Nothing: what a pass needs is freed behind it."""
+        """Do nothing: the memory of a pass is freed after it."""
 
     def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
         """Logprob of each token given those before it, without the cache: float32 [L]; the first is NaN."""
@@ -83,7 +83,7 @@ class TorchForward:
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
     ) -> Tensor:
-        """The last hidden state of each of `slots`, [slots, W]; in deterministic mode those of all rows, [rows, W]."""
+        """The last hidden state of each slot of the pass, [slots, W]; in deterministic mode of all rows, [rows, W]."""
         device = self._model.device
         self.cache.reserve(int((table.computed[slots] + counts).max()))
         ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
@@ -126,9 +126,9 @@ class TorchForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """The next token of each of `slots`, which are those of the pass that are `done`.
+        """Sample the next token of each slot in `slots`: the slots of the pass that are `done`.
 
-        A deterministic pass computes and draws in every row, because shapes decide bits.
+        A deterministic pass computes and samples in every row, because other shapes could give other bits.
         """
         device, spread = hidden.device, self.num_rows
         rows = layout.rows[np.cumsum(counts) - 1][done] if spread else np.arange(len(slots))
@@ -160,7 +160,7 @@ class TorchForward:
 
     @torch.inference_mode()
     def _refuse_row_dependent_kernels(self) -> None:
-        """The same token in every row, in every slot, in place or copied, must give the same bits in every row."""
+        """Check that the same token gives the same bits in every row and slot, whether keys are in place or copied."""
         self.cache.reserve(1)
         device, slots = self._model.device, np.arange(self.num_rows)
         positions = np.zeros_like(slots)

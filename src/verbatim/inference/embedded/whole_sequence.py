@@ -12,7 +12,7 @@ from verbatim.models.kept_sets import DeviceKeptSets
 from verbatim.models.positions import refuse_moving_positions
 
 _LOGITS_CHUNK = 1024
-"""Positions whose logits are computed at a time, to bound memory."""
+"""Number of positions whose logits are computed at a time, to bound memory."""
 
 
 @torch.inference_mode()
@@ -22,9 +22,10 @@ def sequence_logprobs(
     """log p(token_t | tokens before t) at a temperature > 0: float32 [L]; the first is NaN because nothing predicts it.
 
     Args:
+        model: The model.
         token_ids_L: int64 [L], on the model's device.
-        temperature: Divides the logits.
-        kept_sets: Of L tokens: each is scored over its own; None: over the vocabulary.
+        temperature: Divides the logits; above 0.
+        kept_sets: Kept sets of the L tokens, each of which is scored over its own set; None: over the vocabulary.
 
     Raises:
         ModelError: the sequence is so long that the positions of its first tokens would change.
