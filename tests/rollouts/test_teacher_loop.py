@@ -147,7 +147,7 @@ class Rewriting(Sums):
 def test_a_conversation_that_is_not_what_it_was_is_refused_on_its_trajectory():
     group, _ = play(Rewriting())
     (trajectory,) = group.trajectories
-    assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
+    assert trajectory.error.startswith("record: agent main: its history or its tools have changed")
 
 
 class RewritingInPlace(Sums):
@@ -177,7 +177,7 @@ class RewritingInPlace(Sums):
 def test_a_conversation_that_was_edited_in_place_is_not_what_it_was_either(of_the_tool):
     group, _ = play(RewritingInPlace(of_the_tool))
     (trajectory,) = group.trajectories
-    assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
+    assert trajectory.error.startswith("record: agent main: its history or its tools have changed")
 
 
 class SideBySide(Sums):
@@ -194,7 +194,7 @@ class SideBySide(Sums):
 def test_turns_of_one_agent_side_by_side_are_refused_on_their_trajectory_and_the_group_goes_on():
     group, counted = play(SideBySide(), size=2)
     for trajectory in group.trajectories:
-        assert trajectory.error.startswith("record: agent main: its conversation or its tools are not what they were")
+        assert trajectory.error.startswith("record: agent main: its history or its tools have changed")
     assert counted == 0
 
 

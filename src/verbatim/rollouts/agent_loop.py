@@ -1,4 +1,4 @@
-"""Runs turns in exact ids: messages to prompt ids, prompt ids to a completion, completion to a message."""
+"""Samples turns in exact ids: messages to prompt ids, prompt ids to a completion, completion to a message."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from verbatim.rollouts.turn_arguments import checked_name, checked_trained
 from verbatim.rollouts.turn_limiter import turn_limiter
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
-"""A chat template takes about 5 ms to render more, which is how long Python lets one thread run while others wait."""
+"""Prompts with more messages or characters are rendered on a thread. At this size a chat template takes about 5 ms,
+which is Python's thread switch interval: shorter work would gain nothing from a thread."""
 
 
 class AgentLoop(EpisodeLoop):
-    """Answers prompts with a sampler, ids in and ids out.
+    """Answers prompts with a token-in, token-out sampler.
 
-    Each agent's next prompt is its previous prompt and completion verbatim plus what is new (a bridge), by the rule in
-    `renderers.bridge`. Where the rule has it rendered anew, the strategy will see a break, and `info` has the reason.
-    That a bridge extends the ids exactly is verified by the recorder, never trusted.
+    Each agent's next prompt is its previous prompt and completion verbatim plus the new messages (a bridge), by the
+    rule in `renderers.bridge`. Where that rule does not allow a bridge, the prompt is rendered from scratch: the
+    strategy will see a break, and `info` has the reason. The recorder verifies that each bridge extends the ids.
     """
 
     def __init__(
@@ -56,41 +57,42 @@ class AgentLoop(EpisodeLoop):
         self.sampler, self.renderer = sampler, renderer
         ends = ends_within(renderer.stop_token_ids, sampler.vocab_size)
         self.params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
-        """How tokens are drawn; the renderer's stop tokens included."""
+        """Sampling parameters, with the renderer's stop tokens added."""
         self._seed = seed
         self._session = str(seed) if session is None else session
         self._draws = Draws(recorder)
         self._knows_experts = False
-        """Whether a completion came with its experts."""
+        """True once a completion came with routed experts; spares other models the search in `num_routed`."""
         self._told: tuple[Message, ...] = ()
         self._num_turns_of: dict[str, int] = {}
         self._num_under_way = 0
-        """Answers that are sampled, or wait to be read."""
+        """Answers that are being sampled, or wait to be parsed."""
         self._num_responses: Counter[bytes] = Counter()
         self._rendered_anew: list[dict[str, Any]] = []
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The turns whose prompts were rendered anew, with the reasons."""
+        """The turns whose prompts were rendered from scratch, with the reasons."""
         return {RENDERED_ANEW: self._rendered_anew} if self._rendered_anew else {}
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Everything that was recorded, in order."""
+        """The recorded turns, in order of sampling."""
         return tuple(self.recorder.turns)
 
     async def complete(
         self, prompt_ids: Int32, params: SamplingParams, agent: str = "main", *, trained: bool = True
     ) -> Completion:
-        """Record one turn of exact ids, for an environment that renders by itself, and return the completion.
+        """Sample and record one turn from exact ids, for an environment that does its own rendering.
 
-        One that was cut off is returned too. With `trained=False` it is context only, and counted as `untrained`.
+        A completion that was cut off is returned too. With `trained=False` the turn is context only, and its tokens
+        are counted as `untrained`.
 
         Raises:
-            EpisodeOver: no turn or token is left.
-            EnvironmentFault: a name that is none.
-            RecordError: the sampler returned what cannot be recorded, or the episode has ended.
-            SamplerFault: the engine failed for good.
+            EpisodeOver: no turns or tokens are left.
+            EnvironmentFault: an invalid agent name.
+            RecordError: the sampler's completion cannot be recorded, or the episode has ended.
+            SamplerFault: the engine failed, and retries did not help.
         """
         self._refuse_if_over()
         agent, trained = checked_name(agent), checked_trained(trained)
@@ -108,34 +110,37 @@ class AgentLoop(EpisodeLoop):
         seed: int | None = None,
         watching: Callable[[Int32], Watch | None] | None = None,
     ) -> tuple[ChatReply, Thread]:
-        """Record one turn of a conversation that the caller keeps: `prompt.thread` is what it continues. Many may be
-        under way at once, also of one agent, and none of them ends the episode for the others.
+        """Sample and record one turn of a conversation whose history the caller keeps (the gateway). Several calls may
+        run concurrently, also for one agent; a call that fails does not end the episode for the others.
 
         Args:
-            prompt: All messages, and how many of them the thread covers.
-            params: How the turn is sampled; the renderer's stop tokens included.
-            read: The completion and the prompt's ids as a reply, whose ids are the first ones of the completion; the
-                tokens behind them are counted as cut off.
-            seed: Of the turn; by default it depends on the prompt and on the number of turns before that had the same
-                one, not on the order of others.
-            watching: Given the prompt's ids, the one who watches the completion's tokens as they are drawn, where the
-                sampler shows them; None: no one.
+            prompt: All messages, the thread that they continue, and how many of them the thread covers.
+            params: Sampling parameters, including the renderer's stop tokens.
+            read: Parses a completion, given the prompt's ids. The reply's ids may be a prefix of the completion's; the
+                remaining tokens are counted as cut off.
+            seed: Seed of the turn. By default it is derived from the prompt and from the number of earlier turns with
+                the same prompt, so it does not depend on the order of concurrent requests.
+            watching: Makes a watcher of the completion's tokens from the prompt's ids, for samplers that stream;
+                None: no watcher.
+
+        Returns:
+            The reply, and the thread that a next prompt may continue.
 
         Raises:
-            EpisodeOver: no turn is left; or this prompt leaves no room in the context, and a shorter one may; or the
-                engine stopped.
-            RecordError: the sampler returned what cannot be recorded, or the episode has ended.
-            SamplerFault: the engine failed for good.
+            EpisodeOver: no turns are left, the engine stopped, or this prompt leaves no room in the context (a
+                shorter one still may).
+            RecordError: the sampler's completion cannot be recorded, or the episode has ended.
+            SamplerFault: the engine failed, and retries did not help.
         """
         self._refuse_if_over()
         conversation = await self._rendered(prompt)
         prompt_ids = conversation.prompt_ids
         if self.room_for(len(prompt_ids)) <= 0:
-            raise EpisodeOver(StopReason.LENGTH)
+            raise EpisodeOver(StopReason.LENGTH)  # not `_end`: other conversations of the session go on
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
         self._num_responses[digest] += 1
-        start = self._num_routed(prompt_ids, prompt.agent)
+        start = self._num_routed(prompt_ids, prompt.agent)  # now: concurrent turns of the agent may change it
         completion = await self._sample_ids(
             prompt_ids,
             params,
@@ -157,28 +162,28 @@ class AgentLoop(EpisodeLoop):
         return reply, thread
 
     async def count_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that is not sampled from."""
+        """Count the tokens of a prompt without sampling."""
         made = await self._on_thread(prompt) if self._is_long(prompt) else self._conversation(prompt)
         return len(made.prompt_ids)
 
     def room_for(self, num_prompt_tokens: int) -> int:
-        """Tokens that a prompt of this length leaves for its completion; 0 or less = none."""
+        """Number of tokens that a prompt of this length leaves for its completion; may be 0 or negative."""
         context = min(self.limits.max_context, self.sampler.context_length)
         if num_prompt_tokens >= context:
             self.no_room = (num_prompt_tokens, context)
         return context - num_prompt_tokens
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """Keep the messages of the turns of `complete`, for people: only the environment knows them."""
+        """Set the messages to display for turns made by `complete`: only the environment knows them."""
         self._told = tuple(messages)
 
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
-        """Everything the agent has been given and has said, up to its last turn."""
+        """The agent's prompt messages and answers, up to and including its last turn."""
         return super().messages(agent) if agent in self._threads else self._told
 
     async def end(self) -> bool:
-        """End the episode: cut off what is still being sampled or not read yet, and count it. Returns whether anything
-        was."""
+        """End the episode: cancel requests in flight, discard completions not yet parsed, and count their tokens.
+        Returns True if there were any."""
         unread = self._num_under_way > 0 and not self._draws.over
         return await self._draws.end() or unread
 
@@ -194,34 +199,36 @@ class AgentLoop(EpisodeLoop):
         if self.in_order and prompt.thread is not None:
             prompt.thread.answer.free_arrays()
         self._num_under_way += 1
+        # Completions of one batch arrive together. The limiter spreads their parsing, so that timers and sockets are
+        # served in between.
         try:
             completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
             await turn_limiter().enter()
         finally:
             self._num_under_way -= 1
         if self._draws.over:
-            raise self.recorder.refusal()  # the episode ended while it waited to be read
+            raise self.recorder.refusal()  # the episode ended while the completion waited to be parsed
         return self._read(completion, prompt_ids, prompt, self.params, conversation)
 
     async def _rendered(self, prompt: Prompt) -> Conversation:
-        """`_conversation`; of a long conversation on a thread, unless the episode is over by then."""
+        """Render the prompt, a long one on a thread; raise if the episode ended meanwhile."""
         if not self._is_long(prompt):
             return self._conversation(prompt)
         made = await self._on_thread(prompt)
         if self._draws.over:
             raise self.recorder.refusal()
-        self._refuse_if_over()  # other agents went on meanwhile
+        self._refuse_if_over()  # other agents may have used up the limits meanwhile
         return made
 
     def _is_long(self, prompt: Prompt) -> bool:
-        """Whether a prompt is rendered on a thread, so that the event loop turns meanwhile."""
+        """True if the prompt is to be rendered on a thread, so that it does not block the event loop."""
         return getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)
 
     async def _on_thread(self, prompt: Prompt) -> Conversation:
         return await asyncio.get_running_loop().run_in_executor(_rendering_thread(), self._conversation, prompt)
 
     def _conversation(self, prompt: Prompt) -> Conversation:
-        """The next prompt: what continues the agent's last turn, or else rendered anew."""
+        """Render the next prompt: bridged from the agent's last turn if possible, otherwise from scratch."""
         thread, schemas, num_known = prompt.thread, prompt.schemas or None, prompt.num_known
         before = None if thread is None else thread.answer.conversation
         if thread is None or before is None:
@@ -240,7 +247,8 @@ class AgentLoop(EpisodeLoop):
         seed: int | None = None,
         watch: Watch | None = None,
     ) -> Completion:
-        """One completion, in the room that is left; by default with the seed of the agent's next turn."""
+        """Sample one completion of at most the tokens that are left; by default with the seed of the agent's next
+        turn."""
         room = self.room_for(len(prompt_ids))
         if room <= 0:
             self._end(StopReason.LENGTH)
@@ -250,6 +258,8 @@ class AgentLoop(EpisodeLoop):
         self._num_turns_of[agent] = number + 1
         request = SampleRequest(
             prompt_ids=prompt_ids,
+            # Stop strings are cut here and not by the engine, which need not know them, so that the ids include the
+            # token that completes one.
             params=params
             if params.max_tokens == most and not params.stop
             else dataclasses.replace(params, max_tokens=most, stop=()),
@@ -265,6 +275,8 @@ class AgentLoop(EpisodeLoop):
             else:
                 completion = await self._draws.draw(self.sampler, request, watch)
         except asyncio.CancelledError:
+            # `Draws.end` cancels the request, not the caller: then the episode is over, but nobody asked this task to
+            # end, so it gets an ordinary error.
             task = asyncio.current_task()
             if self._draws.over and not (task is not None and task.cancelling()):
                 raise self.recorder.refusal() from None
@@ -300,7 +312,7 @@ class AgentLoop(EpisodeLoop):
         params: SamplingParams,
         conversation: Conversation | None = None,
     ) -> SampledAnswer:
-        """The completion as a message, with what is recorded of it. A stop string is in the ids, not in the message."""
+        """Parse a completion into an answer. A stop string stays in the ids but is cut from the message."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
             parsed = ParsedResponse(
@@ -339,7 +351,7 @@ class AgentLoop(EpisodeLoop):
         temperature: float,
         routed_from: int,
     ) -> SampledAnswer:
-        """A reply, which may end before the completion does, with what is recorded of it."""
+        """Make an answer of a reply, whose ids may be a prefix of the completion's."""
         experts, prompt_ids = completion.routed_experts, conversation.prompt_ids
         self._knows_experts |= experts is not None
         conversation = conversation.answered(reply.ids, None, reply.message, reply.tool_calls)
@@ -361,14 +373,14 @@ class AgentLoop(EpisodeLoop):
 
 
 def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
-    """The turn that a prompt continues as it was sampled; None: none."""
+    """Index of the turn that the prompt extends by a bridge, or None if it was rendered from scratch."""
     continues = conversation is not None and conversation.extends and prompt.thread is not None
     return prompt.thread.turn if continues and prompt.thread is not None else None
 
 
 @functools.cache
 def _rendering_thread() -> ThreadPoolExecutor:
-    """One for the process: rendering holds Python's lock, and of several threads each would wait for all others."""
+    """The process's only rendering thread: rendering holds the GIL, so more threads would only delay each other."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="verbatim-rendering")
 
 

@@ -1,4 +1,4 @@
-"""Lists the rollout backends by name: the processes in which episodes run, each with its own settings."""
+"""The rollout backends by name. A backend decides in which processes episodes run, and has its own settings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from verbatim.rollouts.workers.episodes import RemoteSetup
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunnerInputs:
-    """What a run gives to its rollout backend, beside the backend's own settings."""
+    """Inputs of a rollout backend, in addition to its own settings."""
 
     setups: Mapping[tuple[str, str], RemoteSetup]
-    """By purpose ("train", "eval") and label: the environments whose episodes run elsewhere."""
+    """Environments whose episodes run in other processes, by purpose ("train" or "eval") and label."""
     sampler: Sampler
     """Samples the tokens of every episode."""
     renderer: Renderer
-    """Chat format of the sampler's model."""
+    """Renderer of the sampler's model."""
     workers: int
-    """orchestrator.rollout.workers."""
+    """Number of workers: `orchestrator.rollout.workers`."""
     logs: Path | None = None
-    """The folder for what environments print; None keeps nothing of it."""
+    """Folder for the output that environments print; None: it is discarded."""
 
 
 def local_backend(
@@ -43,6 +43,6 @@ RUNNERS: Mapping[str, str | Callable[[RunnerInputs, Any], contextlib.AbstractAsy
     "processes": "verbatim.rollouts.processes.runner:process_runner",
     "ray": "verbatim.rollouts.ray.runner:ray_runner",
 }
-"""`backend(inputs: RunnerInputs, settings)` by name, or where each lives: an asynchronous context manager that gives an
-`EpisodeRunner`. The annotation of `settings`, a subclass of `BackendSettings`, has the keys of
-[orchestrator.rollout.NAME]. Importing a backend's module loads nothing heavy."""
+"""Functions `backend(inputs: RunnerInputs, settings)` by name, or their import paths. Each returns an async context
+manager that yields an `EpisodeRunner`. The annotation of `settings`, a subclass of `BackendSettings`, defines the keys
+of [orchestrator.rollout.NAME]. A backend's module must be cheap to import, because configurations import it."""

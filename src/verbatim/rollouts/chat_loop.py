@@ -1,4 +1,4 @@
-"""Runs turns over a chat-completions server, which answers with text: for `APIMultiTurnRollout`, and for teachers,
+"""Samples turns from a chat-completions server, which answers with text: for `APIMultiTurnRollout`, and for teachers,
 whose turns are converted to the ids of the student that imitates them."""
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class ChatLoop(EpisodeLoop):
-    """Answers prompts with a chat server. Turns are recorded in the ids that the server tells
-    (`extra_body={"return_token_ids": True}`); without ids they are only counted.
+    """Answers prompts with a chat server. Turns are recorded only if the server returns their token ids
+    (`extra_body={"return_token_ids": True}`, vLLM); otherwise they are only counted.
 
     Args:
-        connection: To the server.
-        params: How it samples.
-        limits: Where the episode is cut off.
-        recorder: Gets the turns.
-        seed_of: The seed of the request with this number; None sends none.
-        extra_body: Goes into every request as it is.
-        send_reasoning: Whether earlier thinking is sent back.
+        connection: Connection to the server.
+        params: Sampling parameters.
+        limits: Limits of the episode.
+        recorder: Records the turns.
+        seed_of: Returns the seed of the request with this number, or None to send no seed.
+        extra_body: Merged into every request.
+        send_reasoning: True to send back the reasoning of earlier messages.
     """
 
     engine = "api"
@@ -60,12 +60,12 @@ class ChatLoop(EpisodeLoop):
 
     @property
     def num_unrecorded_turns(self) -> int:
-        """Answers that are in no recorded turn."""
+        """Answers that were not recorded as turns because the server returned no ids."""
         return self._num_answers - len(self.recorder.turns)
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The model, the server's own token counts, and the failed requests that were made again."""
+        """The model's name, the server's own token counts, and the number of retried requests by error."""
         errors = {"request_errors": dict(self._request_errors)} if self._request_errors else {}
         return {"model": self._connection.api.model, "usage": dict(self._usage), **errors}
 
@@ -93,6 +93,8 @@ class ChatLoop(EpisodeLoop):
         counted = said.usage.get("completion_tokens", 0) if said.completion_ids is None else len(said.completion_ids)
         self._num_completion_tokens += counted
         calls = tuple(map(self._identify, said.tool_calls))
+        # By default vLLM reports logprobs of the unmodified distribution. They are those of the sampled tokens only if
+        # no parameter (top_p, penalties, ...) changes it, or if the server reports processed logprobs.
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         return SampledAnswer(
             message=self._message(said, calls),
@@ -107,7 +109,7 @@ class ChatLoop(EpisodeLoop):
         )
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """The assistant's message. Every attempted call is in it, in the words of the model."""
+        """The assistant's message. Malformed calls stay in it as the model wrote them, so that it sees its mistake."""
         message = ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
         if calls:
             message["tool_calls"] = [
@@ -117,7 +119,7 @@ class ChatLoop(EpisodeLoop):
         return message
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Write the turn down in the ids that the server told, of every turn or of none; its index."""
+        """Record the turn in the server's ids; return its index. Either all turns of an episode have ids or none."""
         index = self._num_answers - 1
         if answer.completion_ids is not None:
             self.recorder.count(len(answer.completion_ids))
@@ -135,14 +137,14 @@ class ChatLoop(EpisodeLoop):
 
 
 class TeacherLoop(ChatLoop):
-    """Answers prompts with a teacher, and records its turns in the ids of a student, which imitates texts.
+    """Answers prompts with a teacher, and records its turns in the ids of the student that imitates its texts.
 
-    The ids are those of the student's own renderer. They are made when the episode is over, because a template may
-    write an answer differently once something follows it. The teacher's logprobs are unknown.
+    The student's renderer makes the ids when the episode is over, because a template may render an answer differently
+    once another message follows. The teacher's logprobs are unknown.
 
     Args:
-        renderer: The student's.
-        chat: The arguments of `ChatLoop`.
+        renderer: The student's renderer.
+        chat: Arguments of `ChatLoop`.
     """
 
     engine = "sampler"
@@ -155,14 +157,14 @@ class TeacherLoop(ChatLoop):
         self._schemas: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add what became known after the answer."""
+        """Add to the last turn what was not known when it was held; `finish` records it."""
         held = self._held[-1]
         held["reward"], held["timing"] = reward, dataclasses.replace(held["timing"], tools=tool_seconds)
         held["parse_status"] = held["parse_status"] if held["parse_status"] != "ok" else parse_status
 
     def finish(self) -> None:
-        """Record every turn in the student's ids, in the order in which they were said; a RecordError if the student's
-        template cannot write it."""
+        """Record every turn in the student's ids, in the order of sampling; a RecordError if the student's template
+        cannot render one."""
         written: dict[str, list[Turn]] = {}
         for agent, thread in self._threads.items():
             num_said = sum(held["agent"] == agent for held in self._held)
@@ -172,7 +174,7 @@ class TeacherLoop(ChatLoop):
                 raise
             except UsageError as error:
                 raise RecordError(f"agent {agent}: {error}") from error
-            written[agent] = list(turns[-num_said:])
+            written[agent] = list(turns[-num_said:])  # earlier assistant messages came with the prompt
         for held in self._held:
             turn = written[held["agent"]].pop(0)
             self.recorder.count(len(turn.completion_ids))
@@ -187,13 +189,13 @@ class TeacherLoop(ChatLoop):
         return await super()._answer(prompt)
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """The assistant's message: a student imitates well-formed calls only."""
+        """The assistant's message with well-formed calls only: a student must not imitate malformed ones."""
         return ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Keep the turn; its number."""
+        """Hold the turn for `finish`; return its index."""
         thread = self._threads.get(prompt.agent)
-        if thread is not None and thread is not prompt.thread:  # another turn of the agent has ended meanwhile
+        if thread is not None and thread is not prompt.thread:  # another turn of the agent ended meanwhile
             raise _other_history(prompt, thread)
         self._held.append(answer.turn_fields(prompt, state_key))
         return len(self._held) - 1
@@ -201,6 +203,6 @@ class TeacherLoop(ChatLoop):
 
 def _other_history(prompt: Prompt, thread: Thread) -> RecordError:
     return RecordError(
-        f"agent {prompt.agent}: its conversation or its tools are not what they were in turn {thread.turn}; what a "
-        "teacher said is imitated in one conversation, so give another history another agent name"
+        f"agent {prompt.agent}: its history or its tools have changed since turn {thread.turn}; a teacher needs one "
+        "unchanged conversation for each agent, so use another agent name for another history"
     )

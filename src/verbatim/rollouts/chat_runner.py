@@ -1,4 +1,4 @@
-"""Runs the episodes of environments with a model behind a chat-completions server, to measure it."""
+"""Runs episodes of environments with a model behind a chat-completions server, to evaluate it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from verbatim.rollouts.seeds import derive_seed
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatRunner(EpisodeRunner):
-    """An `EpisodeRunner`: the server takes the turns; tools and environment run on this event loop.
+    """An `EpisodeRunner` that samples from a chat server; tools and environment run on this event loop.
 
-    Every request has a seed of its own, made of the episode's; `extra_body={"seed": None}` sends none.
+    Every request gets its own seed, derived from the episode's; `extra_body={"seed": None}` sends none.
     """
 
     connection: ChatConnection
-    """To the server."""
+    """Connection to the server."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into every request; None leaves a key out."""
+    """Merged into every request; a value of None removes the key."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode."""
+        """Run the episode; return its trajectory."""
         loop = ChatLoop(
             connection=self.connection,
             params=setup.params,
@@ -60,7 +60,8 @@ def chat_setup(
     slots: asyncio.Semaphore,
     episode_stats: EpisodeStats,
 ) -> RolloutSetup:
-    """How an environment's episodes are run with a chat server, which samples and renders by itself."""
+    """Build the setup of an environment's episodes on a chat server, which does its own rendering and sampling. The
+    sampler is a placeholder: only its vocabulary size and context length are read."""
     unused: Any = None
     return RolloutSetup(
         env=env,
@@ -71,5 +72,5 @@ def chat_setup(
         slots=slots,
         episode_stats=episode_stats,
         sampler=ScriptedSampler(script=[], vocab_size=LARGEST_ID + 1, context_length=limits.max_context),
-        params=dataclasses.replace(params, stop_token_ids=()),  # ids are of another tokenizer
+        params=dataclasses.replace(params, stop_token_ids=()),  # the server's tokenizer has other ids
     )

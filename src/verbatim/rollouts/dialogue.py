@@ -1,4 +1,5 @@
-"""Runs the usual control flow of an episode: the model speaks, tools answer its calls, the environment the rest."""
+"""Runs the default control flow of an episode: the model takes a turn; then tools answer its calls, or, if it made
+none, the environment replies."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from verbatim.rollouts.supervised import UserCalls
 from verbatim.rollouts.turn_arguments import checked_state_key
 
 TIMELINE = "timeline"
-"""The key of `Trajectory.info` for when each generation and tool call began, and how many seconds it took."""
+"""Key of `Trajectory.info`: the start and the duration of each generation and tool call, in seconds."""
 
 
 class Dialogue:
-    """One episode's turns until it ends. What it has said and noted can be read at any time."""
+    """The conversation of one episode. `messages` and `info` may be read at any time, also after a failure."""
 
     def __init__(self, *, loop: EpisodeLoop, calls: UserCalls, timed: bool) -> None:
         self._loop, self._limits, self._calls = loop, loop.limits, calls
@@ -39,11 +40,18 @@ class Dialogue:
         self.messages: list[Message] = []
         """The conversation so far."""
         self.info: dict[str, Any] = {}
-        """What is noted for the trajectory's `info`: tool errors, tool faults, the timeline."""
+        """Entries for the trajectory's `info`: tool errors, tool faults, the timeline."""
 
     def take(self, messages: Any, what: str) -> None:
-        """Append an environment's messages to the conversation; an EnvironmentFault if `what` is no list of
-        messages."""
+        """Append an environment's messages to the conversation.
+
+        Args:
+            messages: The messages, not yet checked.
+            what: Names them in the error.
+
+        Raises:
+            EnvironmentFault: this is not a list of messages, or one cannot be kept.
+        """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise EnvironmentFault(f"{what}: {shown(messages)}; expected a list of messages")
         for index, message in enumerate(messages):
@@ -55,12 +63,19 @@ class Dialogue:
         self.messages.extend(messages)
 
     def kept(self) -> tuple[Message, ...]:
-        """The conversation for the record. The messages are the environment's, which may have changed them: in place of
-        one that cannot be kept any more, the record says why."""
+        """Return the messages for the trajectory. The environment owns them and may have changed them since they were
+        checked: one that can no longer be kept is replaced by a message that says why."""
         return tuple(message if is_plain(message) else _kept(message) for message in self.messages)
 
     async def run(self, episode: Episode) -> StopReason:
-        """Take turns until one ends the episode; why it ended. An EpisodeOver if a limit cut it off."""
+        """Take turns until the episode ends.
+
+        Returns:
+            Why it ended.
+
+        Raises:
+            EpisodeOver: a limit cut it off.
+        """
         with self._calls.guard("the episode's tools"):
             tools = _checked_tools(episode)
         malformed_in_a_row = 0
@@ -68,7 +83,7 @@ class Dialogue:
         while True:
             calls = await self._speak(episode, tools)
             if calls and self._loop.turns_left <= 0:
-                return StopReason.MAX_TURNS  # the pending calls are not run
+                return StopReason.MAX_TURNS  # the pending calls are not run: the model could not read the results
             if not calls and self._loop.turns_left <= 0 and not getattr(episode, "hears_last_turn", True):
                 return StopReason.MAX_TURNS
             started = time.perf_counter()
@@ -89,7 +104,7 @@ class Dialogue:
                 return StopReason.MALFORMED
 
     async def _speak(self, episode: Episode, tools: ToolManager) -> tuple[ToolCall, ...]:
-        """One turn of the model; the calls that it makes."""
+        """Sample one turn; return the tool calls in it."""
         with self._calls.guard("state_key"):
             key = checked_state_key(episode.state_key(), "state_key returned")
         self._calls.now = "sampling"
@@ -97,6 +112,7 @@ class Dialogue:
         try:
             await self._loop.sample(self.messages, tuple(tools.values()), state_key=key)
         finally:
+            # In `finally`: a turn that was cut off or could not be recorded raises, and its message is still kept.
             self._leave(entry)
             answer = self._loop.last_answer
             if answer is not None:
@@ -106,7 +122,8 @@ class Dialogue:
         return answer.tool_calls
 
     async def _run_tools(self, tools: ToolManager, calls: Sequence[ToolCall]) -> tuple[Reply, ParseStatus]:
-        """Answer the calls in order, until one of them ends the episode; also the first thing wrong with any."""
+        """Run the calls in order until one ends the episode. Returns the reply, and the first parse status that is not
+        "ok"."""
         limits, reward = self._limits, None
         parse_status: ParseStatus = "ok"
         self._calls.now = "a tool"
@@ -131,7 +148,7 @@ class Dialogue:
         return Reply(reward=reward), parse_status
 
     def _note_error(self, call: ToolCall, outcome: ToolOutcome, kind: str) -> None:
-        """Count what is wrong with a call; a tool that failed may end the episode."""
+        """Count a failed call; with `tool_error = "stop"`, a tool that raised or timed out ends the episode."""
         errors = self.info.setdefault("tool_errors", {})
         errors[kind] = errors.get(kind, 0) + 1
         if kind in ("exception", "timeout") and self._limits.tool_error == "stop":
@@ -139,14 +156,14 @@ class Dialogue:
         if kind == "timeout" or outcome.fault is not None:
             said = outcome.message["content"].removeprefix("Error: ")[:500]
             tail = traceback_tail(outcome.fault)
-            drop_tracebacks(outcome.fault)
+            drop_tracebacks(outcome.fault)  # a traceback keeps the frames, and all they refer to, alive
             faults = self.info.setdefault(TOOL_FAULTS, {})
             first = f"{said}\n{tail}" if tail else said
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1
 
     def _enter(self, what: str, **about: Any) -> dict[str, Any]:
-        """An entry of the timeline, in seconds since the start of the episode; one that is dropped where no timeline is
-        kept."""
+        """Begin an entry of the timeline, in seconds since the start of the episode. Without a timeline, return a dict
+        that is thrown away."""
         if self._timeline is None:
             return {}
         start = time.perf_counter() - self._began
@@ -156,13 +173,14 @@ class Dialogue:
         return entry
 
     def _leave(self, entry: dict[str, Any]) -> None:
-        """It is over."""
+        """Complete an entry of the timeline with its duration."""
         if self._timeline is not None:
             entry["seconds"] = time.perf_counter() - self._began - entry["start"]
 
 
 def awaitable(given: Any, method: str) -> Any:
-    """What an episode's method returned, to be awaited; an EnvironmentFault says that the method has to be async."""
+    """Return the result of an episode's method, to be awaited; raise an EnvironmentFault if the method is not
+    async."""
     if not inspect.isawaitable(given):
         raise EnvironmentFault(f"{method.partition('(')[0]} is a plain method; expected `async def {method}`")
     return given

@@ -1,5 +1,5 @@
-"""Sends requests to the sampler and counts every token for its episode, whatever becomes of the completion; also for
-episodes in other processes, so that the number of tokens lost with a worker is exact."""
+"""Sends requests to the sampler and counts every sampled token for its episode, even if the completion is cancelled or
+its worker dies: the number of lost tokens is exact."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class Draws:
-    """Asks the sampler. The recorder counts tokens before their completion is delivered, and also where it never is."""
+    """Sends an episode's requests to a sampler. Tokens are counted in the recorder before the completion is delivered,
+    so they are counted even if it never is."""
 
     def __init__(self, recorder: Recorder, session: str = "") -> None:
         self._recorder, self.session = recorder, session
         self._under_way: set[asyncio.Task[Completion]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._caller: asyncio.Task[Any] | None = None
-        """The one that a call of `draw_alone` runs on."""
+        """The task that is inside `draw_alone`."""
         self._left: asyncio.Future[None] | None = None
-        """Done when that call has ended; made where `end` waits for it."""
+        """Done when that call has ended; created only if `end` has to wait for it."""
         self.over = False
-        """Nothing more is drawn."""
+        """True once the episode has ended; further requests are refused."""
         self.num_delivered = 0
-        """Tokens of completions that were handed over; whether they arrived in another process is unknown here."""
+        """Tokens of completions returned to the caller. They may still be lost on the way to another process."""
         self.num_cancelled = 0
-        """Tokens of those that were not."""
+        """Tokens of completions that were cancelled or failed."""
 
     async def draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None = None) -> Completion:
-        """A completion, watched while it is drawn where the sampler shows its tokens. A call that is cancelled, by its
-        caller or because it is all `over`, ends when the engine has said how many tokens it had drawn."""
+        """Sample a completion; a sampler that streams shows its tokens to `watch`. A call that is cancelled, by its
+        caller or by `end`, returns only after the engine has reported how many tokens it sampled."""
         if self.over:
             raise asyncio.CancelledError
         drawing = asyncio.create_task(self._draw(sampler, request, watch))
@@ -43,13 +44,14 @@ class Draws:
         return await drawing
 
     async def draw_alone(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        """As `draw`, for one call at a time: without a task of its own. Where it is all `over`, the caller's task is
-        cancelled."""
+        """Like `draw`, for one call at a time and without a separate task, which is faster. `end` cancels the caller's
+        task."""
         if self.over:
             raise asyncio.CancelledError
         assert self._caller is None
         self._loop = self._loop or asyncio.get_running_loop()
-        self._caller = asyncio.current_task(self._loop)  # without it Python asks the system for the process's id
+        # The loop is passed in because looking up the running one makes Python ask the system for the process id.
+        self._caller = asyncio.current_task(self._loop)
         try:
             return await self._draw(sampler, request, None)
         finally:
@@ -74,11 +76,12 @@ class Draws:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens drawn so far."""
+        """All tokens sampled so far."""
         return self.num_delivered + self.num_cancelled
 
     async def end(self) -> bool:
-        """Cut off what is under way. All tokens are counted when this returns: whether anything was."""
+        """Cancel the requests in flight. When this returns, all of their tokens are counted. Returns True if there were
+        any."""
         self.over = True
         drawing: list[asyncio.Future[Any]] = list(self._under_way)
         for task in drawing:
@@ -93,7 +96,8 @@ class Draws:
 
 
 class CountingSampler(SamplerProxy):
-    """A `Sampler` for the requests of registered attempts only."""
+    """A `Sampler` that serves episodes in other processes, and counts their tokens here: a worker that dies cannot
+    report them. Only requests of registered attempts are served."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
@@ -101,8 +105,8 @@ class CountingSampler(SamplerProxy):
         self._numbers = itertools.count()
 
     def open(self, recorder: Recorder) -> Draws:
-        """Register a new attempt at an episode, whose requests carry its session; close it when nothing waits for it
-        any more."""
+        """Register a new attempt at an episode. Its requests must carry the returned session. Call `close_attempt` when
+        no request can come any more."""
         found = Draws(recorder, f"attempt-{next(self._numbers)}")
         self._attempts[found.session] = found
         return found
@@ -112,8 +116,8 @@ class CountingSampler(SamplerProxy):
         del self._attempts[found.session]
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """The engine's completion; after the attempt's end a cancelled one without tokens, and once it is closed a
-        SamplerFault."""
+        """Sample for a registered attempt. After the attempt has ended this returns an empty, cancelled completion;
+        after it was closed, it raises a SamplerFault."""
         found = self._attempts.get(request.session.partition("/")[0])
         if found is None:
             raise SamplerFault(f"no episode draws as {request.session!r:.80}; it ended, or is run elsewhere by now")

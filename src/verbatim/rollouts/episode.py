@@ -1,4 +1,4 @@
-"""Runs one episode from example to trajectory; a failure is recorded on the trajectory."""
+"""Runs one episode from example to trajectory. Failures are recorded on the trajectory, not raised."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 
 CLOSING = 60.0
-"""Seconds that an episode may take to close."""
+"""Timeout of `Episode.close` in seconds."""
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
-"""What an episode says of its rewards; kept in the trajectory's `info`."""
+"""Attribute of an episode, and key of `Trajectory.info`: True if the rewards of its turns sum to its reward."""
 
 
 async def run_episode(
@@ -42,15 +42,21 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode and score it.
 
-    If the environment, a tool under its own control flow, or the engine failed, the trajectory's `error` says what
-    happened and the turns up to there are kept. So it does where the policy sampled nothing: such an episode is not
-    scored. That holds for whatever the environment raises, SystemExit and
-    KeyboardInterrupt included. At its deadline the environment's code is cancelled; where it ignores that for
-    `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on. The seed is for the
-    environment's own randomness; the turns are taken by the loop, under its limits, and held by its recorder.
+    A failure of the environment, of the engine, or of a tool that the environment calls itself ends the episode: its
+    message goes into the trajectory's `error`, and the turns so far are kept. Any exception of the environment counts,
+    including SystemExit and KeyboardInterrupt. An episode in which the policy sampled nothing fails too, and is not
+    scored. At its deadline the environment's code is cancelled. If it is still running `supervised.GRACE` seconds
+    later, the episode fails, its task is abandoned, and the run goes on.
+
+    Args:
+        environment: Starts the episode.
+        example: The example to play.
+        seed: Seed of the environment's own randomness.
+        loop: Samples the turns within its limits, and records them.
+        identity: Identity of the trajectory.
 
     Raises:
-        asyncio.CancelledError: the run is shutting down; the recorder still holds what was sampled.
+        asyncio.CancelledError: the run is shutting down; the recorder still holds the sampled turns.
     """
     run = EpisodeRun(lambda: environment.start(example, seed), loop, identity)
     await run.run()
@@ -58,8 +64,8 @@ async def run_episode(
 
 
 class EpisodeRun:
-    """One episode under way, as in `run_episode`. What it holds is the record, at any time. Where it is `timed`, the
-    start and the seconds of each generation and tool call are kept in `info["timeline"]`."""
+    """A running episode, as in `run_episode`; `trajectory()` may be called at any time. If `timed`,
+    `info["timeline"]` has the start and the duration of each generation and tool call."""
 
     def __init__(
         self,
@@ -82,13 +88,15 @@ class EpisodeRun:
         self._error: str | None = None
 
     async def run(self) -> None:
-        """Take the episode to its end; what goes wrong is in the record, also where the caller is cancelled."""
+        """Run the episode to its end. Failures go into the trajectory, also if the caller is cancelled."""
         try:
             await supervise(self._run(), self._calls)
         except LeftBehind:
             self._was_left_behind()
             await self._close_after_all()
         except asyncio.CancelledError:
+            # Only a cancellation from outside may propagate: environment code that cancels its own task must not look
+            # like a shutdown of the run.
             if self._calls.told_to_end:
                 self._stop_reason = StopReason.CANCELLED
                 raise
@@ -100,7 +108,7 @@ class EpisodeRun:
             self._fail(self._recorder.late)
 
     def trajectory(self) -> Trajectory:
-        """The record, as it is now."""
+        """Return the trajectory as recorded so far."""
         return Trajectory.of(
             self._identity,
             turns=tuple(self._recorder.turns),
@@ -124,9 +132,10 @@ class EpisodeRun:
             self._error = f"timeout: the episode took more than {self._timeout:g} s"
             self._stop_reason = StopReason.API_ERROR
         except NothingSampled as fault:
-            self._note(fault)  # how it ended is known
+            self._note(fault)  # keeps the stop reason, which is already known
         except RolloutError as fault:
-            with contextlib.suppress(RolloutError, TimeoutError):  # what it has found out; what failed first is told
+            # `info` may explain the failure. An error while reading it would hide the first one, so it is dropped.
+            with contextlib.suppress(RolloutError, TimeoutError):
                 self._take_info()
             self._fail(fault)
         finally:
@@ -137,7 +146,7 @@ class EpisodeRun:
     async def _act(self) -> None:
         calls, loop, dialogue = self._calls, self._loop, self._dialogue
         with calls.guard("start"):
-            # Known at once: one that comes after the deadline is closed too.
+            # Assigned before any check, so that an episode that starts after the deadline is closed too.
             self._episode = episode = await self._start()
         with calls.guard("the episode's messages"):
             dialogue.take(getattr(episode, "messages", None), "the episode's messages")
@@ -153,7 +162,7 @@ class EpisodeRun:
                 self._stop_reason = await dialogue.run(episode)
         except EpisodeOver as over:
             self._stop_reason = over.stop_reason
-            await loop.end()  # what the environment has sampled beside the turn that ended it
+            await loop.end()  # other turns that the environment was sampling at the same time
         if await loop.end():
             raise self._recorder.went_on()
         if run is not None:
@@ -169,7 +178,7 @@ class EpisodeRun:
         with calls.guard("score"):
             score = await awaitable(episode.score(draft), "score(self, trajectory)")
             scores = read_agent_scores(score, "score")
-        self._take_info()  # scoring may add to it: what a judge has spent
+        self._take_info()  # again: scoring may add to `info`, for example a judge's usage
         self._reward, self._parts, self._agent_rewards = scores
 
     def _take_info(self) -> None:
@@ -182,8 +191,8 @@ class EpisodeRun:
         self._note(fault)
 
     def _was_left_behind(self) -> None:
-        """The environment's code still runs, and nothing of what it does from now on counts."""
-        # What it may still change must not be what is kept.
+        """Record that the environment's code ignored its cancellation; what it does from now on does not count."""
+        # The abandoned code still has a reference to the dialogue and may append to it: keep a copy.
         self._dialogue = copy.copy(self._dialogue)
         self._dialogue.messages, self._dialogue.info = list(self._dialogue.messages), dict(self._dialogue.info)
         if self._closing:
@@ -196,18 +205,18 @@ class EpisodeRun:
         self._stop_reason = StopReason.API_ERROR
 
     async def _close_after_all(self) -> None:
-        """Close the episode of a task that was left behind before it came to that."""
+        """Close the episode if its task was abandoned before it reached `close`."""
         if not self._closing:
             self._calls = UserCalls(math.inf)
             with contextlib.suppress(LeftBehind):
                 await supervise(self._close(), self._calls)
 
     async def _close(self) -> None:
-        """Close the episode, exactly once; what goes wrong in it counts where nothing else has."""
+        """Close the episode exactly once. A failure to close becomes the episode's error unless it already has one."""
         if self._episode is None or self._closing:
             return
         if getattr(type(self._episode), "close", None) is Episode.close and "close" not in vars(self._episode):
-            self._closing = True  # nothing to release
+            self._closing = True  # the inherited `close` does nothing, so save the timeout and the guard
             return
         self._closing = self._calls.may_not_be_cancelled = True
         self._calls.within(CLOSING + supervised.GRACE)
@@ -226,8 +235,8 @@ class EpisodeRun:
             self._note(fault)
 
     def _note(self, fault: RolloutError) -> None:
-        """Make the fault the trajectory's error: its kind, and what it says. Where the user's code raised is kept too:
-        the log quotes it, here or on another host."""
+        """Set the trajectory's error to the fault's kind and message, and keep the traceback of the user's exception:
+        the log quotes it, possibly on another host, which has only the trajectory."""
         kinds = {
             EnvironmentFault: "environment",
             JudgeFailed: "judge",
@@ -243,7 +252,7 @@ class EpisodeRun:
 
 
 def _checked_info(info: Any) -> Mapping[str, Any]:
-    """A copy: the environment may go on to change its own."""
+    """Return a copy of `info`, because the environment may go on modifying its own."""
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info is {shown(info)}; expected a mapping of JSON values")
     why = why_not_json(info)

@@ -1,4 +1,5 @@
-"""Runs one turn: limits, history, tool calls, record. Subclasses produce the answer."""
+"""Runs one turn: checks limits, compares the history with the last turn, records the answer. Subclasses produce the
+answer."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, checked_trained
 
 JUDGE_USAGE = "judge_usage"
-"""The key of `Trajectory.info` for what a judge spent on the episode: requests, tokens, cost."""
+"""Key of `Trajectory.info`: a judge's usage for the episode (requests, tokens, cost)."""
 RENDERED_ANEW = "rendered_anew"
-"""The key of `Trajectory.info` for the turns whose prompts do not continue a turn as it was sampled: for each its index
-as "turn", the index of that turn as "after", and a `BreakReason` as "reason"."""
+"""Key of `Trajectory.info`: the turns whose prompts were rendered from scratch and do not extend the turn before them.
+Each entry has the turn's index as "turn", the index of the turn before as "after", and a `BreakReason` as "reason"."""
 TOOLS_OFFERED = "tools_offered"
-"""The key of `Trajectory.info` that says that the model was shown tools in some turn."""
+"""Key of `Trajectory.info`: True if the model was shown tools in any turn."""
 
 
 def rendered_anew(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
-    """The turns that a trajectory's `info` notes under `RENDERED_ANEW`, and why. `info` is the environment's: what else
-    stands there under this name is left out."""
+    """Read the turns and their break reasons from `info[RENDERED_ANEW]`. Entries of another form are skipped, because
+    the environment may use the same key in `info`."""
     noted = info.get(RENDERED_ANEW)
     return [
         (one["turn"], reason)
@@ -56,12 +57,12 @@ class EpisodeOver(VerbatimError):
         super().__init__(str(stop_reason))
         self.stop_reason = stop_reason
         self.message = message
-        """What was said before it was cut off; None if nothing was sampled."""
+        """The message up to the cut, or None if nothing was sampled."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class SampledAnswer:
-    """What an engine makes of one prompt. Only `free_arrays` changes it."""
+    """An engine's answer to one prompt. Only `free_arrays` modifies it."""
 
     message: Message
     """The assistant's message."""
@@ -70,31 +71,31 @@ class SampledAnswer:
     stop_reason: StopReason
     """Why the completion ended."""
     prompt_ids: Ids | None = None
-    """The ids that were sent; None where the engine speaks text."""
+    """The prompt's ids, or None if the engine returned text only."""
     completion_ids: Ids | None = None
-    """The ids that were sampled; None where the engine speaks text."""
+    """The sampled ids, or None if the engine returned text only."""
     extends: int | None = None
-    """The index of the turn that the prompt extends by a bridge."""
+    """Index of the turn that the prompt extends, or None if it was not bridged."""
     conversation: Conversation | None = None
-    """The prompt and the answer as the renderer continues them; None where the engine speaks text."""
+    """The renderer's handle on prompt and answer, for the next bridge, or None if the engine returned text only."""
     logprobs: Float32 | Sequence[float] | None = None
-    """One for each of `completion_ids`; None: missing."""
+    """One for each id of `completion_ids`, or None if missing."""
     policy_versions: Int32 | Sequence[int] | None = None
-    """One for each of `completion_ids`; None: unknown."""
+    """One for each id of `completion_ids`, or None if unknown."""
     routed_experts: Experts | None = None
-    """As a `Turn` has them; None: not recorded."""
+    """In the format of `Turn.routed_experts`, or None if not recorded."""
     kept_sets: KeptSets | None = None
-    """One for each of `completion_ids`; None: nothing was cut."""
+    """One for each id of `completion_ids`, or None if top-p, top-k and min-p are off."""
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
     def free_arrays(self) -> None:
-        """Free the arrays: the turn is recorded, and the prompt that continues it is made."""
+        """Free the arrays once the turn is recorded and the next prompt is built. Saves memory in long episodes."""
         self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
         self.conversation = self.kept_sets = None
 
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
-        """The fields of the `Turn` that do not depend on whose ids it is recorded in."""
+        """The fields of the `Turn` other than its ids: `TeacherLoop` records the same turn in a student's ids."""
         parse_status: ParseStatus = "ok"
         for call in self.tool_calls:
             if call.status != "ok":
@@ -113,52 +114,52 @@ class SampledAnswer:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Thread:
-    """Where one agent's conversation stands after its last turn. Never changed: not frozen, because every turn makes
-    one, and that takes three times as long."""
+    """One agent's conversation up to its last turn. Treat it as immutable. It is not a frozen dataclass because every
+    turn creates one, and creating a frozen one takes three times as long."""
 
     turn: int
     """The index of that turn."""
     messages: tuple[Message, ...]
-    """Everything the agent has been given and has said: copies, because their owner may change the originals."""
+    """The agent's prompt messages and answers, copied because their owner may modify the originals."""
     tools: tuple[str, ...]
-    """The schemas it was shown, as text."""
+    """The tool schemas it was shown, as text."""
     answer: SampledAnswer
-    """What the engine made of its last prompt."""
+    """The answer of that turn."""
     others: Others | None = None
-    """Which of the messages hold more than text; None: not known."""
+    """The messages that hold more than text (see `copies.Others`), or None if unknown."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Prompt:
-    """What an agent is to answer. Never changed, as a `Thread`."""
+    """An agent's next prompt, before rendering. Treat it as immutable, like `Thread`."""
 
     agent: str
     messages: tuple[Message, ...]
     """The conversation, copied."""
     schemas: Sequence[Mapping[str, Any]]
-    """The tools it is shown."""
+    """Schemas of the tools it is shown."""
     tools: tuple[str, ...]
-    """The same as text."""
+    """The schemas as text."""
     thread: Thread | None
-    """The agent's conversation so far; None in its first turn."""
+    """The agent's conversation so far, or None in its first turn."""
     num_known: int
-    """How many of `messages` the thread holds already; 0 where it holds another history."""
+    """How many leading `messages` are those of the thread; 0 if the history was edited."""
     trained: bool = True
-    """Whether the answer may be trained."""
+    """False: the answer is context only."""
     others: Others | None = None
-    """Which of the messages hold more than text; None: not known."""
+    """The messages that hold more than text (see `copies.Others`), or None if unknown."""
 
 
 class EpisodeLoop(abc.ABC):
-    """Takes the turns of one episode, whichever agent speaks; implements `environments.environment.Agent`.
+    """Samples the turns of one episode for all of its agents; implements `environments.environment.Agent`.
 
-    A subclass says how a prompt becomes an answer. Everything else about a turn is here.
+    A subclass implements `_answer`, from prompt to answer. Everything else about a turn is here.
     """
 
     engine = "sampler"
-    """What a trajectory's error calls the engine that failed."""
+    """Prefix of a trajectory's `error` if the engine failed."""
     needs_content = True
-    """Whether every message needs "content": renderers need it; chat servers also take calls without text."""
+    """True if every message needs "content". Renderers need it; chat servers accept tool calls without it."""
 
     def __init__(self, *, limits: EpisodeLimits, recorder: Recorder) -> None:
         self.limits = limits
@@ -167,40 +168,41 @@ class EpisodeLoop(abc.ABC):
         self._num_calls = 0
         self._num_started = 0
         self._num_completion_tokens = 0
-        """Of the answers so far."""
+        """Tokens of the answers so far."""
         self._num_promised_tokens = 0
-        """The most that answers under way may have."""
+        """Sum of `max_tokens` of the requests in flight. Reserved up front, so that concurrent agents cannot exceed
+        the episode's budget together."""
         self.stop_reason: StopReason | None = None
-        """Set once a limit was reached: nothing more is sampled."""
+        """Set once a limit is reached; from then on every request is refused."""
         self.in_order = False
-        """Whether one turn is taken after the other, and none after one that failed: then a turn's arrays are freed as
-        soon as the next prompt is made."""
+        """True if turns are sequential and none follows a failed one. Then a turn's arrays are freed as soon as the
+        next prompt is built."""
         self.offers_tools = False
-        """Whether any turn was shown tools."""
+        """True if any turn was shown tools."""
         self.no_room: tuple[int, int] | None = None
-        """Tokens of the last prompt that left no room, and of the context; None: all prompts had room."""
+        """Tokens of the last prompt that left no room, and of the context; or None if every prompt had room."""
         self.last_answer: SampledAnswer | None = None
-        """The answer to the last prompt, also where it could not be recorded; None while there is no answer to it."""
+        """The answer to the last prompt, also if it could not be recorded; None until it arrives."""
 
     @property
     def turns_left(self) -> int:
-        """Turns that may still be started, those under way elsewhere counted in."""
+        """Turns that may still be started. Turns in flight count as started."""
         return self.limits.max_turns - self._num_started
 
     @property
     def tokens_left(self) -> int | None:
-        """Sampled tokens that turns may still have; what turns under way may take is counted in. None: no limit."""
+        """Tokens that may still be sampled, after reserving `max_tokens` for each request in flight; None: no limit."""
         most = self.limits.max_total_completion_tokens
         return None if most is None else most - self._num_completion_tokens - self._num_promised_tokens
 
     @property
     def num_unrecorded_turns(self) -> int:
-        """Answers that are in no recorded turn, because their ids are unknown."""
+        """Answers that could not be recorded as turns because their ids are unknown."""
         return 0
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What the engine adds to the trajectory's `info`."""
+        """The engine's entries for the trajectory's `info`."""
         return {}
 
     async def sample(
@@ -212,15 +214,15 @@ class EpisodeLoop(abc.ABC):
         *,
         trained: bool = True,
     ) -> Message:
-        """Record one turn of the named agent and return the assistant's message.
+        """Sample and record one turn of the named agent; return the assistant's message.
 
         With `trained=False` the turn is context only; its tokens are counted as `untrained`.
 
         Raises:
-            EpisodeOver: no turn or token is left, or this completion was cut off (it is recorded).
-            EnvironmentFault: messages, tools, name or state that cannot be kept.
-            RecordError: the engine returned what cannot be recorded, or the episode has ended.
-            SamplerFault: the engine failed for good.
+            EpisodeOver: no turns or tokens are left, or this completion was cut off (it is recorded).
+            EnvironmentFault: invalid messages, tools, agent name or state key.
+            RecordError: the engine's answer cannot be recorded, or the episode has ended.
+            SamplerFault: the engine failed, and retries did not help.
         """
         self.last_answer = None
         self._refuse_if_over()
@@ -242,17 +244,17 @@ class EpisodeLoop(abc.ABC):
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """The agents that have spoken, in the order of their first turns."""
+        """The agents that have taken a turn, in the order of their first turns."""
         return tuple(self._threads)
 
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
-        """Everything the agent has been given and has said, up to its last turn."""
+        """The agent's prompt messages and answers, up to and including its last turn."""
         thread = self._threads.get(agent)
         return thread.messages if thread is not None else ()
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add what became known after the completion: its reward, the seconds of its tools, and whether its readable
-        calls fitted a tool."""
+        """Add to the last turn what was not known when it was recorded: its reward, the seconds of its tools, and
+        whether its calls matched a tool's schema."""
         if not self.recorder.turns:
             return
         turn = self.recorder.turns[-1]
@@ -265,10 +267,10 @@ class EpisodeLoop(abc.ABC):
         )
 
     def why_nothing_sampled(self, ended: StopReason) -> str | None:
-        """Why the policy has sampled no token of its own until the episode ended; None where it has.
+        """Return why the policy sampled no token in this episode, or None if it did.
 
-        Turns with `trained=False` (an opponent, a user) are not its own. Greedy ones are, though the gateway never
-        trains them.
+        Turns with `trained=False` (an opponent, a user) are not the policy's. Greedy turns are, although the gateway
+        never trains them.
         """
         turns = [turn for turn in self.recorder.turns if len(turn.completion_ids)]
         if self.num_unrecorded_turns or self.recorder.num_unrecorded_tokens:
@@ -289,18 +291,19 @@ class EpisodeLoop(abc.ABC):
         return f"the policy sampled nothing before the episode ended ({ended}), so what it earned is not the policy's"
 
     def finish(self) -> None:  # noqa: B027  most engines record each turn at once
-        """The conversation is over: record what is not recorded yet; a RecordError if that cannot be."""
+        """Record the turns that are still held back. Called when the conversation is over; may raise a RecordError."""
 
     async def end(self) -> bool:
-        """End the episode: cut off what is still being sampled, and count it. Returns whether anything was."""
+        """End the episode: cancel requests in flight and count their tokens. Returns True if there were any."""
         return False
 
     @abc.abstractmethod
     async def _answer(self, prompt: Prompt) -> SampledAnswer:
-        """What the engine makes of a prompt. Calls `_begin_turn` once nothing but the engine can fail."""
+        """Answer a prompt. Calls `_begin_turn` only when nothing but the engine can fail: a refused prompt is not a
+        turn."""
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Write the turn down; its index."""
+        """Record the turn; return its index."""
         assert answer.prompt_ids is not None and answer.completion_ids is not None
         return self.recorder.record(
             prompt_ids=answer.prompt_ids,
@@ -327,10 +330,10 @@ class EpisodeLoop(abc.ABC):
         raise EpisodeOver(reason)
 
     def _within_budget(self, max_tokens: int) -> int:
-        """So many tokens of a turn, or what is left of the episode's.
+        """Return `max_tokens` reduced to what the episode has left.
 
         Raises:
-            EpisodeOver: none is left.
+            EpisodeOver: no tokens are left.
         """
         left = self.tokens_left
         if left is not None and left <= 0:
@@ -338,7 +341,7 @@ class EpisodeLoop(abc.ABC):
         return max_tokens if left is None else min(max_tokens, left)
 
     def _begin_turn(self) -> int:
-        """Count a turn that is started; its number."""
+        """Count a turn as started; return its number."""
         self._num_started += 1
         return self._num_started - 1
 
@@ -359,7 +362,8 @@ class EpisodeLoop(abc.ABC):
     def _prompt(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str, *, trained: bool
     ) -> Prompt:
-        """The messages as they are now; those of the agent's last turn are compared with it, and copied only once."""
+        """Build the agent's next prompt. Messages that equal those of its last turn reuse the thread's copies, so each
+        is copied once per episode and not once per turn."""
         thread = self._threads.get(agent)
         known, others = (thread.messages, thread.others) if thread is not None else ((), ())
         if not begins_with(messages, known, others):

@@ -1,5 +1,5 @@
-"""Runs a coroutine to its end on an event loop that a user's code can neither end nor keep alive: on this thread, or on
-a new one where a loop is already running here."""
+"""Runs a coroutine on an event loop that user code can neither stop nor keep alive: on this thread, or on a new thread
+if this one already runs a loop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verbatim.core.texts import error_text
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds that background tasks, and threads of the loop's pool, may take to end when the main one has ended."""
+"""Seconds for background tasks, and then for threads of the loop's pool, to end after the main task."""
 
 SIGNALS_SEEN_WITHIN = 0.1
-"""Seconds between looks for Ctrl-C. A wait without a limit would go on through it: the system may hand the signal to
-another thread than the one that waits."""
+"""Seconds between checks for Ctrl-C. A wait without a timeout might not notice it: the operating system may deliver the
+signal to a thread other than the waiting one."""
 
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ T = TypeVar("T")
 def run_in_program(work: Coroutine[Any, Any, T], ask: Ask = lambda loop: False) -> T:
     """Run the coroutine in a script, a test or a notebook, and return its result.
 
-    The first Ctrl-C calls `ask`, the second cancels the coroutine, the third raises KeyboardInterrupt where the code
-    is. No handler of a signal is changed outside the main thread, or where the program has one of its own. Where an
-    event loop is running in this thread (a notebook), the coroutine runs on a thread with a loop of its own.
+    The first Ctrl-C calls `ask`, the second cancels the coroutine, the third raises KeyboardInterrupt in whatever code
+    is running. Signal handlers are changed only in the main thread, and only if the program has not installed its own.
+    If this thread already runs an event loop (a notebook), the coroutine runs on a new thread with its own loop.
 
     Raises:
         KeyboardInterrupt: Ctrl-C cancelled the coroutine.
-        BaseException: what the coroutine raised.
+        BaseException: any exception of the coroutine.
     """
     presses = CtrlC(ask)
     if _runs_a_loop():
@@ -48,7 +48,7 @@ def run_in_program(work: Coroutine[Any, Any, T], ask: Ask = lambda loop: False) 
 
 
 def _runs_a_loop() -> bool:
-    with contextlib.suppress(RuntimeError):  # there is none
+    with contextlib.suppress(RuntimeError):  # no running loop
         return asyncio.get_running_loop() is not None
     return False
 
@@ -69,7 +69,7 @@ def _on_own_thread(work: Coroutine[Any, Any, T], presses: CtrlC) -> T:
         while not result.done():
             try:
                 thread.join(SIGNALS_SEEN_WITHIN)
-            except KeyboardInterrupt:  # by a handler of the program's own, or the third one
+            except KeyboardInterrupt:  # from the program's own handler, or from the third Ctrl-C
                 presses.hear()
     return result.result()
 
@@ -81,20 +81,20 @@ def run_main(
     ends_without_memory: bool = False,
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> T:
-    """What the coroutine returns, as `asyncio.run`. What a user's code left behind does not matter:
+    """Run the coroutine and return its result, like `asyncio.run`, but robust against tasks and threads of user code:
 
     - a background task that raises SystemExit or KeyboardInterrupt is logged, and the main task goes on;
     - background tasks that ignore their cancellation, and threads that hang, are not waited for at the end.
 
     Args:
         work: The main task.
-        presses: What Ctrl-C does meanwhile; None: it cancels the main task.
-        ends_without_memory: Whether memory that runs out in a callback of the event loop ends the main task. What the
-            callback was to do is not done, and something may wait for it for ever. A server goes on all the same.
+        presses: Handles Ctrl-C meanwhile; None: Ctrl-C cancels the main task.
+        ends_without_memory: True if a MemoryError in an event loop callback ends the main task: the callback's work is
+            lost, and a task may wait for it forever. A server passes False and keeps serving its other clients.
         new_loop: Creates the event loop.
 
     Raises:
-        BaseException: what the coroutine raised; or what such a callback did.
+        BaseException: any exception of the coroutine, or the MemoryError of a callback.
     """
     raise_descriptor_limit()
     loop = new_loop()
@@ -124,7 +124,7 @@ def run_main(
 
 
 def run_until_asked(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run a server, which ends when the event is set: the first Ctrl-C or SIGTERM does so."""
+    """Run a server until its event is set. The first Ctrl-C or SIGTERM sets it."""
     stop = asyncio.Event()
 
     def ask(loop: asyncio.AbstractEventLoop) -> bool:
@@ -149,7 +149,9 @@ def _run_until_done(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) ->
     while not main.done():
         try:
             loop.run_until_complete(main)
-        except (SystemExit, KeyboardInterrupt) as error:  # these end the loop, whichever task raises them
+        # asyncio re-raises these two out of the loop whichever task raised them. Unless it was the main task, or a
+        # real Ctrl-C, run the loop again.
+        except (SystemExit, KeyboardInterrupt) as error:
             if main.done() or is_ctrl_c(error):
                 raise
             logger.error("a background task of an environment or a tool raised %s; the run goes on", error_text(error))
@@ -172,7 +174,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _not_said_again(said: set[int], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A pending task that is destroyed is a fault to asyncio; of those that were not waited for it was said."""
+    """Suppress asyncio's "Task was destroyed but it is pending" for tasks that `_end_tasks` has already logged."""
     if id(context.get("task")) in said and "exception" not in context:
         said.remove(id(context["task"]))
     else:
@@ -185,6 +187,7 @@ def _go_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> N
 
 
 def _end_threads(pool: ThreadPoolExecutor) -> None:
+    # On a daemon thread, because `shutdown` has no timeout and a hanging thread would block it forever.
     waiting = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True)
     waiting.start()
     waiting.join(PATIENCE)

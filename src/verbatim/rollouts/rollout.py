@@ -1,4 +1,4 @@
-"""Defines the interface of rollout engines: conversations in, as many trajectories out, in the same order."""
+"""The interface of rollout engines: a list of conversations in, one trajectory for each out, in the same order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from verbatim.core.types import TRAJECTORY_KEYS, Example, Message, RolloutIdenti
 from verbatim.core.user_values import why_refused
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
-"""What a rollout starts from; a mapping has `messages`, and may have `tools`, `id` and anything else."""
+"""The start of a rollout. A mapping must have `messages`, and may have `tools`, `id` and any other fields."""
 
 T = TypeVar("T")
 
 
 @runtime_checkable
 class Rollout(Protocol):
-    """Takes conversations to their end. Subclass it and write `__call__`, or write any object with these methods.
+    """Continues conversations until they end. Subclass it and implement `__call__`, or write an object with both
+    methods.
 
     Example:
         >>> class Echo(Rollout):
@@ -32,45 +33,46 @@ class Rollout(Protocol):
     """
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """As many trajectories as were given, in the same order; what was given is not changed. The overrides are
-        settings of the engine, for this call only."""
+        """Return one trajectory for each conversation, in the same order. The input is not modified. `overrides`
+        replace settings of the engine for this call only."""
         raise NotImplementedError(
             f"{type(self).__name__} must say how conversations are taken to their end: write "
             "`__call__(self, trajectories, **overrides) -> list[Trajectory]`"
         )
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """The same, awaited; a subclass that does not write it calls `__call__` on a thread."""
+        """Async version of `__call__`. The default runs `__call__` in a thread."""
         return await asyncio.to_thread(self, trajectories, **overrides)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Opening:
-    """Where one episode begins: the caller's object, read once."""
+    """The start of one episode, read from the caller's object."""
 
     messages: tuple[Message, ...]
     """The conversation so far, copied."""
     tools: tuple[Mapping[str, Any], ...]
-    """The tool schemas that came with it; empty leaves that to the tool manager."""
+    """The conversation's tool schemas, copied. Empty: the tool manager's own."""
     identity: RolloutIdentity
-    """Which rollout it is; the seed of its sampling is added later."""
+    """Identity of the rollout. Its sampling seed is added later, by the engine."""
     task: Mapping[str, Any]
-    """Whatever else the caller's object held (the answer to check against, ...): not copied, and never changed. On the
-    result it is in `info["task"]`, and each of its fields under its own name in the mapping view."""
+    """All other fields of the caller's object, such as the reference answer. Not copied, and never modified. The
+    trajectory has them in `info["task"]`, and its mapping view has each under its own name."""
 
 
 _OWN = ("messages", "tools", "id", "example_id", "trajectory_id", "group_id", "sample_index", "env")
-"""The keys of a mapping that an `Opening` has a place for."""
+"""Keys of a mapping that become fields of an `Opening`; all others go into `task`."""
 
 
 def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
-    """Every conversation as an `Opening`.
+    """Convert conversations to `Opening`s.
 
-    One without an id is called by its place in the list. Several of one id are that example's samples: they are
-    numbered, unless they are already. No two get one `trajectory_id`: where it is given again, it is numbered too.
+    A conversation without an id gets its index as the id. Conversations that share an id are samples of one example,
+    and are numbered unless they have a `sample_index`. Every `trajectory_id` is unique: a repeated one is replaced by
+    `<example_id>-<number>`.
 
     Raises:
-        UsageError: something is no conversation; says which.
+        UsageError: an item is not a conversation; the message names it.
     """
     if isinstance(trajectories, Mapping) or not isinstance(trajectories, Sequence):
         raise UsageError(
@@ -88,7 +90,8 @@ def _read_opening(given: Conversation, index: int, num_samples: Counter[str], ta
     example_id = str(fields.get("id", fields.get("example_id", index)))
     sample = fields.get("sample_index", num_samples[example_id])
     name = str(fields.get("trajectory_id") or f"{example_id}-{sample}")
-    while name in taken:  # the same conversation again
+    # The same conversation may be passed several times, and a generated name may collide with a given one.
+    while name in taken:
         sample = num_samples[example_id]
         name = f"{example_id}-{sample}"
         num_samples[example_id] += name in taken
@@ -114,12 +117,13 @@ def _refuse(value: Any, where: str, *, of_json: bool = True) -> None:
 
 
 def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The fields that an `Opening` has a place for, and the rest."""
+    """Split a conversation into the fields of an `Opening` and the task's own fields."""
     if isinstance(given, Example):
         return {name: getattr(given, name) for name in ("id", "env", "messages", "tools")}, given.payload
     if isinstance(given, Trajectory):
         names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages", "tools")
         return {name: getattr(given, name) for name in names}, _task_of(given.info)
+    # The mapping view of a trajectory: its record keys are not fields of the task.
     if (
         isinstance(given, Mapping)
         and given.keys() >= {"trajectory_id", "turns", "info"}

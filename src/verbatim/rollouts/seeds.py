@@ -1,4 +1,4 @@
-"""Derives seeds as a pure function of their purpose, so that a resumed run draws what it would have drawn."""
+"""Derives seeds as a pure function of their purpose, so that a resumed run samples what it would have sampled."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the run's seed, the example, the sample, the turn, ...
+    """Derive a 63-bit seed from parts such as the run's seed, the example, the sample and the turn.
 
-    The parts are hashed with their types and lengths, so `(1, 23)` and `(12, 3)` differ.
+    The parts are hashed as a tuple's `repr`, so `(1, 23)` and `(12, 3)`, or `1` and `"1"`, give different seeds.
     """
+    # Not `hash()`, which is salted in each process. 63 bits, so that the seed fits a signed 64-bit integer.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

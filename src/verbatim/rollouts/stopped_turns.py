@@ -1,8 +1,8 @@
-"""Ends turns with stop strings: the ids with the token that completes one, the text before it.
+"""Cuts turns at stop strings: the ids after the token that completes the string, the text before the string.
 
-Example, `stop = ["</answer>"]`: of the tokens `<answer>`, `4`, `</`, `answer>\\n`, `Next` the turn has the first four,
-each with its logprob, and all four are trained. The message says `<answer>4`. The next prompt continues the four tokens
-and adds the format's close, which was not sampled and is not trained.
+Example with `stop = ["</answer>"]`: of the tokens `<answer>`, `4`, `</`, `answer>\\n`, `Next` the turn keeps the
+first four with their logprobs, and all four are trained. The message's content is `<answer>4`. The next prompt extends
+the four tokens with the chat format's close token, which was not sampled and is not trained.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from verbatim.models.renderers.renderer import ParsedResponse
 
 
 def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequence[str], decode: Decode) -> Completion:
-    """The completion up to the token that completes the first stop string, as one that has ended by itself.
+    """Cut a completion after the token that completes the first stop string; its stop reason becomes "stop".
 
-    What a sampler that does not show its tokens has drawn behind it is left out; its caller has counted it.
+    A sampler that does not stream its tokens may have sampled more. Those tokens are cut off here; the caller has
+    already counted them.
     """
     found = find_stop(completion.ids, stops, decode)
     if found is None:
@@ -28,6 +29,7 @@ def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequenc
     size, experts = found[0], completion.routed_experts
     versions, logprobs = completion.policy_versions, completion.logprobs
     if experts is not None:
+        # Minus 1: the last sampled token never went through the model, so it has no experts.
         experts = experts[: len(request.prompt_ids) + size - 1 - request.routed_experts_start]
     return dataclasses.replace(
         completion,
@@ -41,6 +43,6 @@ def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequenc
 
 
 def said_before_stop(parsed: ParsedResponse, ids: Int32, stops: Sequence[str], decode: Decode) -> ParsedResponse:
-    """What was read of a completion, with its texts up to the stop string that ends it."""
+    """Cut a parsed completion's texts before the stop string that ends it."""
     found = find_stop(ids, stops, decode)
     return parsed if found is None else before_stop(parsed, found[1], decode(ids))

@@ -1,4 +1,4 @@
-"""Checks what an environment says of a turn beside its messages: who speaks, in which state, and if it is trained."""
+"""Checks the arguments of a turn other than its messages and tools: agent name, state key, and `trained`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from verbatim.core.texts import shown
 from verbatim.core.user_values import as_atom
 
 LONGEST_STATE_KEY = 10_000
-"""Characters of a state's name: every turn keeps one."""
+"""Most characters of a state key. Limited because every turn stores one."""
 LONGEST_NAME = 200
-"""Characters of an agent's name: it is a part of the session that a server is told."""
+"""Most characters of an agent's name. Limited because it is part of the session id sent to a server."""
 
 
 def checked_name(agent: Any) -> str:
-    """An agent's name as Python's own text: `AgentScores` and the record know agents by it.
+    """Return an agent's name as a plain `str`. `AgentScores` and the trajectory identify agents by it.
 
     Raises:
-        EnvironmentFault: it is no text, empty, or longer than `LONGEST_NAME`.
+        EnvironmentFault: the name is not a string, is empty, or is longer than `LONGEST_NAME`.
     """
     name = as_atom(agent)
     if type(name) is not str or not 0 < len(name) <= LONGEST_NAME:
@@ -31,14 +31,14 @@ def checked_name(agent: Any) -> str:
 
 
 def checked_state_key(key: Any, said: str) -> str | None:
-    """The key of the state that a turn begins in.
+    """Return the key of the state in which a turn begins, as a plain `str`.
 
     Args:
-        key: As the environment gave it.
-        said: Begins the message: "state_key returned".
+        key: The environment's value, not yet checked.
+        said: Start of the error message, such as "state_key returned".
 
     Raises:
-        EnvironmentFault: it is no text, or longer than `LONGEST_STATE_KEY`.
+        EnvironmentFault: the key is not a string, or is longer than `LONGEST_STATE_KEY`.
     """
     if key is None:
         return None
@@ -54,10 +54,10 @@ def checked_state_key(key: Any, said: str) -> str | None:
 
 
 def checked_trained(trained: Any) -> bool:
-    """Whether a turn is trained.
+    """Return `trained` as a plain `bool`.
 
     Raises:
-        EnvironmentFault: it is neither True nor False: "no" would be true.
+        EnvironmentFault: it is not a bool. Truthiness is not used: the string "no" is truthy.
     """
     if not isinstance(trained, bool | np.bool_):
         raise EnvironmentFault(f"trained = {shown(trained, 80)}; expected True or False")

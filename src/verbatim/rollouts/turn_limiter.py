@@ -1,4 +1,4 @@
-"""Spreads the work of turns over the turns of the event loop, so that timers and connections are served in between."""
+"""Spreads the work of turns over passes of the event loop, so that timers and sockets are served in between."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import weakref
 from collections import deque
 
 AT_A_TIME = 32
-"""Turns, and episodes that start, in one turn of the event loop: about 5 ms of work, however many are ready at once.
-A number and not a time, so that the order of events does not depend on the machine."""
+"""Most turns and episode starts in one pass of the event loop: about 5 ms of work. A count and not a time, so that the
+order of events does not depend on the machine's speed."""
 
 
 class TurnLimiter:
-    """Lets `AT_A_TIME` callers in for each turn of one event loop, in the order in which they came."""
+    """Admits `AT_A_TIME` callers in each pass of one event loop, first come, first served."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
+        self._loop = weakref.ref(loop)  # weak: a limiter is a value of `_turn_limiters`, whose weak key is the loop
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._left = AT_A_TIME
         self._is_turning = False
 
     async def enter(self) -> None:
-        """Return at once where few came before in this turn of the loop, else in a later one."""
+        """Return at once if this pass of the loop has room, otherwise wait for a later pass."""
         if self._left and not self._waiting:
             self._left -= 1
             self._turn()
@@ -32,7 +32,7 @@ class TurnLimiter:
         await waiter
 
     def _turn(self) -> None:
-        """Be called in the loop's next turn."""
+        """Schedule `_next` for the loop's next pass."""
         loop = self._loop()
         if not self._is_turning and loop is not None:
             self._is_turning = True
@@ -42,7 +42,7 @@ class TurnLimiter:
         self._is_turning, self._left = False, AT_A_TIME
         while self._waiting and self._left:
             waiter = self._waiting.popleft()
-            if not waiter.done():  # its caller was cancelled
+            if not waiter.done():  # done: its caller was cancelled, and takes no place
                 waiter.set_result(None)
                 self._left -= 1
         if self._waiting or self._left < AT_A_TIME:
@@ -53,7 +53,7 @@ _turn_limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, TurnLimiter
 
 
 def turn_limiter() -> TurnLimiter:
-    """The turn_limiter of the running event loop."""
+    """The turn limiter of the running event loop."""
     loop = asyncio.get_running_loop()
     found = _turn_limiters.get(loop)
     if found is None:
