@@ -183,7 +183,7 @@ class TestRepeats:
         assert first == again and keyed == keyed_again and first != keyed
         assert (client.status, other["error"]["message"]) == (
             422,
-            "this idempotency key came with another request before",
+            "this idempotency key was used for a different request before",
         )
         assert len(trajectory.turns) == 2
         assert trajectory.info[INFO]["counts"]["repeated"] == 2

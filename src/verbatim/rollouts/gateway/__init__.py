@@ -1,4 +1,4 @@
-"""The gateway: agents that speak a chat protocol, in front of a sampler, recorded in exact ids."""
+"""The gateway: serves a sampler to agents over chat protocols, and records their turns in exact ids."""
 
 from verbatim.rollouts.gateway.gateway import Gateway, GatewayEpisode
 from verbatim.rollouts.gateway.threads import BranchReason

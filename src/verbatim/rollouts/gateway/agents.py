@@ -1,4 +1,4 @@
-"""Names the agents of a session that do not say who they are: by their system prompts, and by what they said before."""
+"""Names the agents of a session whose requests have no agent name, by their system prompts and earlier answers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from verbatim.rollouts.gateway.canonical import digest_of, frame_of, opening_of
 
 LONGEST = 2**18
-"""Characters of a system prompt up to which it is looked at for what a clock or a counter has changed."""
+"""Most characters of a system prompt that is searched for clocks and counters; a longer one is compared as a whole."""
 
 
 class SystemPrompt:
-    """A system prompt. What is only compared is found when it is asked for."""
+    """A system prompt as digests. The frame is computed lazily, because few requests need it."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._texts = opening_of(messages)
@@ -21,37 +21,34 @@ class SystemPrompt:
 
     @functools.cached_property
     def frame(self) -> bytes:
-        """What a clock or a counter does not change in it; of a long one all of it."""
+        """Digest of the prompt without clocks and counters; of a long prompt, the digest of the whole text."""
         return frame_of(self._texts) if sum(map(len, self._texts)) <= LONGEST else self.digest
 
 
 class Agents:
-    """The agents of one session, by what identifies them.
-
-    The first one is "main", the others are "sub/1", "sub/2", ... as they appear.
-    """
+    """The names of a session's agents: the first is "main", the others "sub/1", "sub/2", ... in order of appearance."""
 
     def __init__(self) -> None:
         self._names: dict[bytes, str] = {}
         self._said: dict[tuple[bytes, bytes], dict[bytes, str]] = {}
-        """Who was given an answer: by the digests of the tools that were shown and of the answer, then by the system
-        prompt's digest, the newest last."""
+        """The agent that received an answer: by the digests of the tools and of the answer, then by the digest of the
+        system prompt, newest last."""
         self._openings: dict[bytes, SystemPrompt] = {}
 
     def name_of(self, identity: bytes) -> str:
-        """The name that goes with an identity: a thread, or the opening of a conversation."""
+        """The name of the agent with this identity: a client's thread id, or the digest of its system prompt."""
         if identity not in self._names:
             self._names[identity] = f"sub/{len(self._names)}" if self._names else "main"
         return self._names[identity]
 
     def answered(self, agent: str, opening: SystemPrompt, tools: bytes, answer: bytes) -> None:
-        """An agent was given an answer.
+        """Remember that an agent received an answer.
 
         Args:
-            agent: Its name.
-            opening: Of the request.
+            agent: The agent's name.
+            opening: The request's system prompt.
             tools: Digest of the tools it was shown.
-            answer: Digest of the answer, without its reasoning.
+            answer: Digest of the answer without its reasoning.
         """
         said = self._said.setdefault((tools, answer), {})
         said.pop(opening.digest, None)
@@ -59,13 +56,13 @@ class Agents:
         self._openings.setdefault(opening.digest, opening)
 
     def whose_clock_went_on(self, opening: SystemPrompt, tools: bytes, answers: Sequence[bytes]) -> str | None:
-        """The agent whose conversation goes on under a system prompt that is another one in numbers and dates alone;
-        None where there is none.
+        """Find the agent whose conversation a request continues under a system prompt that differs in numbers and dates
+        only; None if there is no such agent.
 
         Args:
-            opening: Of a request that continues nothing.
+            opening: System prompt of a request that matched no turn.
             tools: Digest of the tools it shows.
-            answers: Digests of the answers in it, where all that is before the last of them was seen before.
+            answers: Digests of the request's assistant messages, up to the first message that was never seen before.
         """
         for answer in reversed(answers):
             said = self._said.get((tools, answer), {})

@@ -1,4 +1,4 @@
-"""Bounds the bytes of request bodies in memory, of each session and of all together."""
+"""Bounds the bytes of request bodies in memory, for each session and in total."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verbatim.inference.http.refused import Refused
 
 
 class ByteBudget:
-    """Bodies take their bytes while they arrive and are parsed.
+    """A budget of bytes. A body holds its bytes while it arrives and is parsed.
 
     Args:
-        each: Most bytes of one owner at a time; more is refused.
-        most: Most bytes of all at a time; more waits.
+        each: Most bytes of one owner at a time; a request beyond that is refused.
+        most: Most bytes in total; a request beyond that waits.
     """
 
     def __init__(self, each: int, most: int) -> None:
@@ -23,19 +23,19 @@ class ByteBudget:
         self._of: Counter[object] = Counter()
         self._freed = asyncio.Condition()
         self.held = 0
-        """Bytes of all."""
+        """Bytes held in total."""
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: object, size: int, seconds: float) -> AsyncIterator[Callable[[int], None]]:
-        """Hold bytes inside of the block, which gets a function that holds more of them.
+        """Hold bytes inside the block. Yields a function that holds more, for bodies of unknown length.
 
         Args:
-            owner: Whose they are.
-            size: As far as it is known.
-            seconds: To wait for room.
+            owner: The session that they count for.
+            size: Bytes, as far as known in advance.
+            seconds: Timeout in seconds while waiting for room.
 
         Raises:
-            Refused: the owner has too many, or there is no room in time.
+            Refused: the owner holds too many bytes, or there was no room in time.
         """
         held = 0
         too_many = Refused(429, f"more than {self._each} bytes of this session's requests at a time")
@@ -52,6 +52,8 @@ class ByteBudget:
             raise too_many
         try:
             async with asyncio.timeout(seconds), self._freed:
+                # `not self._of`: with nothing else held, a body larger than the whole budget gets through too, where
+                # it would otherwise wait in vain.
                 await self._freed.wait_for(lambda: not self._of or self.held + size <= self._most)
                 grow(size)
         except TimeoutError:

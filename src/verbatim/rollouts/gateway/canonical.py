@@ -1,12 +1,12 @@
-"""Digests of chat messages that do not depend on how a client writes them down.
+"""Digests of chat messages that do not depend on how a client serialises them.
 
-A client reads an answer into objects of its own and sends it back in the next request. It may then write the arguments
-of a call in another order or with other white space, rename the ids of calls, leave out empty fields, or send content
-as parts. The digests of both are equal. Anything that a template could write otherwise is part of the digest.
+A client parses an answer into its own objects and sends it back in the next request. On the way it may reorder the
+arguments of a call or change their white space, rename call ids, drop empty fields, or send content as parts. The
+digest stays the same. Every difference that a template could render is part of the digest.
 
-Example: two assistant messages, one with the content None and a call "call_7" of `add` with the arguments
-'{"b": 2, "a": 1}', the other with the content "" and a call "toolu_1" with `{"a": 1.0, "b": 2}`, have one digest. So
-have the tool's answers, to "call_7" after the first and to "toolu_1" after the second.
+Example: an assistant message with the content None and a call "call_7" of `add` with the arguments '{"b": 2, "a": 1}'
+has the same digest as one with the content "" and a call "toolu_1" with `{"a": 1.0, "b": 2}`. The tool's answer to
+"call_7" after the first message has the same digest as its answer to "toolu_1" after the second.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ _UNREAD = "INVALID_JSON"
 
 @dataclass(frozen=True, slots=True)
 class MessageDigest:
-    """What identifies a message among those that may stand in its place."""
+    """Identifies a message among the messages that may follow the same history."""
 
     full: bytes
     """Digest of the whole message."""
     bare: bytes
-    """Digest of the message without its reasoning; equal to `full` where it has none."""
+    """Digest of the message without its reasoning; equal to `full` if it has none."""
 
 
 class Digester:
-    """Digests the messages of one conversation, in their order: an answer of a tool refers to a call before it."""
+    """Digests the messages of one conversation, in order: a tool's answer is identified by the position of its call,
+    because clients rename call ids."""
 
     def __init__(self) -> None:
         self._index_of_call: dict[str, int] = {}
 
     def digest(self, message: Mapping[str, Any]) -> MessageDigest:
-        """The digest of the next message. Costs time linear in the bytes of the message."""
+        """Digest the next message, in time linear in its size."""
         role = str(message.get("role", ""))
         content = text_of(message.get("content"))
         if role == "assistant":
@@ -55,7 +56,7 @@ class Digester:
         return MessageDigest(digest, digest)
 
     def _of_assistant(self, message: Mapping[str, Any], content: str) -> MessageDigest:
-        """White space around content and reasoning does not count: clients and templates trim it."""
+        """White space around content and reasoning is ignored: clients and templates trim it."""
         calls = message.get("tool_calls") or ()
         parts = ["assistant", content.strip(), str(message.get("name") or "")]
         for index, call in enumerate(calls):
@@ -67,7 +68,7 @@ class Digester:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, None, or parts with texts.
+    """The text of a message's content: a string, None, or text parts.
 
     >>> text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), text_of(None)
     ('ab', '')
@@ -83,14 +84,14 @@ def text_of(content: Any) -> str:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """The arguments of a call as JSON text with sorted keys; text that is no JSON object without outer white space.
+    """The arguments of a call as JSON text with sorted keys. Text that is not a JSON object is only stripped.
 
     >>> canonical_arguments('{ "b": 1.0, "a": true }')
     '{"a":true,"b":1}'
     >>> canonical_arguments(None), canonical_arguments('{"a": 1')
     ('{}', '{"a": 1')
 
-    pydantic-ai sends arguments that it cannot read as an object with one key:
+    pydantic-ai wraps arguments that it cannot parse in an object with one key:
 
     >>> canonical_arguments({"INVALID_JSON": '{"a": 1'})
     '{"a": 1'
@@ -112,13 +113,13 @@ def canonical_arguments(arguments: Any) -> str:
 
 
 def tools_digest(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
-    """The digest of tool schemas; the order of their keys does not count, that of the tools does."""
+    """Digest of tool schemas. The order of keys is ignored; the order of tools counts, since templates render it."""
     return digest_of([_json(tool) for tool in tools or ()])
 
 
 def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """What tells agents apart that have no name: the text of the system messages that begin the conversation, without
-    the moment at which they were written.
+    """Identify an agent that has no name: the digest of the system messages at the start of the conversation, without
+    the current date and time in them.
 
     >>> times = "2026-01-31T09:00:00Z", "2027-02-01 17:05", "1790000000"
     >>> len({identity_of([{"role": "system", "content": f"You help. It is {time}."}]) for time in times})
@@ -128,7 +129,8 @@ def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def frame_of(opening: Sequence[str]) -> bytes:
-    """The digest of what stays of a system prompt while a clock or a counter in it goes on: see `frame_words`.
+    """Digest of the parts of a system prompt that stay the same while a clock or counter in it advances: see
+    `frame_words`.
 
     >>> prompts = "Thu Nov 26, 9:59 AM. 2 steps left (#..).", "Fri Nov 27, 10:00 AM. 1 step left (##.)."
     >>> len({frame_of([prompt]) for prompt in prompts})
@@ -141,7 +143,7 @@ def frame_of(opening: Sequence[str]) -> bytes:
 
 
 def opening_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts of the system messages that begin the conversation."""
+    """The texts of the system messages at the start of the conversation."""
     opening = []
     for message in messages:
         if message.get("role") not in _SYSTEM:
@@ -158,7 +160,7 @@ def _json(value: Any) -> str:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """JavaScript has one kind of number, and writes 1.0 as 1."""
+    """Convert whole floats to integers: JavaScript clients have one number type, and write 1.0 as 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -169,7 +171,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 def digest_of(parts: Sequence[str]) -> bytes:
-    """A digest of the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    """Digest the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode(errors="surrogatepass")

@@ -1,4 +1,4 @@
-"""Answers the chat requests of a session: whole, or as a stream while they are sampled."""
+"""Answers the chat requests of a session, as one body or as a stream."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from verbatim.rollouts.gateway.wire import headers_of
 from verbatim.rollouts.turn_arguments import LONGEST_NAME
 
 MODEL = "policy"
-"""The model's name, for requests that name none and for lists of models; a request may name any."""
+"""The model's name in lists of models, and in answers to requests that name no model. Requests may name any model."""
 AGENT_HEADER, TRAINED_HEADER = "x-verbatim-agent", "x-verbatim-trained"
-"""The headers for an agent's name, and for "false" where a turn is context only."""
+"""Headers for the agent's name, and for "false" if the turn is context only."""
 _TRAINED = {"true": True, "1": True, "false": False, "0": False}
 THREAD_HEADERS = (
     "thread-id",  # codex: the conversation of each agent, the first one's too
     "x-claude-code-agent-id",  # Claude Code: of each sub-agent
 )
-"""Headers by which clients tell their agents apart. Their values are no names: they are new in each episode."""
+"""Headers in which clients identify their agents. The values are random for each episode, so they cannot serve as
+names."""
 _LONGEST_KEPT = 200
 
 Replies: TypeAlias = list[ChatReply]
@@ -43,24 +44,24 @@ Replies: TypeAlias = list[ChatReply]
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """Who has sent a request, as its headers say."""
+    """The sender of a request, read from its headers."""
 
     agent: str
-    """The agent's name; "" = it is not said."""
+    """The agent's name; "" if there is none."""
     thread: str
-    """Tells the agents of a client apart; "" = it is not said."""
+    """The client's identifier of the agent or conversation; "" if there is none."""
     trained: bool
-    """Whether its tokens may be trained."""
+    """False: the turn's tokens are context only."""
 
 
 def sender_of(headers: Mapping[str, str]) -> Sender:
-    """Who has sent the request with these headers.
+    """Read the sender from a request's headers.
 
     >>> sender_of({"x-verbatim-agent": "critic", "thread-id": "01a2"})
     Sender(agent='critic', thread='thread-id 01a2', trained=True)
 
     Raises:
-        Refused: it does not say in a known word whether its tokens may be trained, or its name is too long.
+        Refused: X-Verbatim-Trained is not "true" or "false", or the agent's name is too long.
     """
     trained = headers.get(TRAINED_HEADER, "true").strip().lower()
     if trained not in _TRAINED:
@@ -75,20 +76,20 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
 
 
 def _short(text: str) -> str:
-    """What is kept of a text that is only compared: of a long one its digest."""
+    """Replace a long text by its digest: it is only compared, and a client chooses its length."""
     if len(text) <= _LONGEST_KEPT:
         return text
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def sent_before(headers: Mapping[str, str]) -> tuple[str, bool]:
-    """The idempotency key of a request, and whether it says that it is a retry, as the SDKs of OpenAI and Anthropic
-    do."""
+    """Return a request's idempotency key, and whether its headers mark it as a retry. The SDKs of OpenAI and Anthropic
+    set both."""
     return _short(headers.get("idempotency-key", "")), headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
 def digest_of(body: bytes | bytearray, *about: object) -> bytes:
-    """The digest of all that an answer depends on."""
+    """Digest of everything that the answer depends on."""
     head = "".join(f"{part}\0" for part in about).encode(errors="surrogateescape")
     digest = hashlib.blake2b(head, digest_size=16)
     digest.update(body)
@@ -97,22 +98,22 @@ def digest_of(body: bytes | bytearray, *about: object) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadChat:
-    """A chat request that has been read; its body is let go of."""
+    """A chat request after parsing; its body has been freed."""
 
     asked: ChatRequest
     given: Mapping[str, object]
     """The body's JSON."""
     sender: Sender
     digest: bytes
-    """Of all that the answer depends on."""
+    """Digest of everything that the answer depends on."""
 
 
 async def read_chat(session: Session, request: Request, body: bytearray, protocol: ChatProtocol) -> ReadChat:
-    """Read the body of a chat request, a large one on a thread.
+    """Parse the body of a chat request, a large one on a thread.
 
     Raises:
-        UsageError: no JSON object, or too many values.
-        Refused: a field that is invalid or cannot be honoured, or more text than the session's context can hold.
+        UsageError: the body is not a JSON object, or has too many values.
+        Refused: a field is invalid or cannot be honoured, or the text cannot fit the session's context.
     """
     headers = headers_of(request)
     room = min(session.loop.limits.max_context, session.loop.sampler.context_length)
@@ -137,14 +138,14 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
     """Answer a chat request.
 
     Args:
-        session: Samples and records.
-        request: Its head.
-        chat: Its body, read.
+        session: Samples and records the turn.
+        request: The HTTP request, for its headers.
+        chat: The parsed body.
         reply: Writes the answer.
 
     Raises:
-        ConnectionError: the client went while its answer was written.
-        Exception: what answering raised.
+        ConnectionError: the client disconnected while the answer was being written.
+        Exception: any error of `Session.answer`.
     """
     asked, given, sender, protocol = chat.asked, chat.given, chat.sender, reply.protocol
     key, is_retry = sent_before(headers_of(request))
@@ -167,7 +168,8 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
             stream = protocol.stream(asked, progress.stamp)
             events = progress.events(stream, exchange.task, read, lambda: session.exchanges.wait(exchange))
             await reply.stream(stream, events)
-            session.delivered(exchange)  # a client may go as soon as it has the last event
+            # Before `end`: a client may disconnect as soon as it has the last event, and it has the whole answer then.
+            session.delivered(exchange)
             await reply.end()
         else:
             replies = await session.exchanges.wait(exchange)

@@ -1,8 +1,8 @@
-"""Says what a clock, a counter or a random id changes in a system prompt, and what it does not.
+"""Recognises changes of a system prompt that come from a clock, a counter or a random id.
 
-Two rules, because two things are asked. Prompts of conversations that have nothing in common are one agent's only where
-they differ in what names a moment and nothing else: `without_moments`. Where a conversation goes on under a changed
-prompt, numbers, dates and random ids may have changed, and nothing else: `frame_words`.
+There are two rules. Two unrelated conversations belong to one agent only if their prompts differ in dates and times and
+nothing else: `without_moments`. If a conversation continues under a changed prompt, which is strong evidence already,
+numbers, dates and random ids may differ: `frame_words`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 _TIME = r"\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?(?: ?[AaPp][Mm]\b)?(?:Z|[+-]\d\d:?\d\d)?"
 _SECONDS = r"\d{10,19}\b"
-"""Seconds since 1970, or thousandths and less of them."""
+"""A Unix time in seconds, milli-, micro- or nanoseconds."""
 _NOW = (
     r"(?i:\bit's|\bas of|\b(?:it|today|now|time|date|clock|timestamp|epoch|currently)(?:[ \t](?:is|now))?)"
     r"(?:[ \t]\([\w ]{1,20}\))?[ \t]{0,2}[:=]?[ \t]{0,2}"
@@ -25,7 +25,8 @@ _MOMENT = re.compile(
     rf"|(?P<now>{_NOW})(?:{_TIME}|{_SECONDS})"
     rf"|(?m:^)[^\w\n]{{0,3}}(?:{_TIME}|{_SECONDS})[^\w\n]{{0,3}}(?m:$)"
 )
-"""A date, a time of day that can be nothing else, and others where the words before them say so, or alone in a line."""
+"""Matches a date; an unambiguous time of day; and an ambiguous time or Unix time after words such as "now is", or alone
+on a line."""
 
 _UUID = re.compile(r"(?i:(?<![^\W_])[a-f\d]{8}(?:-[a-f\d]{4}){3}-[a-f\d]{12}(?![^\W_]))")
 _HEX = re.compile(r"(?i:(?<![^\W_])[a-f\d]{4,}(?![^\W_]))")
@@ -40,13 +41,13 @@ _DATE = re.compile(rf"(?:{_DATE_WORD}{_BETWEEN}){{0,6}}\0(?:{_BETWEEN}(?:{_DATE_
 _TODAY = re.compile(rf"((?i:\b(?:today|it)(?:'s|[ \t]is)|\bday:)[ \t]){_DATE_WORD}")
 _COUNTED = re.compile(r"(?:\b(?:is|are)\s{1,3})?\0((?:[ \t][^\W\d_]+){0,2})")
 _BAR = re.compile(r"[\[(|][^\w\n\[(|]{1,200}[\])|]|[=#\-.*>~\u2500-\u25ff\u2b1b\u2b1c]{3,}")
-"""How much is done, drawn."""
+"""Matches a drawn progress bar."""
 _WORD = re.compile(r"""[^\W\d_]+[+#]*|(?<![^\s"'`(])[+\-*/<>=&|^~%](?=[\s"'`).,;:!?]|\Z)""")
-"""A word, with what makes another one of it, as in C++; or an operator that stands alone."""
+"""Matches a word, with the signs that belong to it as in C++; or an operator that stands alone."""
 
 
 def without_moments(text: str) -> str:
-    """A system prompt without the moment at which it was written.
+    """Remove the current date and time from a system prompt.
 
     >>> without_moments("You help. It is 15:47."), without_moments("Explain John 3:16 to account 1790000000.")
     ('You help. It is .', 'Explain John 3:16 to account 1790000000.')
@@ -55,8 +56,8 @@ def without_moments(text: str) -> str:
 
 
 def frame_words(texts: Sequence[str]) -> list[str]:
-    """What stays of a system prompt while a clock or a counter in it goes on: its words in order, without numbers,
-    dates, random ids and most punctuation, and without a plural's s behind a number.
+    """The parts of a system prompt that stay the same while a clock or counter in it advances: its words in order,
+    without numbers, dates, random ids and most punctuation, and without the plural s of words after a number.
 
     >>> frame_words(["Mon Nov 26, 9:59 AM. There are 2 steps left (#..) in run_3f2a91, in C++."])
     ['there', 'step', 'left', 'in', 'run', 'in', 'c++']
@@ -75,8 +76,8 @@ def _singular(found: re.Match[str]) -> str:
 
 
 def _is_random(digits: str) -> bool:
-    """Whether hexadecimal digits are no number and no word, no word with a number behind it (`dead4`), and no letter
-    with one (`a100`). Of random ones, 1 in 2,500 of 8 digits is taken for none, 1 in 70 of 6, and 3 in 8 of 4."""
+    """True if hexadecimal digits look random: not a number, a word, a word followed by a number (`dead4`), or a letter
+    followed by a number (`a100`). Misses 1 in 2,500 random ids of 8 digits, 1 in 70 of 6, and 3 in 8 of 4."""
     if digits.isdecimal() or digits.isalpha():
         return False
     if len(digits) >= 8:

@@ -1,4 +1,4 @@
-"""The answers of a session that are on their way: what has been sampled of each, and which no client has received."""
+"""Tracks a session's answers on their way to clients: the progress of each, and which were never received."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class AnswerProgress(LiveAnswer):
-    """One answer, for every client that asks for it.
+    """The progress of one answer, shared by all clients that wait for it.
 
     Args:
-        stamp: Identifies the answer, in each of its streams.
-        num_replies: Replies of the answer.
+        stamp: Identifies the answer in each of its streams.
+        num_replies: Number of replies in the answer.
     """
 
     def __init__(self, stamp: Stamp, num_replies: int = 1) -> None:
         super().__init__(num_replies)
         self.stamp = stamp
         self.turns: list[int] = []
-        """The turns of the replies, as they are recorded."""
+        """Indices of the replies' turns, appended as they are recorded."""
         self.num_waiting = 0
-        """Clients that wait for the answer."""
+        """Number of clients that wait for the answer."""
 
 
 class Delivery:
-    """The turns whose answers are on their way.
+    """The turns whose answers have not arrived.
 
-    An answer has arrived where it was sent to its end, or where a later request goes on from it.
+    An answer has arrived once it was sent in full, or once a later request continues it.
     """
 
     def __init__(self) -> None:
         self._under_way: set[int] = set()
 
     def sends(self, turn: int, progress: AnswerProgress | None) -> None:
-        """A turn is recorded, whose answer is sent now; without progress it is returned to the caller."""
+        """A turn was recorded and its answer is being sent. Without `progress` it is returned to a caller in this
+        process, which cannot lose it."""
         if progress is not None:
             progress.turns.append(turn)
             self._under_way.add(turn)
 
     def arrived(self, *turns: int) -> None:
-        """A client has the answers of these turns."""
+        """A client has received the answers of these turns."""
         self._under_way.difference_update(turns)
 
     def went_on(self, turns: Sequence[Turn]) -> None:
-        """The prompt of the last turn is there: a client has the answers of the turns that it extends."""
+        """The last turn was recorded: its client must have received the answers of the turns that it extends."""
         self.arrived(*[turn for turn in self._under_way if turns[-1].extends(turns[turn])])
 
     def settle(self, recorder: Recorder, *, trained: bool) -> dict[str, int]:
-        """The session is over: what is still under way is lost.
+        """The session is over: answers still on their way are undelivered.
 
         Args:
-            recorder: Has the turns; they are context from now on.
-            trained: Whether they stay as they are.
+            recorder: The recorder of the turns; undelivered ones become untrained context.
+            trained: True to leave them trained.
 
         Returns:
-            "undelivered" answers and "undelivered_tokens".
+            The number of answers as "undelivered", and of their tokens as "undelivered_tokens".
         """
         lost = sorted(self._under_way)
         self._under_way.clear()

@@ -1,16 +1,16 @@
-"""Recognises requests that are sent again, so that each is answered and recorded once.
+"""Recognises retries, so that each request is answered and recorded once.
 
-A client sends a request again after a time-out or a broken connection. Requests with one idempotency key are one
-request. Of requests without a key, an equal one joins the oldest that was left: all clients that sent it went away
-before they had its answer. One that says that it is a retry takes, in this order,
+A client retries a request after a timeout or a broken connection. Requests with the same idempotency key are one
+request. A request without a key joins the oldest equal request that was abandoned: all of its clients disconnected
+before they had the answer. A request that is marked as a retry takes the first of these that exists:
 
-1. one that was left;
-2. the place of one that failed and was not retried yet: it is answered anew;
-3. one that a client still waits for, since a proxy may hide that its own client has gone;
-4. the one that was delivered last, whose answer may have been lost on its way.
+1. the answer of an abandoned request;
+2. the place of a failed request that was not retried yet: it is answered from scratch;
+3. the answer of a request whose client is still waiting: a proxy may hide that its own client has disconnected;
+4. the answer that was delivered last, which may have been lost on its way.
 
-Any other equal request is a new one, and asks for an answer of its own. So n equal requests at a time are n answers,
-and the retry of one of them gets the answer of the one that it repeats.
+Any other equal request is new. So n equal concurrent requests get n answers, and a retry of one of them gets the answer
+of the request that it repeats.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ from verbatim.rollouts.gateway.delivery import AnswerProgress
 T = TypeVar("T")
 
 _MOST_KEPT = 128
-"""Exchanges that are over and are kept for those who ask again."""
+"""Most finished exchanges that are kept for retries."""
 _NOTICED = 0.1
-"""Seconds in which the end of a connection is noticed: its client may have opened another one at once."""
+"""Seconds in which a closed connection is noticed. A client may retry on a new connection before that."""
 
 
 class OtherRequest(Exception):
-    """An idempotency key came with another request than before."""
+    """An idempotency key was reused for a different request."""
 
 
 class SessionEnded(Exception):
-    """The session ended while an answer was waited for."""
+    """The session ended while a client was waiting for an answer."""
 
 
 @dataclass(eq=False)
 class RequestExchange(Generic[T]):
-    """One request and its answer, for all that ask for it."""
+    """One request and its answer, shared by all clients that sent the request."""
 
     task: asyncio.Task[T]
     digest: bytes
     progress: AnswerProgress
     delivered: bool = False
-    """Whether a client has been sent the whole answer."""
+    """True once the whole answer was sent to a client."""
     leaving: asyncio.TimerHandle | None = None
-    """Cancels the task, because its client has gone."""
+    """Timer that cancels the task after all clients have disconnected, or None while one is waiting."""
     was_left: bool = False
-    """Whether that has happened."""
+    """True once the timer has cancelled the task."""
     was_retried: bool = False
-    """Whether another exchange has taken the place of this one, which failed."""
+    """True if this exchange failed and another one has taken its place."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether there is an answer, or will be."""
+        """True if there is an answer, or will be."""
         if not self.task.done():
             return not self.was_left
         return not self.task.cancelled() and self.task.exception() is None
 
     @property
     def is_missed(self) -> bool:
-        """Whether there is an answer, or will be, and all clients went before they had it."""
+        """True if there is an answer, or will be, and all clients disconnected before they had it."""
         return self.is_usable and not self.delivered and self.progress.num_waiting == 0
 
 
@@ -74,7 +74,7 @@ class Exchanges(Generic[T]):
     """The requests of one session.
 
     Args:
-        patience: Seconds for which an answer is still generated when its client has gone: it may come back.
+        patience: Seconds for which generation continues after the client has disconnected: it may retry.
     """
 
     def __init__(self, patience: float) -> None:
@@ -84,11 +84,11 @@ class Exchanges(Generic[T]):
         self._over: deque[RequestExchange[T]] = deque()
         self._under_way: set[asyncio.Task[T]] = set()
         self.num_repeated = 0
-        """Requests that were answered by an earlier one."""
+        """Requests that joined an earlier one."""
         self.num_waiting = 0
-        """Clients that wait for an answer now."""
+        """Clients that are waiting for an answer."""
         self.num_left = 0
-        """Requests whose generation was cancelled, because their client had gone."""
+        """Requests that were cancelled because their clients had disconnected."""
 
     async def open(
         self,
@@ -99,14 +99,14 @@ class Exchanges(Generic[T]):
         key: str = "",
         is_retry: bool = False,
     ) -> RequestExchange[T]:
-        """The exchange of a request, begun now unless the request was sent before.
+        """Return the exchange of a request: an earlier one if this is a retry, otherwise a new one.
 
         Args:
-            work: Answers it, and shows its progress.
-            digest: Of all that the answer depends on.
-            progress: Of an answer that is begun now.
-            key: The idempotency key, if it has one.
-            is_retry: Whether the client says that it has sent it before.
+            work: Answers the request, and reports progress.
+            digest: Digest of everything that the answer depends on.
+            progress: The progress of a new answer.
+            key: The idempotency key, or "".
+            is_retry: True if the client marked the request as a retry.
 
         Raises:
             OtherRequest: the key belongs to a request with another digest.
@@ -136,8 +136,8 @@ class Exchanges(Generic[T]):
 
     @contextlib.contextmanager
     def attend(self, exchange: RequestExchange[T]) -> Iterator[None]:
-        """Someone waits for the answer, inside of the block. Once none does, its generation is cancelled after the
-        patience."""
+        """Context in which a client waits for the answer. When the last client leaves, the answer is cancelled after
+        `patience` seconds."""
         self.num_waiting += 1
         exchange.progress.num_waiting += 1
         if exchange.leaving is not None:
@@ -153,17 +153,17 @@ class Exchanges(Generic[T]):
                 exchange.leaving = loop.call_later(self._patience, self._leave, exchange)
 
     async def wait(self, exchange: RequestExchange[T], seconds: float | None = None) -> T:
-        """The answer. Called inside of `attend`.
+        """Wait for the answer. Call it inside `attend`.
 
         Raises:
-            TimeoutError: it is not there after this many seconds; the caller may wait again.
-            asyncio.CancelledError: the client has gone.
+            TimeoutError: there is no answer after `seconds`; the caller may wait again.
+            asyncio.CancelledError: the client has disconnected.
             SessionEnded: the session has ended.
-            Exception: what answering raised.
+            Exception: any error of the request's `work`.
         """
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.shield(exchange.task)
+                return await asyncio.shield(exchange.task)  # a client that leaves must not cancel it for the others
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if exchange.task.done() and not (task is not None and task.cancelling()):
@@ -171,20 +171,21 @@ class Exchanges(Generic[T]):
             raise
 
     async def end(self) -> None:
-        """Cancel what is under way, and wait until it has ended."""
+        """Cancel all requests in flight, and wait until they have ended."""
         under_way = list(self._under_way)
         for task in under_way:
             task.cancel()
         await settle(under_way)
 
     def _left(self, digest: bytes) -> RequestExchange[T] | None:
-        """The oldest equal one that all clients left without an answer."""
+        """The oldest equal exchange whose clients all disconnected without the answer."""
         return next((found for found in self._by_digest.get(digest, ()) if found.is_missed), None)
 
     async def _retried(self, digest: bytes) -> RequestExchange[T] | None:
-        """The one that a retry repeats; None: it has to be answered anew."""
+        """The exchange that a retry joins, or None if it must be answered from scratch."""
         found, failed = self._left(digest), self._failed(digest)
         if found is None and failed is None and self._by_digest.get(digest):
+            # The retry may have arrived before the end of the first connection was noticed.
             await asyncio.sleep(_NOTICED)
             found, failed = self._left(digest), self._failed(digest)
         if found is None and failed is not None:
@@ -194,7 +195,7 @@ class Exchanges(Generic[T]):
         return found or next((one for one in usable if not one.delivered), usable[-1] if usable else None)
 
     def _failed(self, digest: bytes) -> RequestExchange[T] | None:
-        """The oldest equal one that has no answer, and was not retried."""
+        """The oldest equal exchange that failed and was not retried."""
         known = self._by_digest.get(digest, ())
         return next((one for one in known if not one.is_usable and not one.was_retried), None)
 
@@ -208,7 +209,7 @@ class Exchanges(Generic[T]):
         self._under_way.discard(task)
         exchange.progress.wake()
         if not task.cancelled():
-            task.exception()  # it may be that none waits for it
+            task.exception()  # retrieved, or asyncio would log it if no client waits
         if is_keyed:
             return
         self._over.append(exchange)

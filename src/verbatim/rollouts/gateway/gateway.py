@@ -1,4 +1,4 @@
-"""A gateway in a Python program: episodes with a base URL and a key each, and a trajectory at the end."""
+"""The gateway as a Python API: each episode gets a base URL and a key, and ends as a trajectory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verbatim.rollouts.seeds import derive_seed
 
 
 class Gateway:
-    """Serves a sampler to agents that speak a chat protocol, and records what they sample.
+    """Serves a sampler to agents over chat protocols, and records their turns.
 
     Example:
         >>> async with Gateway(sampler, renderer) as gateway:
@@ -38,19 +38,19 @@ class Gateway:
         ...     trajectory = await episode.finish(reward=float("Austen" in answer.choices[0].message.content))
 
     Args:
-        sampler: Token in, token out; it stays open afterwards.
-        renderer: Of the sampler's model.
-        params: How turns are sampled, whatever requests ask for. None: requests say how, and their seeds hold.
-        limits: Of each episode; by default 1000 turns and the sampler's whole context.
-        host: Where to listen: loopback by default.
-        port: 0 takes a free one.
-        seed: Of the sampling; each episode draws differently.
-        restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
-            None: where the renderer continues what was sampled.
-        train_undelivered: Whether an answer is trained that no client has received to its end.
-        patience: Seconds for which an answer is still generated when its client has gone.
-        options: Fields of requests that are let pass without effect.
-        service_limits: Of one request.
+        sampler: A token-in, token-out sampler. The gateway does not close it.
+        renderer: The renderer of the sampler's model.
+        params: Sampling parameters of all turns; those of requests are ignored. None: requests set them, and the seed.
+        limits: Limits of each episode; by default 1000 turns and the sampler's whole context.
+        host: Address to listen on; loopback by default.
+        port: Port to listen on; 0 picks a free one.
+        seed: Seed of the sampling; each episode derives its own.
+        restores_reasoning: True to treat an answer that a client sends back without its reasoning as the original
+            answer. None: True if the renderer continues answers as sampled.
+        train_undelivered: True to train answers that no client received in full.
+        patience: Seconds for which generation continues after the client has disconnected: it may reconnect.
+        options: Request fields that are accepted but have no effect.
+        service_limits: Limits of connections and request bodies.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Gateway:
     def episode(
         self, example: Example | Mapping[str, Any] | str | None = None, *, seed: int | None = None
     ) -> GatewayEpisode:
-        """Open an episode. It is served until it is finished or cancelled.
+        """Open an episode. It is served until `finish` or `cancel`.
 
         Args:
-            example: What it is about: an example, a mapping with an "id", or an id.
-            seed: Of its sampling; by default made of the gateway's and its number.
+            example: The example: an `Example`, a mapping with an "id", or an id.
+            seed: Seed of its sampling; by default derived from the gateway's seed and the episode's number.
         """
         number = next(self._numbers)
         example_id = _example_id(example, number)
@@ -130,47 +130,49 @@ class Gateway:
 
 
 class GatewayEpisode:
-    """One episode: everything that is asked with its key is one trajectory."""
+    """One episode: all requests with its key become one trajectory."""
 
     def __init__(self, service: Service, session: Session, identity: RolloutIdentity) -> None:
         self.session, self.service, self._identity = session, service, identity
         self.api_key = service.open(session)
-        """The key of this episode."""
+        """The API key of this episode."""
         self.on_end: Any = None
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's SDKs, with `api_key`."""
+        """The base URL for OpenAI's SDKs, together with `api_key`."""
         return f"{self.service.url}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
-        """For Anthropic's SDKs, which add "/v1" themselves."""
+        """The base URL for Anthropic's SDKs, which add "/v1" themselves."""
         return self.service.url
 
     @property
     def keyed_url(self) -> str:
-        """A base URL that holds the key, for programs whose key cannot be set; whatever key they send is passed
-        over."""
+        """A base URL that contains the key, for programs whose API key cannot be set; the key in their headers is
+        ignored."""
         return f"{self.service.url}/s/{self.api_key}/v1"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that SDKs read their base URL and key from."""
+        """Environment variables from which SDKs read their base URL and key."""
         return variables(self.service.url, self.api_key)
 
     async def finish(self, reward: Any = None, *, error: str | None = None) -> Trajectory:
-        """Close the episode: what is under way is cancelled.
+        """Close the episode and cancel its requests in flight.
+
+        An episode in which the policy sampled nothing has failed (`no_turns`), and gets no reward.
 
         Args:
-            reward: A number, named parts, or `AgentScores`. None: what was posted to `/v1/reward`, if anything.
-            error: What went wrong, for an episode that is not to be trained. One in which nothing was sampled has
-                failed (`no_turns`), and has no reward.
+            reward: A number, named parts, or `AgentScores`. None: the reward posted to `/v1/reward`, if any.
+            error: Why the episode failed; it is then not trained.
 
         Raises:
-            EnvironmentFault: a reward that is none.
+            EnvironmentFault: the reward is not a finite number, or mapping of finite numbers.
         """
         session, loop = self.session, self.session.loop
+        # Before `cancel`, so that the caller may correct a bad reward and call again.
         scores = read_agent_scores(session.reward if reward is None else reward, "finish")
         await self.cancel()
         loop.recorder.close()
@@ -203,16 +205,17 @@ class GatewayEpisode:
 
 
 def stop_reason_of(session: Session) -> StopReason:
-    """Why an episode behind the gateway ended: by itself, unless its last reply was cut off or refused."""
+    """Why an episode behind the gateway ended. Agents do not report their end, so this is "stop" unless the last reply
+    was cut off or refused."""
     return session.loop.stop_reason or session.last_stop
 
 
 def variables(url: str, key: str) -> dict[str, str]:
-    """Environment variables for a program that asks a gateway: those that SDKs and agents read.
+    """Environment variables for a program behind a gateway: those that SDKs and agents read.
 
     Args:
         url: The service's address, without a path.
-        key: The session's.
+        key: The session's key.
     """
     return {
         "OPENAI_BASE_URL": f"{url}/v1",

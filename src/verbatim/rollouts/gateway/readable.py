@@ -1,4 +1,4 @@
-"""Messages of clients as templates can write them."""
+"""Converts clients' messages to a form that chat templates can render."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from verbatim.models.renderers.messages import is_deep
 
 
 def readable(message: Message) -> Message:
-    """A message as templates can write it: calls that are none are text, behind the content. Calls whose arguments are
-    nested too deeply are left as they are, for the renderer refuses them by their field.
+    """Convert a message to a form that templates can render: malformed calls become text after the content. Calls with
+    too deeply nested arguments are left as they are: the renderer refuses them, and its error names the field.
 
     >>> call = {"function": {"name": "add", "arguments": "{1"}}
     >>> readable({"role": "assistant", "content": "so", "tool_calls": [call]})
@@ -34,6 +34,7 @@ def _is_call(arguments: str | Mapping[str, Any]) -> bool:
 
 
 def _text(name: str, arguments: str | Mapping[str, Any]) -> str:
-    """Name and arguments; the text of a call that was sampled here holds its name already, if it had one."""
+    """The text of a malformed call: name and arguments. The raw text of a call sampled here already contains its name,
+    which is not repeated."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False) if arguments else ""
     return text if name in text else f"{name} {text}".rstrip()

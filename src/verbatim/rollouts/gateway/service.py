@@ -1,4 +1,4 @@
-"""The gateway's HTTP service: finds the session of a request by its key, and answers in the protocol of its route."""
+"""The gateway's HTTP service: finds a request's session by its key, and answers in the protocol of its route."""
 
 from __future__ import annotations
 
@@ -49,31 +49,33 @@ except ImportError as error:
     raise UsageError(f"the gateway needs {error.name}: pip install 'verbatim-rl[gateway]'") from None
 
 SESSION_HEADER = "x-session-id"
-"""The header that tells sessions of one key apart."""
+"""The header that identifies a session among those that share a key."""
 
 _SMALL = 2**16
-"""Values of the body of a request that is no conversation."""
+"""Most JSON values in the body of a request that is not a conversation."""
 _GRACE = 1.0
-"""Seconds for answers to be written when the service stops."""
+"""Seconds to finish writing answers when the service stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLimits(ConnectionLimits):
-    """Limits of a gateway and of what each session and each program takes of it."""
+    """Limits of a gateway as a whole, of each session, and of each sandboxed program."""
 
     max_connections: int = 32_768
-    """Most open connections, and never more than there are descriptors for."""
+    """Most open connections; lowered to the number of available file descriptors."""
     takes_chunks: bool = True
+    """Whether chunked request bodies are accepted."""
     max_body: int = 32 * 2**20
-    """Bytes of a body."""
+    """Most bytes of a request body."""
     session_bytes: int = 64 * 2**20
-    """Bytes of the bodies of one session that arrive at a time."""
+    """Most bytes of one session's bodies in memory at a time; a request beyond that is refused."""
     all_bytes: int = 512 * 2**20
-    """Bytes of all bodies that arrive at a time; more wait."""
+    """Most bytes of all bodies in memory at a time; a request beyond that waits."""
     program_connections: int = 512
-    """Connections of one program in its sandbox, with all that it plays."""
+    """Most open connections of one sandboxed program, for all of its episodes together."""
     program_requests: float = 500.0
-    """Connections, and requests, in a second of one program in its sandbox, in the long run; more wait."""
+    """Most new connections per second, and most requests per second, of one sandboxed program, on average; more
+    wait."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_body <= self.session_bytes <= self.all_bytes:
@@ -85,13 +87,14 @@ class ServiceLimits(ConnectionLimits):
 
 @dataclass(eq=False)
 class _Entry:
-    """What a key opens."""
+    """The session or sessions behind one key."""
 
     secret: str
+    """The secret part of the key."""
     session: Session | None = None
-    """The session of the key alone."""
+    """The only session of the key, or None for a group."""
     members: dict[str, Session] = field(default_factory=dict)
-    """Sessions of the key and a name."""
+    """A group's sessions by the value of `SESSION_HEADER`."""
     context_length: int = 0
 
 
@@ -103,7 +106,7 @@ class Service:
     port: int = 0
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     options: Options = field(default_factory=Options)
-    """Fields of requests that are let pass without effect."""
+    """Request fields that are accepted but have no effect."""
 
     def __post_init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -114,7 +117,7 @@ class Service:
         self._chats = ChatProtocols(self.options)
 
     async def start(self) -> None:
-        """Listen; a UsageError if the address is taken or not of this machine."""
+        """Start listening; a UsageError if the address is in use or does not belong to this machine."""
         most = min(self.limits.max_connections, raise_descriptor_limit())
         listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
@@ -124,7 +127,7 @@ class Service:
         self._server.listen_on(listening)
 
     def open_door(self, listening: socket.socket) -> Acceptor:
-        """Serve another socket too, for a program that is limited by itself, until `close_door`."""
+        """Also serve this socket, with limits of its own for one program, until `close_door`."""
         assert self._server is not None, "the service has not been started"
         door = Door(
             f"door {listening.fileno()} {secrets.token_hex(4)}",
@@ -136,7 +139,7 @@ class Service:
         return acceptor
 
     def close_door(self, acceptor: Acceptor) -> None:
-        """Serve a socket no longer: its connections are closed, and it is too."""
+        """Stop serving a socket; close it and its connections."""
         door = self._doors.pop(acceptor, None)
         if door is not None and self._server is not None:
             self._server.stop_listening(acceptor)
@@ -144,7 +147,7 @@ class Service:
         acceptor.listening.close()
 
     async def close(self) -> None:
-        """Stop listening; requests under way are cancelled."""
+        """Stop listening and cancel requests in flight."""
         server, self._server = self._server, None
         if server is not None:
             self._stopped.set()
@@ -154,12 +157,12 @@ class Service:
             self._doors.clear()
 
     def num_connections(self, door: Acceptor | None = None) -> int:
-        """Connections that are open: all, or those over a door that is open."""
+        """Number of open connections: all, or those of one open door."""
         return len(self._table.open) if door is None else self._table.num_of(self._doors[door].name)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of requests that are being read or answered."""
+        """Bytes of request bodies in memory."""
         return self._budget.held
 
     @property
@@ -168,25 +171,25 @@ class Service:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def open(self, session: Session) -> str:
-        """Serve a session; returns its key."""
+        """Serve a session; return its key."""
         sampler = session.loop.sampler
         return self._open(session, min(session.loop.limits.max_context, sampler.context_length))
 
     def open_group(self, context_length: int) -> str:
-        """Serve sessions with one key, told apart by `SESSION_HEADER`: for a client that keeps one connection for many
-        episodes. Returns the key.
+        """Open a key for a group of sessions, which `SESSION_HEADER` identifies: for a client that uses one connection
+        for many episodes. Returns the key.
 
         Args:
-            context_length: What the list of models says.
+            context_length: The context length that the list of models reports.
         """
         return self._open(None, context_length)
 
     def join(self, key: str, name: str, session: Session) -> None:
-        """Serve a session of a group."""
+        """Add a session to a group."""
         self._entry(key).members[name] = session
 
     def leave(self, key: str, name: str) -> None:
-        """Serve a session of a group no longer."""
+        """Remove a session from a group."""
         self._entry(key).members.pop(name, None)
 
     def _open(self, session: Session | None, context_length: int) -> str:
@@ -198,7 +201,7 @@ class Service:
         return self._entries[key.split("-", 2)[1]]
 
     def forget(self, key: str) -> None:
-        """Serve the session of this key no longer."""
+        """Stop serving the session or group of this key."""
         self._entries.pop(key.split("-", 2)[1], None)
 
     # ---- requests
@@ -213,9 +216,9 @@ class Service:
         reply = ResponseWriter(scope, send, self._protocol(request, route))
         try:
             await self._answer(request, key, route, reply)
-        except (ConnectionError, ClientDisconnect, ClientGone):  # it may ask again
+        except (ConnectionError, ClientDisconnect, ClientGone):  # nobody left to answer; the client may retry
             pass
-        except Exception as error:  # noqa: BLE001  answered as what it is
+        except Exception as error:  # noqa: BLE001  answered as an error response
             with contextlib.suppress(ConnectionError):
                 await reply.refuse(told(error))
 
@@ -244,7 +247,8 @@ class Service:
     async def _read(
         self, session: Session, request: Request, route: str, reply: ResponseWriter
     ) -> Coroutine[Any, Any, None]:
-        """Read a request; returns what answers it, when its body is let go of."""
+        """Read a request, and return a coroutine that answers it. The body is freed before the answer is awaited, which
+        may take minutes."""
         kind = {COUNT: "token_counts", "reward": None}.get(route, "requests")
         async with self._body(session, request, kind) as body:
             if kind is None:
@@ -259,8 +263,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _body(self, session: Session, request: Request, kind: str | None) -> AsyncIterator[bytearray]:
-        """A request's body, which counts among those of its session inside of the block; a Refused of one that its
-        session does not take, before it is read."""
+        """Read a request's body, whose bytes count against its session's budget inside the block. Refused before it is
+        read if the session is over or full."""
         if session.over:
             raise Refused(410, "this session is over", "session_over")
         limits = self.limits
@@ -273,12 +277,13 @@ class Service:
             yield data
 
     def _protocol(self, request: Request, route: str) -> ChatProtocol:
-        """The protocol that a client of this route reads errors in."""
+        """The protocol in which the client of this route expects errors."""
         is_other = route not in self._chats.by_route and "anthropic-version" in request.headers
         return self._chats.of("messages" if is_other else route)
 
     def _found(self, key: str | None) -> _Entry | None:
-        """What a key opens; its secret part is compared in constant time."""
+        """The entry of a key, or None. The secret part is compared in constant time, also if there is no entry, so that
+        timing does not tell which keys exist."""
         parts = (key or "").split("-", 2)
         entry = self._entries.get(parts[1]) if len(parts) == 3 and parts[0] == "vb" else None
         secret = entry.secret if entry is not None else secrets.token_urlsafe(24)
@@ -286,7 +291,7 @@ class Service:
         return entry if entry is not None and is_right else None
 
     async def _reward(self, session: Session, given: Any, reply: ResponseWriter) -> None:
-        """Take the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
+        """Store the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
         refuse_lone_surrogates(given)
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
@@ -301,13 +306,13 @@ class Service:
         await reply.whole(200, {"reward": reward})
 
     async def _count_tokens(self, session: Session, chat: ReadChat, reply: ResponseWriter) -> None:
-        """Count the tokens of a prompt that is not sent, as Anthropic's clients ask."""
+        """Answer Anthropic's request to count the tokens of a prompt without sampling."""
         await reply.whole(200, self._chats.anthropic.count(await session.count_tokens(chat.asked)))
 
 
 def _split(request: Request) -> tuple[str | None, str]:
-    """The key of a request, and its route: `/s/KEY/v1/models` is (KEY, "models"); without a key in the path it is that
-    of the headers."""
+    """Split a request into key and route: `/s/KEY/v1/models` is (KEY, "models"). Without a key in the path, the one in
+    the headers is used."""
     parts = [part for part in request.url.path.split("/") if part]
     key: str | None = None
     if len(parts) >= 2 and parts[0] == "s":
@@ -321,6 +326,6 @@ def _split(request: Request) -> tuple[str | None, str]:
 
 
 def _models(entry: _Entry, name: str) -> dict[str, Any]:
-    """A model's card, or the list of one card where no name is given."""
+    """A model's card, or a list with one card if no name is given."""
     card = model_card(name or MODEL, entry.context_length)
     return card if name else model_list(card)

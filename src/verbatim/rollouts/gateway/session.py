@@ -1,4 +1,4 @@
-"""One episode behind the gateway: requests in, replies out, each a turn in the record of an agent loop."""
+"""One episode behind the gateway: answers chat requests, and records each reply as a turn."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
 from verbatim.rollouts.seeds import derive_seed
 
 INFO = "gateway"
-"""The key of `Trajectory.info` for what the gateway knows of an episode."""
+"""Key of `Trajectory.info`: the gateway's counts and branches of the episode."""
 _MOST_BRANCHES = 1000
-"""Branches that are described; the others are counted."""
+"""Most branches that are listed one by one; further ones are only counted."""
 _MOST_FRESH = 32
-"""Turns whose prompts are kept as they were sent; those of others are put together again from the record."""
+"""Number of turns whose prompts are kept as arrays, to save rebuilding them from the token tree. Few conversations are
+active at a time, and an array for every turn would take memory quadratic in the length of a conversation."""
 
 
 @dataclass(eq=False)
@@ -52,8 +53,8 @@ class Session:
     """Answers the requests of one episode.
 
     Args:
-        loop: Samples and records.
-        settings: See there.
+        loop: Samples and records the turns.
+        settings: Settings of the session.
     """
 
     def __init__(self, loop: AgentLoop, settings: SessionSettings | None = None) -> None:
@@ -61,19 +62,19 @@ class Session:
         self.settings = settings or SessionSettings()
         self.exchanges: Exchanges[Any] = Exchanges(self.settings.patience)
         self.reward: Any = None
-        """What was posted as the reward; None: nothing."""
+        """The reward posted by the agent, or None."""
         self.over = False
-        """Whether nothing is answered any more."""
+        """True once the session has ended; requests are then refused."""
         self.counts: Counter[str] = Counter()
-        """Requests by what they asked for: "requests", "repeated", "overridden/temperature", ..."""
+        """Counts of requests and events: "requests", "overridden/temperature", "branches/sub_agent", ..."""
         self._record_fault: RecordError | None = None
         self._sampler_faults: dict[object, SamplerFault] = {}
         self.first_request: float | None = None
-        """When the first request came, by the clock of `time.monotonic`."""
+        """Time of the first request, by `time.monotonic`, or None."""
         self.watch: AnswerWatch | None = None
-        """Is told of requests and answers; None: nothing is."""
+        """Observer of requests and answers, or None."""
         self.last_stop: StopReason = StopReason.STOP
-        """Why the last reply ended, or was refused."""
+        """Why the last reply ended or was refused."""
         self._threads: Threads[_ContinuableTurn] = Threads(restores_reasoning=self._restores_reasoning())
         self._fresh: OrderedDict[int, _ContinuableTurn] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
@@ -85,18 +86,18 @@ class Session:
 
     @property
     def num_requests(self) -> int:
-        """Requests so far, those sent again and refused ones included."""
+        """Requests so far, including retries and refused ones."""
         return self.counts["requests"]
 
     @property
     def fault(self) -> RolloutError | None:
-        """The first failure of the record; else one of the sampler that a client was told of, at a prompt that was not
-        answered later."""
+        """The fault that fails the episode: the first RecordError, or else a sampler fault that a client was sent and
+        whose prompt was not answered later."""
         return self._record_fault or next(iter(self._sampler_faults.values()), None)
 
     @property
     def info(self) -> dict[str, Any]:
-        """For the trajectory's `info`: counts, and every branch with its reason."""
+        """The trajectory's `info["gateway"]`: the counts, and each branch with its reason."""
         counts = {
             **self.counts,
             "repeated": self.exchanges.num_repeated,
@@ -107,10 +108,10 @@ class Session:
 
     @contextlib.contextmanager
     def arriving(self, kind: str = "requests") -> Iterator[None]:
-        """While its body is read, a request is one of those at a time. `admit` counts it afterwards.
+        """Count a request as open while its body is being read; call `admit` afterwards.
 
         Raises:
-            Refused: as of `admit`, before the body is read.
+            Refused: as `admit`, but before the body is read.
         """
         self._refuse_if_full(kind)
         self._num_arriving += 1
@@ -123,10 +124,10 @@ class Session:
         """Count a request.
 
         Args:
-            kind: What it is counted as; each kind may have `max_requests`.
+            kind: Name of the count; `max_requests` applies to each kind.
 
         Raises:
-            Refused: the session is over, or has had or has too many.
+            Refused: the session is over, too many requests are open, or `max_requests` is used up.
         """
         self._refuse_if_full(kind)
         self.counts[kind] += 1
@@ -152,19 +153,19 @@ class Session:
         body: Mapping[str, Any] | None = None,
         progress: AnswerProgress | None = None,
     ) -> list[ChatReply]:
-        """Sample and record as many replies as are asked for.
+        """Sample and record `request.n` replies.
 
         Args:
-            request: As its protocol read it.
-            agent: The agent's name, where the request has one.
-            thread: Tells the client's agents apart, where the request does.
-            trained: Whether its tokens may be trained.
-            body: As the client wrote it, for a `watch`.
-            progress: Is told the ids of a stream as they are sampled, where the sampler shows them.
+            request: The request, parsed.
+            agent: The agent's name, or "" if the request has none.
+            thread: Identifier of the client's agent or conversation, or "" if the request has none.
+            trained: False: the tokens are context only.
+            body: The request's JSON, for `watch`.
+            progress: Receives the ids of a stream as they are sampled, if the sampler streams.
 
         Raises:
-            Refused: no turn is left, or no room for this prompt.
-            VerbatimError: messages that cannot be rendered, or a sampler that failed.
+            Refused: no turns are left, or the prompt leaves no room in the context.
+            VerbatimError: the messages cannot be rendered, or the sampler failed.
         """
         for name in request.unenforced:
             self.counts[f"unenforced/{name}"] += 1
@@ -175,7 +176,7 @@ class Session:
         try:
             with self._answering(match.end, progress):
                 params = self._params(request)
-                if params.stop:  # the run's own; `read_reply` cuts at all of them
+                if params.stop:  # the run's own stop strings: `read_reply` cuts at these and the request's alike
                     request = dataclasses.replace(request, stop=tuple(dict.fromkeys((*request.stop, *params.stop))))
                     params = dataclasses.replace(params, stop=())
                 prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
@@ -187,28 +188,30 @@ class Session:
             may_come_again = True
             raise
         finally:
-            # What was refused is not kept: a client could fill the memory with it.
+            # Messages of refused requests are dropped, or a client could fill the memory with them. After a sampler
+            # fault they are kept: the client may retry.
             self._threads.close(match, answered=answered, forget=not answered and not may_come_again)
 
     async def complete(
         self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: AnswerProgress | None = None
     ) -> Completion:
-        """Sample and record one turn of exact ids, for a client that renders by itself. It continues whatever turns its
-        prompt extends.
+        """Sample and record one turn from exact ids, for a client that does its own rendering. The turn extends the
+        earlier turns that its prompt begins with.
 
         Args:
-            request: The seed and the session are the episode's own.
-            agent: The agent's name; "" = "main".
-            trained: Whether its tokens may be trained.
-            progress: Of the answer, where a client waits for it.
+            request: The request. Its seed and session are ignored: the episode has its own.
+            agent: The agent's name; "" means "main".
+            trained: False: the tokens are context only.
+            progress: Progress of the answer, if a client waits for it.
 
         Raises:
-            Refused: no turn is left, or no room for this prompt.
-            RecordError: the sampler returned what cannot be recorded, or ids that are outside the vocabulary.
+            Refused: no turns are left, or the prompt leaves no room in the context.
+            RecordError: the completion cannot be recorded, or the prompt has ids outside the vocabulary.
             SamplerFault: the sampler failed.
         """
         sampler, prompt = self.loop.sampler, request.prompt_ids.tobytes()
-        params = dataclasses.replace(request.params, stop=self.loop.params.stop)  # such a client can give none
+        params = dataclasses.replace(request.params, stop=self.loop.params.stop)  # requests in ids have no stop strings
+        # Plus 1: a prompt that fills the context exactly is refused below, with the protocol's own error.
         check_prompt(request, vocab_size=sampler.vocab_size, context_length=sampler.context_length + 1)
         if self.settings.sampling == "run":
             own = self.loop.params
@@ -226,15 +229,15 @@ class Session:
 
     @contextlib.contextmanager
     def _answering(self, prompt: object, progress: AnswerProgress | None) -> Iterator[None]:
-        """A prompt is answered in the block: one of the requests at a time, whose failure is noted.
+        """Context in which a prompt is answered: counts it as open, and remembers a failure for `fault`.
 
         Raises:
-            Refused: the episode ends in the block.
+            Refused: the block raised an EpisodeOver.
         """
         self._num_open += 1
         try:
             yield
-            self._sampler_faults.pop(prompt, None)  # the client has tried again
+            self._sampler_faults.pop(prompt, None)  # a retry of the failed prompt succeeded
         except EpisodeOver as over:
             self.last_stop = over.stop_reason
             raise self._refusal(over) from None
@@ -242,14 +245,14 @@ class Session:
             self._record_fault = self._record_fault or fault
             raise
         except SamplerFault as fault:
-            if progress is None or progress.num_waiting:  # else it fails for no one
+            if progress is None or progress.num_waiting:  # else no client is left that the failure could affect
                 self._sampler_faults.setdefault(prompt, fault)
             raise
         finally:
             self._num_open -= 1
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Tokens of a request's prompt, rendered anew: for clients that ask before they send it."""
+        """Count the tokens of a request's prompt, rendered from scratch: clients may ask before they send it."""
         prompt = Prompt(
             agent="",
             messages=tuple(map(readable, request.messages)),
@@ -265,13 +268,13 @@ class Session:
             self._num_open -= 1
 
     def delivered(self, exchange: RequestExchange[Any]) -> None:
-        """A client has been sent the whole answer."""
+        """Mark an answer as sent to a client in full."""
         exchange.delivered = True
         self._delivery.arrived(*exchange.progress.turns)
 
     async def end(self) -> None:
-        """Nothing is answered any more: what is under way is cancelled, and counted. So are answers that no client has
-        received, which are context from then on, unless the settings train them."""
+        """End the session: cancel requests in flight and count their tokens. Answers that no client received become
+        untrained context, unless the settings train them."""
         self.over = True
         await self.exchanges.end()
         self.counts.update(self._delivery.settle(self.loop.recorder, trained=self.settings.train_undelivered))
@@ -301,9 +304,10 @@ class Session:
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
         self.counts["cut_tokens"] += reply.num_cut_tokens
-        self._delivery.arrived(*(known.thread.turn for known in match.turns.values()))  # whoever goes on has them
+        # A client that sends an answer back must have received it, even if its connection broke.
+        self._delivery.arrived(*(known.thread.turn for known in match.turns.values()))
         self._delivery.sends(thread.turn, progress)
-        # The messages are in the tree of the session's threads.
+        # The tree of `self._threads` has the messages, so a copy in every turn would only take memory.
         without_messages = _changed(thread, answer={}, conversation={"messages": ()}, messages=())
         kept = _ContinuableTurn(thread=without_messages, schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
@@ -322,14 +326,15 @@ class Session:
         return reply
 
     def _not_extended(self, match: Match[_ContinuableTurn], turn: int) -> int | None:
-        """The turn that this one should continue, where its prompt does not begin with that turn's ids."""
+        """Index of the turn before, if the new turn's prompt does not extend it; None if it does, or there is none."""
         if match.known is None or match.known.turn is None:
             return None
         turns, before = self.loop.recorder.turns, match.known.turn.thread.turn
         return None if turns[turn].extends(turns[before]) else before
 
     def _restores_reasoning(self) -> bool:
-        """A history as the template writes it is one without a memory; so is that of a renderer that has no say."""
+        """Whether to restore reasoning: by default only for renderers that keep the history verbatim. With "template"
+        the chat template decides from the messages alone, like a stateless server, so nothing may be added to them."""
         if self.settings.restores_reasoning is not None:
             return self.settings.restores_reasoning
         return getattr(self.loop.renderer, "history", "template") == "verbatim"
@@ -339,7 +344,8 @@ class Session:
         return f"call_{self._num_calls - 1}"
 
     def _prompt(self, match: Match[_ContinuableTurn], request: ChatRequest, *, trained: bool) -> Prompt:
-        """The request as the agent loop takes it; a matched one with the messages and tools of its thread."""
+        """Build the agent loop's prompt. If the request continues a turn, use that thread's messages and tools, which
+        are as they were sampled: a client may rewrite them."""
         messages: tuple[Message, ...] = tuple(map(readable, match.messages))
         if match.known is None or not match.bridges:
             schemas: Sequence[Mapping[str, Any]] = request.tools
@@ -366,7 +372,7 @@ class Session:
         )
 
     def _refresh(self, kept: _ContinuableTurn) -> None:
-        """Keep the prompt of this turn as one array, and let go of the one not used longest."""
+        """Keep this turn's prompt as one array, and free that of the least recently used turn."""
         index = kept.thread.turn
         if kept.thread.answer.prompt_ids is None:
             kept.thread = _with_prompt(kept.thread, self.loop.recorder.turns[index].prompt_ids)
@@ -377,7 +383,7 @@ class Session:
             old.thread = _with_prompt(old.thread, None)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
-        """How the turn is sampled. The limit of tokens is the smaller one of request and run."""
+        """Sampling parameters of a turn. `max_tokens` is the smaller one of the request's and the run's."""
         own, asked = self.loop.params, request.sampling
         most = own.max_tokens if asked.max_tokens is None else min(asked.max_tokens, own.max_tokens)
         if self.settings.sampling == "client":
@@ -396,7 +402,7 @@ class Session:
         return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
 
     def too_long(self) -> Refused:
-        """Why a request is refused whose messages no context of this session holds, before they are rendered."""
+        """The refusal of a request whose text cannot fit the context. Spares rendering it."""
         self.last_stop = StopReason.LENGTH
         return self._refusal(EpisodeOver(StopReason.LENGTH))
 
@@ -427,13 +433,13 @@ class Session:
 
 
 def _with_prompt(thread: Thread, prompt_ids: Int32 | None) -> Thread:
-    """The thread with its prompt as one array; with None it is left to the record."""
+    """The thread with its prompt ids as an array; None frees them, since the recorder can rebuild them."""
     ids = np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids
     return _changed(thread, answer={"prompt_ids": prompt_ids}, conversation={"prompt_ids": ids})
 
 
 def _changed(thread: Thread, *, answer: Mapping[str, Any], conversation: Mapping[str, Any], **changes: Any) -> Thread:
-    """The thread with other values in its fields, in those of its answer, and of the conversation that this has."""
+    """A copy of the thread with changed fields, also in its answer and in the answer's conversation."""
     held = thread.answer.conversation
     if held is not None:
         held = dataclasses.replace(held, **conversation)

@@ -1,4 +1,4 @@
-"""What a session makes of its requests, and who is told of them."""
+"""Settings of a gateway session, and the observer interface."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """What a session makes of its requests."""
+    """How a session treats its requests."""
 
     sampling: Literal["run", "client"] = "run"
-    """Whose temperature, top_p, top_k, min_p and seed hold. With "run" those of requests are counted, not honoured."""
+    """Source of temperature, top_p, top_k, min_p and seed. With "run", those of requests are ignored and counted."""
     restores_reasoning: bool | None = None
-    """Whether an answer that comes back without its reasoning is taken for the whole answer. None: where prompts
-    continue what was sampled, which then decides what becomes of the reasoning."""
+    """True: an answer that a client sends back without its reasoning is treated as the original answer. None: True if
+    the renderer continues answers as sampled, and so decides itself what to do with the reasoning."""
     train_undelivered: bool = False
-    """Whether an answer is trained that no client has received to its end, and that none went on from."""
+    """True: train answers that no client received in full and that no later request continued."""
     patience: float = 2.0
-    """Seconds for which an answer is still generated when its client has gone."""
+    """Seconds for which generation continues after the client has disconnected."""
     max_requests: int = 10_000
-    """Most requests of one session."""
+    """Most requests of one session in total."""
     max_open: int = 256
-    """Most requests of one session at a time."""
+    """Most open requests of one session at a time."""
 
 
 class AnswerWatch(Protocol):
-    """Is told of every request of a session that is answered, and of every answer."""
+    """Observes the requests of a session and their answers."""
 
     def placed(self, request: ChatRequest, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:
-        """A request has found its place.
+        """Called when a request has been matched to its conversation.
 
         Args:
-            request: As its protocol read it.
-            body: As the client wrote it.
-            turns: The messages of the request that were recognised as sampled ones, by index: the turns that they
-                are.
+            request: The request, parsed.
+            body: The request's JSON.
+            turns: Indices of recorded turns, by the index of the message in which each was recognised.
         """
 
     def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
-        """A reply was sampled and recorded as this turn."""
+        """Called when a reply has been sampled and recorded as `turn`."""

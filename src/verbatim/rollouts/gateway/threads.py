@@ -1,13 +1,13 @@
 """Matches requests to the conversations that they continue.
 
-The messages of a session's requests form a tree: each message hangs on those before it, found by its digest. A message
-that was sampled holds its turn. A request is walked from the root along its messages, one look-up for each, and
-continues the last sampled message on its way; this costs time linear in the request, and none for other sessions or
-other conversations. What continues no turn, or one that another request has continued already, is a branch, and has a
-reason.
+The messages of a session's requests form a tree: a message is a child of the message before it, keyed by its digest.
+A sampled message holds its turn. Matching walks from the root along the request's messages, one look-up each, and the
+request continues the last sampled message on this path. The cost is linear in the request, and independent of other
+sessions and conversations. A request that continues no turn, or a turn that another request has already continued, is
+a branch, and gets a reason.
 
-Example: A was sampled for the request `S U`. The request `S U A V` continues A. `S U A W`, sent while V is still being
-answered, is a branch (parallel_call); so are `S U B V`, where B is not what was sampled (edited_history), and `S' U'`
+Example: A was sampled for the request `S U`. The request `S U A V` continues A. Branches are `S U A W`, sent while V is
+still being answered (parallel_call), `S U B V`, where B is not the sampled answer (edited_history), and `S' U'`
 (sub_agent).
 """
 
@@ -24,95 +24,99 @@ from verbatim.rollouts.gateway.canonical import Digester, identity_of, text_of, 
 T = TypeVar("T")
 
 LONG_ANSWER = 24
-"""Characters of an answer that is recognised inside a message: a summary that a new conversation begins with."""
+"""Least characters of an answer that is recognised when a later message quotes it, as a summary does. Shorter answers
+("Yes.") would match by chance."""
 
 
 class BranchReason(StrEnum):
-    """Why a request does not simply go on where a conversation ended. The values are stable."""
+    """Why a request does not continue the end of a conversation. The values are stable."""
 
     NEW_CONVERSATION = "new_conversation"
-    """Nothing but the system prompt is known."""
+    """No message except the system prompt was seen before."""
     SUB_AGENT = "sub_agent"
-    """The first request of another agent; or an agent goes on where another one has begun."""
+    """The first request of another agent; or an agent continues a turn after other agents did."""
     PARALLEL_CALL = "parallel_call"
     """Another request that continues the same turn is being answered."""
     SAME_PROMPT = "same_prompt"
     """A further answer to the same prompt."""
     COMPACTION = "compaction"
-    """A shorter history in the place of a longer one."""
+    """A shorter history replaces a longer one."""
     EDITED_HISTORY = "edited_history"
-    """A message is not what it was, or the client went back."""
+    """A message was changed, or the client went back to an earlier point."""
     REASONING_STRIPPED = "reasoning_stripped"
-    """An answer came back without its reasoning."""
+    """An answer was sent back without its reasoning."""
     TOOLS_CHANGED = "tools_changed"
     """The same conversation with other tool schemas."""
     RENDERED_ANEW = "rendered_anew"
-    """It goes on, but the renderer writes an earlier answer otherwise than it was sampled."""
+    """The conversation continues, but the renderer writes an earlier answer differently from how it was sampled."""
 
 
 @dataclass(eq=False, slots=True)
 class Node(Generic[T]):
-    """One message after those before it."""
+    """One message in the context of all messages before it."""
 
     message: Any
-    """The message; None for the root."""
+    """The message, or None for the root."""
     parent: Node[T] | None
     depth: int
-    """Messages up to and including this one."""
+    """Number of messages up to and including this one."""
     digest: bytes = b""
-    """Where it hangs among its parent's children."""
+    """Its key in the parent's `children`."""
     turn: T | None = None
-    """What was sampled as this message."""
+    """The turn in which the message was sampled, or None if a client wrote it."""
     tools: bytes = b""
-    """Of a sampled message: the digest of the tools it was shown."""
+    """If sampled: the digest of the tools that were shown."""
     agent: str = ""
-    """Of a sampled message: who said it."""
+    """If sampled: the agent's name."""
     children: dict[bytes, Node[T]] = field(default_factory=dict)
     bare: dict[bytes, Node[T]] = field(default_factory=dict)
-    """Sampled children with reasoning, by their digests without it."""
+    """Sampled children that have reasoning, by their digests without it."""
     num_open: int = 0
-    """Requests under way that continue this sampled message."""
+    """If sampled: requests in flight that continue this message."""
     num_continued: int = 0
-    """Turns that continue this sampled message; of one that was not sampled, those that begin behind it."""
+    """If sampled: turns that continue this message. Otherwise: turns whose prompt ends here and continues no turn."""
     continued_by: tuple[str, ...] = ()
     """The agents of these turns."""
     num_answers: int = 0
-    """Answers to the prompt that ends here, those under way included."""
+    """Answers to the prompt that ends here, including those in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Match(Generic[T]):
-    """Where a request belongs. `Threads.close` has to be called for it."""
+    """The place of a request in the tree. The caller must pass it to `Threads.close` when the request is over."""
 
     end: Node[T]
-    """Its last message."""
+    """The request's last message."""
     known: Node[T] | None
-    """The last sampled message before its end, whose turn it continues; None: it continues nothing."""
+    """The last sampled message in the request, whose turn it continues; or None if it continues no turn."""
     bridges: bool
-    """Whether the prompt may be built from that turn's ids: the tools are the same."""
+    """True if the prompt may be bridged from that turn: the tools are unchanged."""
     agent: str
+    """The agent's name, given or inferred."""
     reason: BranchReason | None
-    """None: it goes on where a conversation ended."""
+    """Why the request is a branch, or None if it continues the end of a conversation."""
     found: str
     """The evidence for the reason."""
     digester: Digester
-    """Has digested the request: digests its answers."""
+    """The digester that has read the request's messages, needed to digest its answers."""
     tools: bytes
+    """Digest of the request's tools."""
     opening: SystemPrompt
+    """The request's system prompt."""
 
     @property
     def messages(self) -> tuple[Any, ...]:
-        """The whole conversation. Messages that were there before are the ones first seen: the sampled ones as they
-        were sampled, whatever the client has made of them."""
+        """All messages of the request, each as it was first seen. Answers are thus as they were sampled, even if the
+        client has rewritten them."""
         return tuple(reversed([node.message for node in self._nodes()]))
 
     @property
     def turns(self) -> dict[int, T]:
-        """The request's messages that were sampled, by index: their turns."""
+        """The turns of the request's sampled messages, by message index."""
         return {node.depth - 1: node.turn for node in self._nodes() if node.turn is not None}
 
     def _nodes(self) -> Iterator[Node[T]]:
-        """The request's messages, the last one first."""
+        """The request's nodes, last message first."""
         node = self.end
         while node.parent is not None:
             yield node
@@ -120,7 +124,7 @@ class Match(Generic[T]):
 
     @property
     def num_known(self) -> int:
-        """How many of them the known turn covers, its answer included."""
+        """How many leading messages the continued turn covers, including its answer."""
         return 0 if self.known is None else self.known.depth
 
 
@@ -128,8 +132,8 @@ class Threads(Generic[T]):
     """The conversations of one session.
 
     Args:
-        restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer. By
-            default it is another message, as it is for a server without a memory.
+        restores_reasoning: True to treat an answer that a client sends back without its reasoning as the original
+            answer. By default it is a different message, as it would be to a stateless server.
     """
 
     def __init__(self, *, restores_reasoning: bool = False) -> None:
@@ -140,7 +144,7 @@ class Threads(Generic[T]):
         self._seen: set[bytes] = set()
         self._last_answer = ""
         self.num_restored = 0
-        """Answers that came back without their reasoning and were taken for the whole ones."""
+        """Answers that were sent back without their reasoning and were restored."""
 
     def match(
         self,
@@ -152,10 +156,10 @@ class Threads(Generic[T]):
         """Find the place of a request, and keep it open until `close`.
 
         Args:
-            messages: The request's, at least one; they are kept, and must not change.
-            tools: The schemas it shows.
-            agent: The agent's name, where the request says it.
-            thread: What tells the client's agents apart, where the request says it.
+            messages: The request's messages, at least one. They are kept and must not be modified.
+            tools: The tool schemas that it shows.
+            agent: The agent's name; "" if the request has none.
+            thread: The client's identifier of the agent or conversation; "" if the request has none.
         """
         shown, opening = tools_digest(tools), SystemPrompt(messages)
         walk = self._walk(messages)
@@ -181,13 +185,16 @@ class Threads(Generic[T]):
         )
 
     def answer(self, match: Match[T], message: Mapping[str, Any], turn: T) -> bool:
-        """Hang an answer under its request. Returns whether another turn has continued the same one before, or, where
-        the request continues none, answered the same messages.
+        """Add an answer to the tree.
 
         Args:
-            match: Of the request, still open.
-            message: As it is sent to the client.
-            turn: What was sampled.
+            match: The request's match, still open.
+            message: The answer as sent to the client.
+            turn: The sampled turn.
+
+        Returns:
+            True if another turn has continued the same turn before; or, if the request continues no turn, has answered
+            the same messages before.
         """
         digest = match.digester.digest(message)
         self._seen.add(digest.bare)
@@ -197,7 +204,8 @@ class Threads(Generic[T]):
         if node is None:
             node = Node(message=message, parent=match.end, depth=match.end.depth + 1, digest=digest.full)
             match.end.children[digest.full] = node
-        # Of two equal answers to one prompt, the client most probably goes on with the newest.
+        # Of two equal answers to one prompt, a client most likely continues the newest. One that has been continued
+        # keeps its turn, because that turn's ids are in later prompts.
         if node.turn is None or not (node.num_open or node.num_continued):
             node.message, node.turn, node.tools, node.agent = message, turn, match.tools, match.agent
         if digest.bare != digest.full:
@@ -210,12 +218,12 @@ class Threads(Generic[T]):
         return before.num_continued > 1
 
     def close(self, match: Match[T], *, answered: bool, forget: bool = False) -> None:
-        """The request is over.
+        """End a request.
 
         Args:
-            match: Of the request.
-            answered: Whether it has an answer.
-            forget: Whether its messages are let go of, as far as no other request has them.
+            match: The request's match.
+            answered: True if it was answered.
+            forget: True to drop its messages from the tree, except those that other requests share.
         """
         if match.known is not None:
             match.known.num_open -= 1
@@ -306,8 +314,8 @@ class Threads(Generic[T]):
         return BranchReason.NEW_CONVERSATION, "no message but the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
-        """What shows that a long history was replaced: fewer messages, some of which stood elsewhere before; or the
-        last answer inside of a message, as a summary."""
+        """The evidence that a shorter history has replaced a longer one, or None. Evidence is that there are fewer
+        messages, and that some were elsewhere before or one quotes the last answer, as a summary does."""
         longest, message = self._longest.get(agent, 0), walk.first_new
         if walk.end.depth >= longest or message is None:
             return None
@@ -321,7 +329,7 @@ class Threads(Generic[T]):
         )
 
     def _quotes_last(self, walk: _Walk[T]) -> bool:
-        """Whether a new message, the first but for a system prompt, has the last answer inside."""
+        """True if the first new message that is not a system prompt contains the last answer."""
         message = walk.first_said
         return (
             message is not None
@@ -333,38 +341,41 @@ class Threads(Generic[T]):
 
 @dataclass
 class _Walk(Generic[T]):
-    """One request's way through the tree."""
+    """One request's path through the tree."""
 
     end: Node[T]
     digester: Digester
     known: Node[T] | None = None
     new_from: int | None = None
-    """The index of the first message that was not there; None: all were."""
+    """Index of the first message that is not in the tree, or None if all are."""
     first_new: Mapping[str, Any] | None = None
+    """The message at `new_from`."""
     first_said: Mapping[str, Any] | None = None
-    """The first of the new ones that is no system prompt."""
+    """The first new message that is not a system prompt."""
     stripped: bool = False
-    """Whether that one is an answer of ours without its reasoning."""
+    """True if `first_new` is a sampled answer without its reasoning."""
     num_kept: int = 0
-    """Messages that were there, system messages left out."""
+    """Messages found in the tree, without system messages."""
     num_moved: int = 0
-    """New messages that were seen elsewhere."""
+    """New messages that were seen at another place before."""
     is_new: bool = False
-    """Whether a message but a system prompt was seen nowhere."""
+    """True once a message that is not a system prompt was never seen before."""
     answers: list[bytes] = field(default_factory=list)
-    """Digests of the answers before which nothing is new."""
+    """Digests of the assistant messages up to the first message that was never seen before."""
     added: list[bytes] = field(default_factory=list)
+    """Digests of the new messages. Added to `_seen` only after the walk, so that a request does not match itself."""
     our_ids: dict[str, str] = field(default_factory=dict)
-    """The ids of calls as the client writes them, and as they were sent to it: clients rename them."""
+    """Ids of tool calls as they were sent to the client, by the ids that the client uses: clients rename them."""
 
 
 def _our_ids(message: Mapping[str, Any], ours: Mapping[str, Any] | None) -> dict[str, str]:
-    """The ids of a message's calls, as the client writes them, and those of the message that was sent to it."""
+    """The ids of a message's calls as sent to the client, by the ids that the client uses."""
     pairs = zip(message.get("tool_calls") or (), (ours or {}).get("tool_calls") or (), strict=False)
     return {str(call["id"]): str(own["id"]) for call, own in pairs if call.get("id") and own.get("id")}
 
 
 def _by_our_ids(message: Mapping[str, Any], our_ids: Mapping[str, str]) -> Mapping[str, Any]:
-    """An answer of a tool that names its call as the message does that was sampled; any other message as it is."""
+    """Replace the call id in a tool's answer by the one that was sent to the client, so that the rendered prompt is
+    consistent. Other messages are returned unchanged."""
     ours = our_ids.get(str(message.get("tool_call_id") or "")) if message.get("role") == "tool" else None
     return {**message, "tool_call_id": ours} if ours else message

@@ -1,4 +1,4 @@
-"""Answers requests in token ids: for clients that render by themselves, in vLLM's form."""
+"""Answers requests in token ids, in vLLM's format: for clients that do their own rendering."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.wire import headers_of
 
 ROUTE = GENERATE.strip("/")
-"""The route, behind the key."""
+"""The route, without the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadIds:
-    """A request in token ids that has been read; its body is let go of."""
+    """A request in token ids after parsing; its body has been freed."""
 
     asked: SampleRequest
     logprobs: LogprobStyle
     request_id: str
     sender: Sender
     digest: bytes
-    """Of all that the answer depends on."""
+    """Digest of everything that the answer depends on."""
 
 
 async def read_ids(session: Session, request: Request, body: bytearray) -> ReadIds:
-    """Read the body of a request, a large one on a thread.
+    """Parse the body of a request, a large one on a thread.
 
     Raises:
-        UsageError: no JSON object, or too many values.
-        RecordError: invalid token ids; names the position.
-        Refused: a field that is invalid or cannot be honoured, or headers that say what cannot be.
+        UsageError: the body is not a JSON object, or has too many values.
+        RecordError: invalid token ids; the message names the position.
+        Refused: a field or a header is invalid or cannot be honoured.
     """
     loop, sender = session.loop, sender_of(headers_of(request))
     room = loop.sampler.context_length
@@ -68,15 +68,15 @@ async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: Re
     """Sample and record a turn whose prompt is given as ids.
 
     Args:
-        session: Samples and records.
-        request: Its head.
-        ids: Its body, read.
+        session: Samples and records the turn.
+        request: The HTTP request, for its headers.
+        ids: The parsed body.
         reply: Writes the answer.
 
     Raises:
-        ConnectionError: the client went while its answer was written.
-        Refused: no turn is left, or no room for this prompt.
-        Exception: what answering raised.
+        ConnectionError: the client disconnected while the answer was being written.
+        Refused: no turns are left, or the prompt leaves no room in the context.
+        Exception: any other error of `Session.complete`.
     """
     key, is_retry = sent_before(headers_of(request))
     asked, sender = ids.asked, ids.sender
@@ -98,6 +98,6 @@ async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: Re
             policy_version=session.loop.sampler.policy_version,
             logprobs=ids.logprobs,
         )
-        del found[OURS]["seed"]  # the episode's own, whatever was asked for
+        del found[OURS]["seed"]  # the request's seed was ignored for the episode's own, so none is reported
         await reply.whole(200, found)
         session.delivered(exchange)

@@ -1,4 +1,4 @@
-"""Reads the headers of requests to the gateway, and says what clients are told of errors."""
+"""Reads the headers of requests to the gateway, and converts errors to responses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LONGEST_MESSAGE = 2000
 
 
 def headers_of(request: Request) -> dict[str, str]:
-    """The headers by lower-case name, as texts that can be written. Bytes that are no UTF-8 are read as Latin-1, the
-    older encoding of headers, which `fetch` and requests send."""
+    """Return the headers by lower-case name. Values that are not UTF-8 are decoded as Latin-1, the older encoding of
+    headers, which `fetch` and requests send."""
     return {name.decode("latin-1"): _readable(value) for name, value in request.headers.raw}
 
 
 def _readable(value: bytes) -> str:
-    r"""A header's text.
+    r"""Decode a header's value.
 
     >>> _readable(b"Zo\xeb"), _readable("Zoë".encode())
     ('Zoë', 'Zoë')
@@ -35,11 +35,11 @@ def _readable(value: bytes) -> str:
 
 
 def told(error: Exception) -> Refused:
-    """What a client is told of an error. What is a mistake of ours is logged."""
+    """Convert an error to the response for the client. Unexpected errors are logged."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, OtherRequest):
-        return Refused(422, "this idempotency key came with another request before", "idempotency_key_reused")
+        return Refused(422, "this idempotency key was used for a different request before", "idempotency_key_reused")
     if isinstance(error, SessionEnded):
         return Refused(503, "the session is over", "session_over")
     if isinstance(error, (SamplerFault, EngineDead)):
