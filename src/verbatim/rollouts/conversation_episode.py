@@ -1,4 +1,4 @@
-"""The episode that plays a given conversation: its tools, the simulated user, and the scorer."""
+"""The episode of a given conversation, with its tools, simulated user and scorer."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from verbatim.rollouts.rollout import Opening
 logger = logging.getLogger(__name__)
 
 Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
-"""One for all conversations, or a list with one for each; None runs nothing: a call is answered with an error."""
+"""One manager for all conversations, or a list with one for each. None: every call is answered with an error."""
 Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
-"""A reward from a finished trajectory and the fields of its task beside `messages`."""
+"""Returns a reward from a finished trajectory and its task's own fields (see `Opening.task`)."""
 User: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any], Counter[str]], Awaitable[str | None]]
 """`UserSimulator.answer` over an open connection."""
 
 
 class ConversationEpisode(Episode):
-    """Ends when the model answers without calling a tool, or when the simulated user ends it; earns what the scorer
-    gives."""
+    """Ends when the model answers without a tool call, or, with a simulated user, when the user ends it. The scorer
+    gives the reward."""
 
     def __init__(self, opening: Opening, tools: ToolManager, user: User | None, scorer: Scorer | None) -> None:
         self.messages = opening.messages
-        self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
+        self.tools = tools  # type: ignore[assignment]  # a manager is used as it is
         self._task, self._user, self._scorer = opening.task, user, scorer
         self._spoken = [message for message in opening.messages if message["role"] in ("user", "assistant")]
         self._usage: Counter[str] = Counter()
         self.info = {} if user is None else {"user_usage": self._usage}
-        self.hears_last_turn = user is None  # a user that is asked costs a request, and nothing could be answered
+        # After the last turn a simulated user is not called: it costs a request, and the model could not answer.
+        self.hears_last_turn = user is None
 
     async def start(self) -> Episode:
         return self
@@ -54,7 +55,7 @@ class ConversationEpisode(Episode):
     async def score(self, trajectory: Trajectory) -> Score:
         if self._scorer is None:
             return None
-        # A plain function runs on a thread: it may ask a judge, or compute.
+        # A sync function runs on a thread, because it may block on a judge or on computation.
         if inspect.iscoroutinefunction(self._scorer):
             found: Score = await self._scorer(trajectory, self._task)
         else:
@@ -63,9 +64,11 @@ class ConversationEpisode(Episode):
 
 
 def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
-    """For each conversation its own schemas, run by the manager's tools of these names; or else the manager's own.
+    """The tools that each conversation offers: its own schemas, executed by the manager's tools of the same names; or
+    the manager's tools if it has no schemas.
 
-    A schema that no tool of the manager runs is offered all the same; a call of it is answered with an error.
+    A schema without a tool in the manager is offered too, because the conversation was made with it; calls to it are
+    answered with an error.
     """
     managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)
     if len(managers) != len(openings):
@@ -90,7 +93,7 @@ def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolMana
 
 
 class _Shown:
-    """A tool whose schema comes with the conversation and whose function comes from the manager."""
+    """A tool with its schema from the conversation and its function from the manager."""
 
     def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
         self.name: str = schema["function"]["name"]

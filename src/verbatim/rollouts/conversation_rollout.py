@@ -37,59 +37,62 @@ Self = TypeVar("Self", bound="ConversationRollout")
 Begin: TypeAlias = Callable[[], Awaitable[Episode]]
 """Starts an episode."""
 Settle: TypeAlias = Callable[[Trajectory], Trajectory]
-"""Adds what follows from a finished trajectory: its reward, its success."""
+"""Completes a finished trajectory: sets its reward and success."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
-"""Makes the loop of the episode at this place in the list; and the seed that its trajectory names."""
+"""Creates the episode loop for an opening and its index; also returns the seed to store in the trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationRollout(abc.ABC):
-    """The settings that all rollout engines have, and what a call does with them; a UsageError names a wrong one."""
+    """Base class of rollout engines: their common settings, and how a call runs its episodes. An invalid setting raises
+    a UsageError that names it."""
 
     tool_manager: Managers = None
-    """What runs the calls: one for all, or a list with one for each trajectory. Without one, a call is answered with an
-    error, and counted."""
+    """Runs the tool calls: one manager for all trajectories, or a list with one for each. None: a call is answered with
+    an error, and counted."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    """How tokens are drawn."""
+    """Sampling parameters of every turn."""
     max_turns: int = EpisodeLimits.max_turns
-    """Most turns of one trajectory; calls that are pending then are not run."""
+    """Most turns of one trajectory; tool calls of the last turn are not run."""
     concurrency: int
-    """Most trajectories under way at a time."""
+    """Most trajectories in flight at a time."""
     trajectory_timeout: float
-    """Seconds for one trajectory, tools included."""
+    """Timeout of one trajectory in seconds, including its tools."""
     tool_timeout: float = EpisodeLimits.tool_timeout
-    """Seconds for one tool call."""
+    """Timeout of one tool call in seconds."""
     tool_output_limit: int = EpisodeLimits.tool_output_limit
-    """Characters of one tool answer."""
+    """Most characters of one tool result."""
     tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
-    """What a tool that raises or hangs does: tells the model, or ends the trajectory as `api_error`."""
+    """What happens when a tool raises or times out: "message" tells the model, "stop" ends the trajectory as
+    `api_error`."""
     max_malformed_retries: int = EpisodeLimits.max_malformed_retries
-    """Turns in a row that may hold nothing but unreadable calls; one more ends the trajectory as "malformed"."""
+    """Most consecutive turns with malformed calls only; one more ends the trajectory as "malformed"."""
     trace_dir: str | Path | None = None
-    """Where each trajectory is stored as a file of its own, as soon as it ends; None stores none."""
+    """Folder in which each trajectory is stored as a file as soon as it ends; None: not stored."""
     trace_callback: Callable[[Trajectory], Any] | None = None
-    """Whether a trajectory is stored; None stores all."""
+    """Returns True if the trajectory is to be stored; None: all are."""
     success_callback: Callable[[Trajectory], Any] | None = None
-    """Whether its file is called `ok-` or `fail-`; None: whether it ended of itself, without an error."""
+    """Returns True to name the file `ok-...`, False for `fail-...`. None: a trajectory that stopped by itself, without
+    an error, is a success."""
     progress: bool | None = None
-    """Whether a bar is drawn; None: where standard error is a terminal."""
+    """True to show a progress bar; None: if standard error is a terminal."""
     user: UserSimulator | None = None
-    """Answers when the model speaks without calling a tool; None: the conversation ends there."""
+    """Replies when the model answers without a tool call; None: the conversation ends there."""
     score: Scorer | None = None
-    """`score(trajectory, task)`, plain or async: the reward of a finished conversation, or its named parts."""
+    """`score(trajectory, task)`, sync or async: returns the reward of a finished conversation, or its named parts."""
 
     _above_zero: ClassVar[tuple[str, ...]] = ("concurrency", "trajectory_timeout")
 
     @classmethod
     def remote(cls, **settings: Any) -> Any:
-        """The handle of a Ray actor that holds such a rollout, for `ray.get(actor.__call__.remote(trajectories))`.
+        """Create this rollout in a Ray actor; return its handle, for `ray.get(actor.__call__.remote(trajectories))`.
 
-        Where Ray is not running it is started on this machine. A `sampler` and a `template` may be functions without
-        arguments, which are called in the actor. The environment variable of a server's key has to be set on the
+        If Ray is not running, it is started on this machine. `sampler` and `template` may be functions without
+        arguments, which are called in the actor. The environment variable with a server's key must be set on the
         actor's host.
 
         Raises:
-            UsageError: Ray is not installed, there is no such setting, or one of them cannot be sent to an actor.
+            UsageError: Ray is not installed, a setting is unknown, or one cannot be sent to an actor.
         """
         from verbatim.rollouts.ray.actor import start_rollout
 
@@ -100,7 +103,8 @@ class ConversationRollout(abc.ABC):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
-        ConversationRollout._limits(self)  # refuses what is no limit
+        # Validates the limits. Not `self._limits()`: a subclass reads its sampler there, which is not checked yet.
+        ConversationRollout._limits(self)
         managers = self.tool_manager
         if not isinstance(self.sampling_params, SamplingParams):
             raise UsageError(f"sampling_params: {self.sampling_params!r:.80}; expected SamplingParams(max_tokens=512)")
@@ -109,16 +113,18 @@ class ConversationRollout(abc.ABC):
                 raise UsageError(f"tool_manager: {given!r:.80}; expected a ToolManager, such as ToolManager([search])")
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """As many trajectories as were given, in the same order; what was given is not changed.
+        """Run every conversation to its end; return one trajectory for each, in the same order.
 
-        A trajectory that failed says so in `error`.
+        The input is not modified. A trajectory that failed has the reason in `error`.
 
         Args:
-            trajectories: `Example`, `Trajectory`, or a mapping with `messages` (and `tools`, `id`, anything else).
+            trajectories: Each an `Example`, a `Trajectory`, or a mapping with `messages` (and `tools`, `id`, any other
+                fields).
             overrides: Settings for this call only: `rollout(trajectories, max_turns=3)`.
 
         Raises:
-            UsageError: no list of conversations, an unknown setting, or not as many tool managers as trajectories.
+            UsageError: this is not a list of conversations, a setting is unknown, or the number of tool managers
+                differs from the number of trajectories.
         """
         settings = self._override(overrides)
 
@@ -131,7 +137,7 @@ class ConversationRollout(abc.ABC):
         return run_in_program(all_of_them())
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """The same, awaited."""
+        """Async version of `__call__`."""
         results: dict[int, Trajectory] = {}
         await self.run_each(trajectories, results.__setitem__, **overrides)
         return [results[index] for index in range(len(trajectories))]
@@ -139,8 +145,8 @@ class ConversationRollout(abc.ABC):
     async def run_each(
         self, trajectories: Sequence[Conversation], finished: Callable[[int, Trajectory], object], **overrides: Any
     ) -> None:
-        """The same, holding none: `finished` gets each with its place in the list, as soon as it ends. What it raises
-        is raised; what is under way then is cancelled, and given to it as such."""
+        """Like `run`, but pass each trajectory to `finished`, with its index, as soon as it ends, and keep none. An
+        exception of `finished` is raised here; the episodes then in flight are cancelled, and passed to it too."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
         offered = offered_tools(openings, settings.tool_manager)
@@ -166,15 +172,15 @@ class ConversationRollout(abc.ABC):
     ) -> None:
         """Play episodes of an environment; `finished` is as for `run_each`.
 
-        The environment has tools, a user and a score of its own; `score_group` is not called. An episode's seed is made
-        of `seed`, the example and the number of the sample.
+        The environment has its own tools, user and score; `score_group` is not called. An episode's seed is derived
+        from `seed`, the example and the number of the sample.
 
         Args:
             environment: The environment.
-            examples: Each with the number of the sample: an example may be played several times.
-            finished: Gets each trajectory with its place in `examples`.
+            examples: Examples, each with the number of the sample: an example may be played several times.
+            finished: Receives each trajectory with its index in `examples`.
             env: The environment's name, for the trajectories.
-            seed: Of the episodes; None: this rollout's own.
+            seed: Seed of the episodes; None: this rollout's seed.
         """
         if seed is None:
             seed = getattr(self, "seed", None) or 0
@@ -232,10 +238,10 @@ class ConversationRollout(abc.ABC):
 
     @abc.abstractmethod
     def _engine(self) -> contextlib.AbstractAsyncContextManager[Start]:
-        """Starts the episodes of one call for as long as the block lasts."""
+        """Context manager for one call; yields the function that creates the episode loops."""
 
     async def _hang_up(self) -> None:  # noqa: B027  most engines hold nothing between calls
-        """Close what belongs to an event loop that ends."""
+        """Close connections of the event loop, which is about to end."""
 
     def _limits(self) -> EpisodeLimits:
         return EpisodeLimits(
@@ -264,7 +270,7 @@ async def _run(
     traces: TraceFolder | None,
     ended: Callable[[Trajectory], None],
 ) -> None:
-    """Take one conversation to its end, and hand it over, also where it is cancelled."""
+    """Run one conversation to its end and pass its trajectory to `ended`, also if it is cancelled."""
     loop, seed = started
     identity = dataclasses.replace(opening.identity, seed=seed)
     episode = EpisodeRun(begin, loop, identity, timed=True)
@@ -285,7 +291,7 @@ async def _run(
     trajectory = result()
     try:
         if traces is not None:
-            # Off the loop: the callbacks are the user's, and may take their time.
+            # On a thread: the callbacks are user code, and may be slow.
             await asyncio.to_thread(traces.store, trajectory)
     finally:
         ended(trajectory)

@@ -1,5 +1,5 @@
-"""Copies messages and schemas, and compares them with copies that were made before: exactly, and fast where they are
-plain JSON, because both happen in every turn."""
+"""Copies messages and schemas, and compares them with earlier copies. Both happen in every turn, so both have a fast
+path for plain JSON; the result is exact on every path."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from verbatim.core.user_values import ATOMS, DEEPEST, MOST_VALUES, as_atom, is_s
 
 _TEXT, _DICT = frozenset({str}), frozenset({dict})
 _AS_THEY_ARE = ATOMS - {int}
-"""The types of values that are plain JSON whatever they are; a number may be too long to be written."""
+"""Types whose values are always plain JSON. An `int` is not: it may have too many digits to be written."""
 _MOST_COST, _CONTAINER = MOST_VALUES, 5000
-"""Characters and values together of one message that is copied without a look at it before, all limits being above;
-and for how many of them a list or a dict counts."""
+"""Most characters plus values of a message that takes the fast path without the full check: all limits of the check are
+above this. A list or dict costs `_CONTAINER`."""
 
 _HEADER = len(marshal.dumps([], 0))
+"""Bytes of the list header, which has the length; cut off so that the bytes of several messages can be joined."""
 _SHORT = 256
-"""Bytes up to which writing something down is faster than comparing it piece by piece."""
+"""Most bytes for which comparing serialised values is faster than comparing them one by one."""
 
 
 class _NotPlain(Exception):
@@ -32,16 +33,16 @@ class _NotPlain(Exception):
 
 
 def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any:
-    """A deep copy of a message, in Python's own types of JSON: whatever reads it later asks no class of a user's.
+    """Deep-copy a message into built-in JSON types, so that code that reads it later never calls a user's class.
 
     Args:
-        value: A user's own; its subclasses of texts, numbers, lists and mappings become these.
-        what: Names it in the error.
-        of_info: It is an `info`, which may hold numpy's arrays too, and keys of any type.
+        value: The user's value. Subclasses of str, numbers, lists and mappings become the built-in types.
+        what: Names the value in the error.
+        of_info: True if this is an `info`, which may also have numpy arrays, and keys of any type.
 
     Raises:
-        EnvironmentFault: the message holds itself, is too deep or too large, holds what JSON cannot, or cannot be
-            copied.
+        EnvironmentFault: the value contains itself, is too deep or too large, has values that JSON cannot represent,
+            or cannot be copied.
     """
     try:
         return _plain_copy(value, [_MOST_COST], DEEPEST)
@@ -56,11 +57,11 @@ def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any
 
 
 def _rebuilt(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    """The value in Python's own types; what stands at several places is built once.
+    """Rebuild a value in built-in types. An object that occurs several times is built once.
 
     Args:
-        value: Nothing is wrong with it.
-        known: Containers and what was built of them, by their identity.
+        value: A value that has passed the check.
+        known: Containers and their copies, by id. The original is kept too, so that its id is not reused.
     """
     if id(value) in known:
         return known[id(value)][1]
@@ -69,7 +70,7 @@ def _rebuilt(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
     elif isinstance(value, list | tuple):
         made = [_rebuilt(item, known) for item in value]
     elif isinstance(value, np.ma.MaskedArray):
-        made = value.tolist()  # None where it is masked; another array would have the values below
+        made = value.tolist()  # masked entries become None; `np.array` would reveal the values under the mask
     elif isinstance(value, np.ndarray):
         made = np.array(value)
     else:
@@ -84,7 +85,7 @@ def _own_key(key: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is plain JSON of few lists and dicts: then nothing is wrong with it."""
+    """True if a value is plain JSON and small enough for the fast path; such a value needs no further check."""
     try:
         _plain_copy(value, [_MOST_COST], DEEPEST)
     except _NotPlain:
@@ -93,13 +94,14 @@ def is_plain(value: Any) -> bool:
 
 
 def refuse(value: Any, what: str) -> None:
-    """An EnvironmentFault that names `what`, where a user's value cannot be kept; see `user_values`."""
+    """Raise an EnvironmentFault that names `what` if a user's value cannot be kept; see `user_values`."""
     if (why := why_refused(value)) is not None:
         raise EnvironmentFault(f"{what}: {why}")
 
 
 def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
-    """The copy of plain JSON; a `_NotPlain` where it costs more than is `left`, counted as a list or a dict is done."""
+    """Copy plain JSON; a `_NotPlain` if it is not, or if it costs more than is `left`. The cost of a list or dict is
+    subtracted once it is copied."""
     kind, cost = type(value), _CONTAINER
     copied = value
     if kind is dict:
@@ -137,21 +139,22 @@ def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
 
 
 Others: TypeAlias = tuple[tuple[int, bytes | None], ...]
-"""The places of the messages that hold more than text, each with the rest as bytes; None where that says too little."""
+"""Index of each message that holds values other than strings, with these values serialised; None if they are long or
+not plain JSON, so that they must be compared one by one."""
 
 
 def others_in(messages: Sequence[Message], start: int = 0) -> Others:
-    """What `begins_with` needs to know of copied messages, the first of which stands at this place."""
+    """Compute `Others` for copied messages, the first of which has the index `start`."""
     return tuple([(start + i, _short_rest(message)) for i, message in enumerate(messages) if not _is_text(message)])
 
 
 def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others: Others | None) -> bool:
-    """Whether messages begin with those that are known, so that a template would write them alike.
+    """True if the messages begin with the known ones, compared so strictly that a template renders both alike.
 
     Args:
-        messages: As their owner has them now.
-        known: Copies, made by `copied`.
-        others: Of the known messages; None: these are compared piece by piece.
+        messages: The owner's messages as they are now.
+        known: Copies made by `copied`.
+        others: `Others` of the known messages; None: compare value by value.
 
     Raises:
         EnvironmentFault: the messages cannot be compared.
@@ -159,12 +162,12 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
     start = tuple(messages[: len(known)])
     try:
         if others is not None and start == known and _DICT.issuperset(map(type, start)):
-            # Equal texts are written alike. Numbers need not be: 1 == 1.0 == True.
+            # `==` is enough for strings. Other values may be equal and render differently: 1 == 1.0 == True.
             rests = [rest for _, rest in others if rest is not None]
             if len(rests) == len(others) and b"".join(rests) == _rest([start[place] for place, _ in others]):
                 return True
             return all(same_messages(start[place], known[place]) for place, _ in others)
-    except Exception:  # noqa: BLE001  what cannot be compared as a whole is compared piece by piece
+    except Exception:  # noqa: BLE001  a user's `__eq__` may raise; then compare value by value
         pass
     try:
         return same_messages(start, known)
@@ -173,22 +176,22 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
 
 
 def _is_text(message: Any) -> bool:
-    """Whether a message is a dict whose values are all texts, so that whatever equals it is written alike."""
+    """True if a message is a dict with string values only, so that any equal message renders alike."""
     return type(message) is dict and _TEXT.issuperset(map(type, message.values()))
 
 
 def _rest(messages: Sequence[Message]) -> bytes:
-    """What messages hold beside texts, one after the other; equal bytes are equal values of equal types.
+    """Serialise the non-string values of messages. Equal bytes mean equal values of equal types.
 
     Raises:
-        ValueError: some of it is not of Python's own types.
+        ValueError: a value is not of a built-in type.
     """
     values = [item for message in messages for item in message.values() if type(item) is not str]
     return marshal.dumps(values, 0)[_HEADER:]
 
 
 def _short_rest(message: Message) -> bytes | None:
-    """The same for one message; None if it is no plain JSON, or long."""
+    """`_rest` of one message, or None if it is long or not plain JSON."""
     try:
         written = _rest([message])
     except (ValueError, AttributeError):
@@ -197,7 +200,8 @@ def _short_rest(message: Message) -> bytes | None:
 
 
 def same_messages(messages: Any, others: Any) -> bool:
-    """Whether a template would write them alike. Python's own 1 == 1.0 == True would be written differently."""
+    """True if a template renders both alike. Stricter than `==`, since 1, 1.0 and True are equal but render
+    differently."""
     if type(messages) is str and type(others) is str:
         return messages == others
     if isinstance(messages, Mapping) and isinstance(others, Mapping):
@@ -214,14 +218,15 @@ def _by_key(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def schema_and_text(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """A tool's schema in Python's own types, and `str` of it; the same text for all episodes with the same tool.
+    """Return a tool's schema in built-in types, and `str` of it, which is cached for all episodes with the same tool.
 
     Raises:
-        EnvironmentFault: the schema holds itself, is too deep or too large, or holds what JSON cannot.
+        EnvironmentFault: the schema contains itself, is too deep or too large, or has values that JSON cannot
+            represent.
     """
     try:
         text = _text_of_plain(marshal.dumps(schema))  # type: ignore[arg-type]
-    except ValueError:  # it holds what is of no type of Python's own
+    except ValueError:  # a value is not of a built-in type
         text = None
     if text is None:
         schema = copied(schema, "a tool's schema")
@@ -231,6 +236,7 @@ def schema_and_text(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 @lru_cache(maxsize=1024)
 def _text_of_plain(written: bytes) -> str | None:
-    """`str` of what was written down; None if it is not plain JSON: what is read has the types of what was written."""
+    """`str` of a marshalled value, or None if it is not plain JSON. Marshal preserves types, so checking the loaded
+    value is enough."""
     value = marshal.loads(written)
     return str(value) if is_plain(value) else None

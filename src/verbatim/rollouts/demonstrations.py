@@ -1,4 +1,4 @@
-"""Converts recorded conversations to trajectories, so that supervised training uses the code path of rollouts."""
+"""Converts conversations to trajectories, so that supervised training uses the same code path as rollouts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def trajectory_from_messages(
     trajectory_id: str = "",
     env: str = "",
 ) -> Trajectory:
-    """Every assistant message as a turn, its ids from rendering the prompt, and the prompt with the message.
+    """Convert each assistant message to a turn. Its ids are the difference between rendering the conversation with the
+    message and rendering the prompt alone.
 
-    Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens.
-    The close token belongs to the completion; logprobs are missing (nothing was sampled). A message is rendered
-    together with the tool answers that follow it, because templates write a last message in a way of its own
-    (Qwen3 puts an empty thinking block before it), but without a user's message, which may strip its thinking. For
-    calls that end the conversation, answers stand in: a model samples calls before anything has answered them.
+    Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens. The close token
+    belongs to the completion. Logprobs are missing, since nothing was sampled. A message is rendered together with the
+    tool results that follow it, because templates render the last message specially (Qwen3 puts an empty thinking block
+    before it); but without a following user message, which may strip its thinking. Calls at the end of the conversation
+    get placeholder results.
 
     Raises:
-        UsageError: no assistant message, one whose rendering does not begin with its prompt, one with a token that ends
-            turns inside of its text, or calls that do not read back: what is learned would be something else.
-        ModelError: the chat template leaves out the tools, a call, or what a tool answered.
+        UsageError: there is no assistant message, the rendering of one does not begin with its prompt, one contains a
+            stop token inside its text, or its calls are not parsed back: the model would learn something else.
+        ModelError: the chat template drops the tools, a call, or a tool's result.
     """
     turns: list[Turn] = []
     conversation: Conversation | None = None
@@ -88,10 +89,11 @@ def trajectory_from_messages(
 def _refuse_cut(
     renderer: Renderer, rest: Int32, completion: Int32, read: ParsedResponse, message: Message, which: str
 ) -> None:
-    """Refuse a message that goes on behind its first close token: a generation_config.json may list plain text.
+    """Refuse a message that continues after its first stop token. This happens if generation_config.json lists an
+    ordinary text token as a stop token.
 
     Args:
-        rest: What is rendered behind the completion.
+        rest: The ids rendered after the completion.
     """
     if message.get("tool_calls") or not np.isin(rest, renderer.stop_token_ids).any():
         return
@@ -106,7 +108,7 @@ def _refuse_cut(
 
 
 def _calls(message: Message) -> list[ToolCall]:
-    """The calls of a message, with the ids that answers name."""
+    """The calls of a message, with the ids that tool results refer to."""
     return [
         ToolCall(name=call["function"]["name"], arguments={}, id=str(call.get("id") or ""))
         for call in message.get("tool_calls") or ()
@@ -114,7 +116,7 @@ def _calls(message: Message) -> list[ToolCall]:
 
 
 def _stand_ins(message: Message) -> list[Message]:
-    """An answer to each call of a message."""
+    """A placeholder result for each call of a message."""
     return [
         {"role": "tool", "content": "done", "name": call["function"]["name"], "tool_call_id": call.get("id", "call_0")}
         for call in message.get("tool_calls") or ()
@@ -122,6 +124,6 @@ def _stand_ins(message: Message) -> list[Message]:
 
 
 def _through_close_token(ids: Int32, stop_token_ids: tuple[int, ...]) -> Int32:
-    """What a model would have sampled: up to and including the first close token."""
+    """The ids that a model would have sampled: up to and including the first stop token."""
     (closes,) = np.nonzero(np.isin(ids, stop_token_ids))
     return ids[: closes[0] + 1] if len(closes) else ids

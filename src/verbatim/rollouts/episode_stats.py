@@ -1,4 +1,4 @@
-"""Counts how the episodes of a run ended, and logs the first failure of each kind at once."""
+"""Counts how the episodes of a run ended, and logs the first failure of each kind immediately."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from verbatim.core.types import Trajectory
 logger = logging.getLogger(__name__)
 
 TRACEBACK = "traceback"
-"""The key of `Trajectory.info` under which the end of a traceback is kept."""
+"""Key of `Trajectory.info`: the last lines of a traceback."""
 TOOL_FAULTS = "tool_faults"
-"""The key of `Trajectory.info` for tools that raised or hung: kind of failure to its count and its first message."""
+"""Key of `Trajectory.info`: tools that raised or timed out, as a count and the first message for each failure kind."""
 NO_TURNS = "no_turns"
-"""The kind of failure of an episode in which the policy sampled nothing. It is said for each example."""
+"""Failure kind of an episode in which the policy sampled nothing. Logged once for each example, not once in all: the
+example's prompt is usually the cause."""
 MOST_SAID = 50
-"""Kinds of failures that are said one by one: messages that never repeat do not fill the log."""
+"""Most failures that are logged one by one, so that messages that never repeat do not fill the log."""
 _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
 
 
 class EpisodeStats:
-    """Counts episodes. A run that trains nothing is explained from it, and a failure is in the log when it happens, not
-    when a person looks at the metrics."""
+    """Counts episodes and their failures. A failure is logged when it happens, not only in the metrics, and a run that
+    trains nothing is explained from these counts."""
 
     def __init__(self, purpose: str = "train") -> None:
         self.purpose = purpose
-        """What the episodes are for, as the log calls them: "train" or "eval"."""
+        """Purpose of the episodes, for the log: "train" or "eval"."""
         self.num_episodes = 0
-        """Episodes that ended, failed ones included."""
+        """Episodes that have ended, including failed ones."""
         self.failures: Counter[str] = Counter()
         """Failed episodes by kind; see `failure_kind`."""
         self.tool_faults: Counter[str] = Counter()
-        """Calls of tools that raised or hung, by kind."""
+        """Tool calls that raised or timed out, by kind."""
         self.unmeasured: Counter[str] = Counter()
-        """Evaluations that had no examples to run, by kind."""
+        """Evaluations skipped because the environment failed to give their examples, by kind."""
         self._said: set[tuple[str, str]] = set()
-        """Kinds that were logged, each with its example where every one is."""
+        """Failures already logged: the kind, and for `NO_TURNS` also the example's id."""
         self._lock = threading.Lock()
 
     @property
     def num_failed(self) -> int:
-        """Episodes with an error."""
+        """Number of failed episodes."""
         return sum(self.failures.values())
 
     def ended(self, trajectory: Trajectory) -> None:
-        """An episode came to its end."""
+        """Count an episode that has ended, and its failures."""
         with self._lock:
             self.num_episodes += 1
         faults = trajectory.info.get(TOOL_FAULTS)
@@ -68,7 +69,8 @@ class EpisodeStats:
             self.failed(trajectory)
 
     def failed(self, trajectory: Trajectory) -> None:
-        """An episode that had ended well turned out to have failed: its group's score, its reward, its advantage."""
+        """Count an episode as failed. Also called for episodes that fail only after their end: in the group's score, or
+        because of an invalid reward or advantage."""
         assert trajectory.error is not None
         column = f"errors/{trajectory.error.partition(':')[0]}"
         said = f"{trajectory.error} (its tokens are not trained; counted in {column})"
@@ -76,7 +78,7 @@ class EpisodeStats:
         self._count(self.failures, failure_kind(trajectory.error), 1, trajectory, f"{said}\n{tail}" if tail else said)
 
     def not_evaluated(self, why: str) -> None:
-        """An environment failed to give the examples of an evaluation, which is left out."""
+        """Count an evaluation that is skipped because the environment failed to give its examples."""
         with self._lock:
             self.unmeasured[failure_kind(why)] += 1
         logger.warning("an evaluation was left out: %s", why)
@@ -98,7 +100,7 @@ class EpisodeStats:
             )
 
     def summary(self) -> list[str]:
-        """One line for what failed, one for the tools, one for evaluations; none where nothing did. Example: `["3 of 8
+        """One line each for failed episodes, failed tools and skipped evaluations, if there are any. Example: `["3 of 8
         train episodes failed: 3 x environment: score raised KeyError"]`."""
         lines = []
         if self.failures:
@@ -113,13 +115,13 @@ class EpisodeStats:
         return lines
 
     def log_summary(self) -> None:
-        """The same as warnings."""
+        """Log the lines of `summary` as warnings."""
         for line in self.summary():
             logger.warning("%s", line)
 
 
 def failure_kind(error: str) -> str:
-    """What failures have in common: the first two parts of the message, without numbers and quoted values.
+    """The kind of a failure: the first two parts of its message, with numbers and quoted values masked.
 
     >>> failure_kind("environment: score raised KeyError: 'question 17'")
     'environment: score raised KeyError'

@@ -1,4 +1,5 @@
-"""Runs the episodes of one example concurrently; scores each alone and then, where asked for, together."""
+"""Runs the episodes of one example concurrently. Each is scored alone, and then, if the environment has `score_group`,
+all are scored together."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 T = TypeVar("T")
 
 MOST_IN_LINE = 128
-"""Episodes of training, and as many of evaluation, that wait for their places: enough that a place which is left is
-taken in the same turn of the event loop. Further groups begin as these are placed."""
+"""Most training episodes that wait for a slot, and as many of evaluation. Enough that a free slot is taken in the same
+pass of the event loop. Further groups start as these get their slots."""
 
 
 class GroupRun:
-    """One group under way. What it holds can be counted at any time, also when it is cancelled.
+    """A running group. Its tokens can be counted at any time, also after a cancellation.
 
-    `samples` are the numbers of the episodes that are run, all `size` of them by default: each has the seed, the id and
-    the place that it has in the whole group.
+    `samples` are the indices of the episodes to run, by default all `size`. An episode has the same seed and id whether
+    all or only some are run.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GroupRun:
         }
         self._on_placed = on_placed
         self.num_in_line = len(self._recorders)
-        """Episodes that have got no place yet."""
+        """Number of episodes that still wait for a slot."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -75,8 +76,8 @@ class GroupRun:
         return sum(recorder.num_sampled_tokens for recorder in self._recorders.values())
 
     async def run(self) -> Group:
-        """Run all episodes to their end; a RunStopped if no worker is left to run them. A failing episode fails
-        alone."""
+        """Run all episodes to their end. A failing episode does not affect the others; a RunStopped is raised if no
+        worker is left to run them."""
         ended = await run_together(self._episode(i, recorder) for i, recorder in self._recorders.items())
         trajectories = [
             _set_aside(trajectory, recorder.late)
@@ -120,12 +121,12 @@ class GroupRun:
 
 
 def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:
-    """An episode that went on after its end is not what it says it is."""
+    """Fail an episode that sampled after its end: its score was given before that."""
     return trajectory if late is None or trajectory.error else trajectory.replace(error=f"record: {late}")
 
 
 def rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
-    """Where nothing else gave a reward, it is the sum of the turns' own."""
+    """Set the reward to the sum of the turns' rewards, if nothing else has set it."""
     rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
     if trajectory.error is not None or trajectory.reward is not None or not rewards:
         return trajectory
@@ -141,8 +142,8 @@ async def _score_together(
     trajectories: list[Trajectory],
     timeout: float,  # noqa: ASYNC109
 ) -> list[Trajectory]:
-    """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run. It may take as
-    long as one episode. Then it is cancelled, and left behind where it ignores that."""
+    """Replace the rewards of the completed trajectories by those of `score_group`. If it fails, the whole group fails,
+    but not the run. Its timeout is that of one episode; if it then ignores its cancellation, it is abandoned."""
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories
@@ -179,7 +180,7 @@ async def _score_together(
 
 
 def judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
-    """With the verdict of the environment's own `is_success`; one that fails fails the rollout."""
+    """Add the verdict of the environment's `is_success` to `info`. If it raises, the trajectory fails."""
     own = getattr(environment, "is_success", None)
     if trajectory.error is not None or own is None:
         return trajectory

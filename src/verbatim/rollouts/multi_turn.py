@@ -27,12 +27,12 @@ from verbatim.rollouts.seeds import derive_seed
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MultiTurnRollout(ConversationRollout):
-    """A `Rollout` over a token-in, token-out sampler: the model speaks, its tool calls are run, it speaks again, until
-    it calls no tool.
+    """A `Rollout` over a token-in, token-out sampler. The model takes a turn, its tool calls are run, and it takes the
+    next turn, until it makes no tool call.
 
     All trajectories of a call share the sampler's batch and advance independently: while one waits for a tool, the
-    others are sampled, so a slow tool or a failing trajectory costs the others nothing. The training loop's episodes
-    run on the same code.
+    others are sampled, so a slow tool or a failing trajectory does not delay the others. Episodes in training run on
+    the same code.
 
     Example:
         >>> rollout = MultiTurnRollout(sampler=sampler, template=renderer, tool_manager=ToolManager([search]))
@@ -42,14 +42,14 @@ class MultiTurnRollout(ConversationRollout):
     """
 
     sampler: Sampler
-    """Token in, token out."""
+    """The token-in, token-out sampler."""
     template: Renderer
     """The renderer of the sampler's model."""
     max_trajectory_tokens: int | None = None
-    """Most tokens of one trajectory's context; None: as many as the sampler takes."""
+    """Most tokens of one trajectory's context; None: the sampler's context length."""
     concurrency: int = 256
     seed: int = 0
-    """The seed of the sampling. Each call, and each place in its list, draws differently."""
+    """Seed of the sampling. Each call, and each conversation of a call, derives its own."""
     trajectory_timeout: float = math.inf
     progress: bool | None = False
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
@@ -86,7 +86,7 @@ class MultiTurnRollout(ConversationRollout):
         yield start
 
     async def _hang_up(self) -> None:
-        """Close a sampler's connections: they belong to the event loop."""
+        """Close the connections of a sampler over HTTP: they cannot outlive the event loop."""
         hang_up = getattr(self.sampler, "hang_up", None)
         if hang_up is not None:
             await hang_up()
@@ -112,13 +112,13 @@ class APIMultiTurnRollout(ConversationRollout):
     """The server and the model."""
     concurrency: int = 8
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into every request; a None leaves a key out. `{"return_token_ids": True}` asks a server that knows it (vLLM)
-    for the exact ids and their logprobs: then trajectories can be trained on."""
+    """Merged into every request; a value of None removes the key. With `{"return_token_ids": True}`, a server that
+    supports it (vLLM) returns the exact ids and their logprobs, so that trajectories can be trained on."""
     send_reasoning: bool = False
-    """Whether `reasoning_content` of earlier messages is sent back; it is recorded in any case."""
+    """True to send back the `reasoning_content` of earlier messages. It is recorded in either case."""
     seed: int | None = None
-    """Every request gets a seed of its own made from this one, its example, sample and turn; None sends none. vLLM for
-    CPUs ends at a seed where it computes a prompt in parts."""
+    """Every request gets its own seed, derived from this one, the example, sample and turn; None: no seed is sent. vLLM
+    on CPUs crashes at a request with a seed if it prefills the prompt in chunks."""
     trajectory_timeout: float = 3600.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures the opening prompts of an environment's examples: the policy samples nothing of one that leaves no room."""
+"""Measures the opening prompts of an environment's examples, to find those that leave no room in the context."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 CHARACTERS_PER_TOKEN = 4
-"""English text has about so many; other languages and numbers have fewer, so a prompt may be longer than estimated."""
+"""About right for English. Other languages and numbers have fewer, so a prompt may be longer than estimated."""
 _AT_ONCE = 16
-"""Episodes that are started at a time."""
+"""Number of episodes that are started concurrently."""
 _HOPELESS = 8
-"""An environment of which the first examples cannot be measured is given up after so many."""
+"""Measuring stops after this many failures if no example could be measured."""
 _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Openings:
-    """What was measured of one split."""
+    """The measured opening prompts of one split."""
 
     num_examples: int
-    """All there are."""
+    """Number of examples of the split."""
     num_measured: int
-    """Those that were measured."""
+    """Number of examples that were measured."""
     too_long: Mapping[str, int]
-    """Tokens of the opening prompts that leave no room in the context, by the example's id."""
+    """Length in tokens of each opening prompt that leaves no room in the context, by example id."""
     seq_len: int
-    """Tokens of the context."""
+    """Length of the context in tokens."""
     is_exact: bool
-    """Whether a renderer counted the tokens; else they are estimated from the characters."""
+    """True if a renderer counted the tokens; False if they were estimated from the characters."""
     first_fault: str | None = None
-    """Why the first example that could not be measured was not; None: there is none."""
+    """Why the first unmeasured example could not be measured, or None if there was no failure."""
     cannot_begin: bool = False
-    """Whether none of those that were tried can begin, whatever the policy says: the environment raises, or gives what
-    is no episode."""
+    """True if no example that was tried can start, independent of the policy: the environment raises, or `start` does
+    not return an episode."""
     seconds: float | None = None
-    """After how long it was given up; None: it was not."""
+    """The time limit in seconds if it was reached, or None."""
 
     @property
     def none_fits(self) -> bool:
-        """Whether it is known that nothing can be sampled of any example."""
+        """True if all opening prompts are known to be too long."""
         return self.is_exact and len(self.too_long) == self.num_examples > 0
 
     @property
     def found(self) -> str | None:
-        """Which opening prompts are too long; None: no such one was found."""
+        """Message that names the opening prompts that are too long, or None if there are none."""
         if not self.too_long:
             return None
         about = "" if self.is_exact else "about "
@@ -71,7 +71,7 @@ class Openings:
 
     @property
     def left_out(self) -> str | None:
-        """What was not looked at, and why; None: everything was."""
+        """Message that says how many examples were not measured, and why; or None if all were."""
         rest = self.num_examples - self.num_measured
         if not rest:
             return None
@@ -89,19 +89,20 @@ async def measure_openings(
     until_one_fits: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Openings:
-    """Start an episode of each example, and measure the first prompt that it asks the policy for; nothing is sampled.
+    """Start an episode of each example, and measure the first prompt that it would send to the policy. Nothing is
+    sampled.
 
-    An episode that owns its control flow runs up to there. Where the opening depends on the episode's seed, one seed is
-    looked at. Where it takes longer than `seconds`, the rest is left out.
+    An episode that owns its control flow runs up to that point. If the opening depends on the episode's seed, only one
+    seed is tried. After `seconds`, the remaining examples are skipped.
 
     Args:
-        environment: Its episodes are closed again, and never scored.
-        examples: In the order in which they are measured.
-        seq_len: Tokens of the context.
-        renderer: Of the model; None: tokens are estimated from the characters.
-        seconds: For all of them.
-        until_one_fits: Whether one that leaves room is enough; then they are started one after the other.
-        clock: For tests.
+        environment: The environment. Its episodes are closed, but not scored.
+        examples: The examples, in the order in which to measure them.
+        seq_len: Length of the context in tokens.
+        renderer: The model's renderer; None: estimate tokens from characters.
+        seconds: Time limit for all examples together, in seconds.
+        until_one_fits: True to stop at the first prompt that leaves room; examples are then started one by one.
+        clock: Monotonic clock in seconds; tests pass their own.
 
     Raises:
         ModelError: the model's chat format cannot show an episode's tools.
@@ -140,17 +141,17 @@ async def measure_openings(
 
 @dataclass(frozen=True, kw_only=True)
 class _Fault:
-    """An opening prompt that was not measured."""
+    """Why an opening prompt could not be measured."""
 
     why: str
     is_sure: bool
-    """Whether no episode of the example can begin; else it may, given more time or the run's own sampler."""
+    """True if no episode of the example can start; False if one might with more time or with the run's sampler."""
 
 
 async def _measured(
     environment: Environment, example: Example, renderer: Renderer | None, seconds: float
 ) -> int | _Fault:
-    """The tokens of one opening prompt, or why it has none."""
+    """Measure one opening prompt in tokens."""
     seed = derive_seed(0, "opening", example.id)
     loop = _Measuring(renderer, seconds)
     made: list[Episode] = []
@@ -166,7 +167,8 @@ async def _measured(
         return loop.tokens
     error = lacks or str(run.trajectory().error)
     owns = bool(made) and getattr(made[0], "run", None) is not None
-    may_begin = error.startswith("timeout") or (owns and not loop.was_asked)  # a program asks through the gateway
+    # A program sends its requests through the gateway, which needs the run's sampler, so its failure here is no proof.
+    may_begin = error.startswith("timeout") or (owns and not loop.was_asked)
     return _Fault(why=f"example {example.id!r}: {error}", is_sure=lacks is not None or not may_begin)
 
 
@@ -180,7 +182,7 @@ class _Measuring(EpisodeLoop):
         self.was_asked = False
 
     async def complete(self, prompt_ids: Sequence[int], *given: Any, **more: Any) -> Any:
-        """The same for an environment that renders by itself."""
+        """Measure the prompt of an environment that does its own rendering."""
         self._measure(len(prompt_ids))
 
     async def _answer(self, prompt: Prompt) -> SampledAnswer:

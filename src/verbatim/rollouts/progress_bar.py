@@ -1,4 +1,4 @@
-"""Draws a progress bar for rollouts that go on side by side."""
+"""Draws a progress bar for concurrent rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from verbatim.core.types import Trajectory
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """Told from half of the rollouts on: they go on side by side, and the first to end say nothing of the speed."""
+    """Shows the remaining time once half of the rollouts have ended: they run concurrently, so the first ones to end
+    are the shortest and give a wrong estimate."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if 2 * task.completed >= (task.total or 0) else Text("-:--:--")
@@ -29,8 +30,12 @@ class _TimeLeft(TimeRemainingColumn):
 
 @contextlib.contextmanager
 def progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
-    """Draws for as long as the block lasts (None: where standard error is a terminal); what it yields is told of each
-    trajectory that ended."""
+    """Show a progress bar during the block; yields a function to call with each finished trajectory.
+
+    Args:
+        total: Number of rollouts.
+        shown: True to show the bar; None: if standard error is a terminal.
+    """
     console = PlainConsole(stderr=True)
     num_failed = 0
     progress = Progress(

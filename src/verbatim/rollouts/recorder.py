@@ -1,4 +1,4 @@
-"""Records the turns of an episode as exact ids; all agents of the episode share it."""
+"""Records the turns of an episode as exact ids. All agents of an episode share one recorder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from verbatim.core.types import Turn
 class Recorder:
     """The turns of one trajectory, in the order of sampling.
 
-    Every turn is handed over with its full prompt. What is kept of it is what no earlier turn had, found by comparing
+    Every turn is passed in with its full prompt. Only the ids that no earlier turn has are stored, found by comparing
     ids. Errors name the trajectory, the turn and the position.
 
     Args:
-        vocab_size: Ids must be below this.
-        on_sampled: Called with the number of tokens of each completion (the ledger listens).
-        on_dropped: Called with the tokens, by reason, that no trajectory will have: those that `lose` gives up, those
-            of lost replicas, and those that came after the end (the ledger drops them).
-        trajectory_id: For messages.
-        routing: Of the model in training: experts that a sampler returns have to be its. None: they are not looked at.
+        vocab_size: Exclusive upper bound of ids.
+        on_sampled: Called with the number of tokens of each completion; the ledger subscribes.
+        on_dropped: Called with token counts by reason for tokens that will be in no trajectory: those passed to `lose`,
+            those of lost replicas, and those that came after the end. The ledger subscribes.
+        trajectory_id: The trajectory's id, for messages.
+        routing: Routing of the model in training, to check the experts that a sampler returns; None: not checked.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Recorder:
         self.turns: list[Turn] = []
         self.num_sampled_tokens = 0
         self.late: RecordError | None = None
-        """The first thing that was to be recorded after the episode had ended."""
+        """The error of the first attempt to sample or record after the episode had ended, or None."""
 
     def record(self, *, prompt_ids: Ids, completion_ids: Ids, extends: int | None = None, **fields: Any) -> int:
-        """Add a turn; its index.
+        """Add a turn; return its index.
 
         Args:
-            prompt_ids: All ids that were sent.
-            completion_ids: All ids that came back.
-            extends: The index of the turn that the prompt is said to extend (because it was bridged). It is verified.
+            prompt_ids: All ids of the prompt: int32 [P].
+            completion_ids: All sampled ids: int32 [C].
+            extends: Index of the turn that the prompt extends by a bridge, or None. This is verified.
             fields: The other fields of `Turn`.
 
         Raises:
-            RecordError: an id outside the vocabulary, fields that cannot be, a prompt that does not extend the turn
-                that it is said to extend, or an episode that has ended.
+            RecordError: an id is outside the vocabulary, a field is invalid, the prompt does not extend the turn that
+                `extends` names, or the episode has ended.
         """
         if self._closed:
             raise self.went_on()
@@ -76,37 +76,38 @@ class Recorder:
         return index
 
     def foresee(self, prompt_ids: Int32) -> None:
-        """A prompt that will be recorded when its completion is there; it is not changed any more."""
+        """Announce a prompt that will be recorded with its completion. Its array becomes read-only."""
         if prompt_ids.flags.owndata:
             prompt_ids.flags.writeable = False
         self._tree.foresee(prompt_ids)
 
     def num_routed(self, prompt_ids: Int32, agent: str = "main") -> int:
-        """Leading tokens of a prompt whose experts are recorded: where it extends the agent's last turn, all tokens of
-        that turn but the last. Each turn records what the ones before it do not know."""
+        """Number of leading prompt tokens whose experts are already recorded: if the prompt extends the agent's last
+        turn, all tokens of that turn except the last, which has not been through the model. A turn stores only the
+        experts that earlier turns lack."""
         last = next((turn for turn in reversed(self.turns) if turn.agent == agent), None)
         if last is None or last.routed_experts is None or last.path.length > len(prompt_ids):
             return 0
         return last.path.length - 1 if np.array_equal(last.path.ids(), prompt_ids[: last.path.length]) else 0
 
     def refuse_other_experts(self, experts: Experts | None) -> None:
-        """Refuse recorded experts that are not those of the model in training.
+        """Refuse experts that do not fit the model in training.
 
         Raises:
-            SamplerFault: they are of another model.
+            SamplerFault: the sampler serves another model.
         """
         if self._routing is None or experts is None or (problem := self._routing.problem(experts)) is None:
             return
         raise SamplerFault(f"{problem}: the sampler has another model")
 
     def count(self, num_tokens: int) -> None:
-        """A sampler returned this many tokens, whether or not they can be recorded. After the end they are counted all
-        the same, dropped as `error`, and a RecordError is raised."""
+        """Count the tokens of a completion, whether or not it can be recorded. After the end of the episode they are
+        counted too, but dropped as `error`, and a RecordError is raised."""
         self.count_cancelled(num_tokens)
         self.refuse_if_closed()
 
     def count_cancelled(self, num_tokens: int) -> None:
-        """A sampler drew this many tokens for a completion that it will not return. None of them can be recorded."""
+        """Count tokens that were sampled for a completion that will not be returned, so they cannot be recorded."""
         if self._on_sampled is not None:
             self._on_sampled(num_tokens)
         if not self._closed:
@@ -115,14 +116,14 @@ class Recorder:
             self._on_dropped({"error": num_tokens})
 
     def count_lost(self, num_tokens: int) -> None:
-        """Replicas of the sampler drew this many tokens and were lost; the request was sent again elsewhere."""
+        """Count tokens sampled by replicas that were lost; their requests were sent again to other replicas."""
         if num_tokens and self._on_sampled is not None:
             self._on_sampled(num_tokens)
         if num_tokens and self._on_dropped is not None:
             self._on_dropped({"lost_replica": num_tokens})
 
     def lose(self, num_tokens: int) -> None:
-        """Book tokens as lost because the process that they were sampled for ended."""
+        """Drop counted tokens as `lost_worker`: the process that they were sampled for has ended."""
         assert 0 <= num_tokens <= self.num_sampled_tokens
         self.num_sampled_tokens -= num_tokens
         if self._on_dropped is not None:
@@ -134,15 +135,15 @@ class Recorder:
         return self.num_sampled_tokens - sum(len(turn.completion_ids) for turn in self.turns)
 
     def amend(self, index: int, **changes: object) -> None:
-        """Add what became known after the completion: tool results, timing, reward, whether it is trained. Never ids or
-        logprobs."""
+        """Change fields of a turn that are known only after the completion: reward, timing, parse status, `trained`.
+        Ids and logprobs never change."""
         assert changes.keys() <= {"reward", "timing", "parse_status", "trained"}
         self.turns[index] = self.turns[index].replace(**changes)
 
     def close(self) -> None:
-        """The episode has ended: nothing is recorded any more."""
+        """End the recording; later turns are refused."""
         self._closed = True
-        self._tree = TokenTree()  # the turns hold what they need of it
+        self._tree = TokenTree()  # frees the index; the turns reference the parts that they need
 
     def refuse_if_closed(self) -> None:
         """Raise a RecordError if the episode has ended, and remember that it went on."""
@@ -150,13 +151,13 @@ class Recorder:
             raise self.went_on()
 
     def went_on(self) -> RecordError:
-        """The error for a caller that goes on after the end. It is remembered as `late`."""
+        """Return the error for a caller that goes on after the end, and remember it as `late`: the episode fails."""
         error = self.refusal()
         self.late = self.late or error
         return error
 
     def refusal(self) -> RecordError:
-        """The error for a caller that comes after the end."""
+        """Return the error for a caller that comes after the end through no fault of its own; it is not remembered."""
         return RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
 
     def _where(self, index: int) -> str:

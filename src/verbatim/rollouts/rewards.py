@@ -12,14 +12,14 @@ from verbatim.core.texts import error_text, shown
 from verbatim.environments.environment import AgentScores
 
 LARGEST = 3.4028234663852886e38
-"""The largest float32: advantages are trained in it, and a larger reward would become infinite."""
+"""The largest float32. Advantages are float32, so a larger reward would become infinite."""
 MOST_PARTS = 1000
-"""Parts of a score: each is a metric of its own."""
+"""Most parts of a score. Limited because each becomes a metric."""
 
 
 def checked_reward(reward: Any, who: str) -> float | None:
-    """A turn's own reward; None where it has no reward. An EnvironmentFault if float32 cannot hold it as a finite
-    number."""
+    """Return a turn's reward as a float, or None if it has none; an EnvironmentFault if it is not a finite number in
+    float32. `who` names its source in the error."""
     if reward is None:
         return None
     try:
@@ -32,8 +32,8 @@ def checked_reward(reward: Any, who: str) -> float | None:
 
 
 def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
-    """What the calls of one turn have earned together, after one more; None while none of them has earned anything. The
-    sum is checked too."""
+    """Add a tool call's reward to the sum of the turn's calls so far; None if no call has given a reward. The sum is
+    checked too, since it may overflow float32."""
     more = checked_reward(reward, who)
     if more is None or so_far is None:
         return so_far if more is None else more
@@ -41,8 +41,8 @@ def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
 
 
 def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
-    """What `score` returned: the reward, and its parts where it has parts. An EnvironmentFault if float32 cannot hold
-    them as finite numbers, or if there are too many parts."""
+    """Read the result of `score`: the reward, and its named parts if it has any. An EnvironmentFault if one is not a
+    finite number in float32, or if there are too many parts."""
     if score is None:
         return None, {}
     if isinstance(score, Mapping) and len(score) > MOST_PARTS:
@@ -66,8 +66,8 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
 
 
 def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, float], dict[str, float]]:
-    """What `score` returned: the reward, its parts, and the rewards of agents that have their own; an EnvironmentFault
-    as of `read_score`."""
+    """Read the result of `score`: the reward, its parts, and the rewards of single agents. An EnvironmentFault as for
+    `read_score`."""
     if not isinstance(score, AgentScores):
         return (*read_score(score, who), {})
     if not isinstance(score.agents, Mapping) or not score.agents:
@@ -78,7 +78,7 @@ def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, flo
 
 
 def checked_number(value: Any, who: str) -> float:
-    """A reward that has to be there, of any kind of number; an EnvironmentFault as of `read_score`."""
+    """Return a required reward as a float; an EnvironmentFault if it is missing, or as for `read_score`."""
     reward, _ = read_score(shown(value, 80) if isinstance(value, Mapping) else value, who)
     if reward is None:
         raise EnvironmentFault(f"{who} returned None; expected a finite number")
@@ -86,7 +86,8 @@ def checked_number(value: Any, who: str) -> float:
 
 
 def _one_number(value: Any) -> float:
-    """Any kind of number as a float, numpy's and torch's included; no text, even one that reads like a number."""
+    """Convert any kind of number to a float, including numpy's and torch's. Strings are refused, even "1.0", because
+    `float()` would accept them silently."""
     if isinstance(value, str | bytes):
         raise TypeError(f"{shown(value, 80)} is a text: write float(...) around it if it is meant as a number")
     try:

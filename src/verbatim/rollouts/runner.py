@@ -1,4 +1,4 @@
-"""Defines episode tasks, the settings that the episodes of one environment share, and the local runner."""
+"""Episode tasks, the setup that the episodes of one environment share, and the local runner."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ class EpisodeTask:
     purpose: str
     """"train" or "eval"."""
     example: Example
-    """What it is about."""
+    """The example to play."""
     session: str
-    """Names the episode in its requests to the sampler, which may keep its cache by it."""
+    """Session id of the episode's requests, by which a sampler may keep its prefix cache."""
     identity: RolloutIdentity
-    """Which rollout it is. Its seed is that of the sampling and of the environment."""
+    """Identity of the rollout. Its seed is used for sampling and for the environment."""
 
     @property
     def seed(self) -> int:
-        """The identity's seed: every episode has one."""
+        """The identity's seed, which every episode has."""
         assert self.identity.seed is not None
         return self.identity.seed
 
 
 class EpisodeRunner(Protocol):
-    """Takes one episode to its end."""
+    """Runs episodes."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode; what goes wrong in it is on the trajectory. The recorder counts every sampled token as
-        it appears."""
+        """Run one episode; return its trajectory, which also has its failures. The recorder counts every token as it is
+        sampled."""
 
     def metrics(self) -> Mapping[str, float]:
-        """The runner's own metrics of a step; here none."""
+        """The runner's own metrics of a step; none by default."""
         return {}
 
 
@@ -62,7 +62,8 @@ class LocalRunner(EpisodeRunner):
     """Runs episodes on the running event loop."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode."""
+        """Run one episode; return its trajectory."""
+        # Many slots may free up at once; the limiter spreads the starts over passes of the event loop.
         await turn_limiter().enter()
         return await run_episode(
             environment=setup.environment,
@@ -89,8 +90,8 @@ def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Episode
         renderer=setup.renderer,
         limits=setup.limits,
         recorder=recorder,
-        # The teacher ends a turn by itself: stop tokens are ids of the student's, and what a stop string cut off would
-        # be imitated with the close of a whole turn.
+        # The teacher ends its turns by itself. Stop tokens are ids of the student, not of the teacher. A text cut at a
+        # stop string would be rendered with a close token, so the student would learn to end the turn there.
         params=dataclasses.replace(setup.params, stop_token_ids=(), stop=()),
         seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
     )
@@ -98,7 +99,7 @@ def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Episode
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutSetup:
-    """What all episodes of one environment share."""
+    """The setup that all episodes of one environment share."""
 
     env: str
     """The environment's label."""
@@ -108,14 +109,14 @@ class RolloutSetup:
     params: SamplingParams
     limits: EpisodeLimits
     slots: asyncio.Semaphore
-    """Bounds the episodes in flight, over all environments."""
+    """Limits the episodes in flight over all environments."""
     teacher: ChatConnection | None = None
-    """The chat server that takes the turns in the sampler's place; None: the sampler takes them."""
+    """Chat server that generates the turns instead of the sampler; None: the sampler does."""
     runner: EpisodeRunner = field(default_factory=LocalRunner)
-    """Where the episodes run."""
+    """Decides where the episodes run."""
     episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
-    """Counts how they end, and says what fails."""
+    """Counts the episodes' ends and logs failures."""
     run_id: str = ""
-    """The run that the episodes belong to; empty outside of one."""
+    """Id of the run that the episodes belong to; empty outside a run."""
     routing: Routing | None = None
-    """The routing of the model in training, whose experts the sampler returns; None: they are not returned."""
+    """Routing of the model in training, to check the experts that the sampler returns; None: it returns none."""

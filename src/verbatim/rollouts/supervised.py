@@ -1,5 +1,5 @@
-"""Runs a user's code on a task of its own: whatever it raises is the fault of its episode, and where it goes on after
-its deadline it is abandoned."""
+"""Runs user code on its own task. Anything it raises fails only its episode, and if it is still running after its
+deadline, it is abandoned."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from verbatim.core.user_code import is_running
 from verbatim.rollouts.loop import EpisodeOver
 
 GRACE = 10.0
-"""Seconds that user code may take to end once it was cancelled. What still runs then is not waited for."""
+"""Seconds for user code to end after its cancellation. A task that is still running then is abandoned."""
 
 T = TypeVar("T")
 
 left_behind: set[asyncio.Task[Any]] = set()
-"""Tasks of this process that ignored their cancellation and still run; the event loop holds its tasks weakly."""
+"""Abandoned tasks of this process that are still running. Kept here because the event loop only holds weak references
+to tasks."""
 
 
 class LeftBehind(Exception):
-    """The task ignored its cancellation; it may still run, and its result is not used."""
+    """The task ignored its cancellation and was abandoned. It may still be running; its result is not used."""
 
 
 class UserCalls:
-    """The calls into the user's code on one task, which is left behind after `seconds` (see `within`)."""
+    """The calls into user code on one task, which is abandoned after `seconds` (see `within`)."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.task: asyncio.Task[Any] | None = asyncio.current_task()
-        """The one that the user's code runs on."""
+        """The task on which the user code runs."""
         self._handle: asyncio.TimerHandle | None = None
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when the task is to be left behind."""
+        """Done when the task is to be abandoned."""
         self.told_to_end = False
-        """The supervisor has cancelled the task: a CancelledError in it is not the user's own."""
+        """True once the supervisor has cancelled the task: a CancelledError in it does not come from user code."""
         self.may_not_be_cancelled = False
-        """It is cleaning up, under a deadline of its own: the supervisor only waits."""
+        """True while the task cleans up under its own deadline: the supervisor then waits and does not cancel it."""
         self.deadline: asyncio.Timeout | None = None
-        """Cancels the task when the time of what runs now is over."""
+        """The timeout of the current call, which cancels the task."""
         self.now = "start"
-        """What runs, or ran last."""
+        """Name of the current or last call, for messages."""
         self.within(seconds)
 
     def within(self, seconds: float) -> None:
-        """It is left behind after so many seconds from now; never, where they are infinite."""
+        """Abandon the task `seconds` from now; never if infinite. Replaces the limit set before."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle = self._loop.call_later(seconds, self._end) if math.isfinite(seconds) else None
 
     def task_ended(self) -> None:
-        """The task has ended."""
+        """Stop the timer: the task has ended, or was abandoned."""
         if self._handle is not None:
             self._handle.cancel()
         self.over.cancel()
@@ -63,15 +64,16 @@ class UserCalls:
         """A `with` block around user code.
 
         Raises:
-            EnvironmentFault: it raised anything at all: SystemExit, KeyboardInterrupt, GeneratorExit and a
-                CancelledError of its own making included. Ctrl-C and our own cancellation pass through.
-            TimeoutError: it returned after its time, because it swallowed the cancellation.
+            EnvironmentFault: the code raised any exception, including SystemExit, KeyboardInterrupt, GeneratorExit and
+                a CancelledError that it caused itself. A real Ctrl-C and the supervisor's cancellation pass through.
+            TimeoutError: the code swallowed its cancellation and returned after its deadline.
         """
         self.now = what
         return UserCallGuard(self, what)
 
     def is_over(self) -> bool:
-        """Whether the task was told to end: a CancelledError is not the user's own, and a result comes too late."""
+        """True if the task was cancelled or is past its deadline: then a CancelledError does not come from user code,
+        and a result is too late."""
         return self.told_to_end or (self.deadline is not None and self.deadline.expired())
 
     def _end(self) -> None:
@@ -88,7 +90,7 @@ class UserCallGuard:
         self._calls, self._what = calls, what
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Enter the block; all work is done in `__exit__`."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         what = self._what
@@ -96,27 +98,30 @@ class UserCallGuard:
             if self._calls.is_over():
                 raise TimeoutError
             return
-        if isinstance(error, EpisodeOver | RolloutError | ModelError):  # a model that cannot do what is asked fails all
+        # Already classified. A ModelError concerns every episode (the chat template cannot render tools, for example),
+        # so it ends the run.
+        if isinstance(error, EpisodeOver | RolloutError | ModelError):
             return
         if isinstance(error, asyncio.CancelledError):
             if self._calls.is_over():
                 return
             raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
-        # GeneratorExit also ends a coroutine that is thrown away.
+        # Python also raises GeneratorExit in a coroutine that is garbage-collected; that must pass through.
         if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(self._calls.task)):
             return
         raise EnvironmentFault(f"{what} raised {error_text(error)}") from error
 
 
 async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
-    """Run a coroutine on a task of its own; what it returns.
+    """Run a coroutine on its own task; return its result.
 
-    Where the caller is cancelled, the task is too, and is waited for as long as `calls` says, `GRACE` at first.
+    If the caller is cancelled, the task is cancelled too, and gets `GRACE` seconds to end, or the time that it sets
+    itself with `calls.within`.
 
     Raises:
-        LeftBehind: it still ran when its time was over.
-        asyncio.CancelledError: the caller is cancelled; or the task was, by itself (`calls.told_to_end` is False).
-        BaseException: what the coroutine raised.
+        LeftBehind: the task was still running when its time was over.
+        asyncio.CancelledError: the caller was cancelled; or the task cancelled itself (`calls.told_to_end` is False).
+        BaseException: any exception of the coroutine.
     """
     task = asyncio.create_task(work)
     calls.task = task

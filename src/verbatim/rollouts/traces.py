@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFolder:
-    """Stores trajectories as they end, as the settings of a rollout say. May be called from several threads; callbacks
-    are called one at a time."""
+    """Stores trajectories as they end. Thread-safe; callbacks are called one at a time, so that they need no locks."""
 
     def __init__(
         self,
@@ -44,8 +43,9 @@ class TraceFolder:
         folder.mkdir(parents=True, exist_ok=True)
 
     def store(self, trajectory: Trajectory) -> Path | None:
-        """Write one, if it is wanted; its file. Never raises: a trace is not worth an episode. A callback that raises
-        is warned about, and the trace is kept: as `fail-` where success cannot be told."""
+        """Write a trajectory's trace if it is wanted; return its path, or None if it was not written. A failure is
+        logged and not raised: losing a trace is better than losing the episode. If a callback raises, the trace is
+        kept; without a success verdict it is named `fail-`."""
         errors: list[str] = []
         with self._one_at_a_time:
             if not self._ask("trace_callback", self._wanted, trajectory, errors, otherwise=True):
@@ -72,7 +72,7 @@ class TraceFolder:
     ) -> bool:
         try:
             return bool(callback(trajectory))
-        except BaseException as error:  # user code may raise anything; the trace tells of it
+        except BaseException as error:  # user code may raise anything; the error is stored in the trace
             if is_ctrl_c(error):
                 raise
             name = trajectory.trajectory_id or trajectory.example_id
@@ -86,6 +86,6 @@ def _ended_well(trajectory: Trajectory) -> bool:
 
 
 def _file_name(trajectory: Trajectory, success: bool) -> str:
-    """Readable, safe in any file system, and unique also among samples of one prompt and runs into one folder."""
+    """A file name that is readable, safe on any file system, and unique, also across runs into the same folder."""
     label = re.sub(r"[^A-Za-z0-9_.-]+", "_", trajectory.trajectory_id or trajectory.example_id)[:80]
     return f"{'ok' if success else 'fail'}-{label}-{uuid.uuid4().hex[:16]}.json"

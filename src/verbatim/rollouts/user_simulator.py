@@ -1,4 +1,4 @@
-"""Plays the user of a conversation with a model behind a chat server."""
+"""Simulates the user of a conversation with a model behind a chat server."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from verbatim.inference.chat.client import ChatConnection, OpenAI
 from verbatim.inference.chat.request import chat_body
 
 STOP = "###STOP###"
-"""What the user says at the end of its last message."""
+"""Marks the end of the conversation in the simulated user's answer."""
 PROMPT = (
     "You are a person who talks with an assistant. Stay in your role, write one short message at a time, and do not "
     f"help the assistant. Once you have what you want, or see that you will not get it, answer with {STOP} alone."
 )
-"""What a simulated user is told, before the task's own `user` text."""
+"""The simulated user's system prompt; the task's own `user` text follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserSimulator:
-    """A model that answers whenever the assistant speaks without calling a tool, until it says `STOP`.
+    """A model that replies whenever the assistant answers without a tool call, until it writes `STOP`.
 
-    It sees the spoken messages from the other side: the assistant's as the user's and its own as the assistant's; no
-    tools, no system message. A task's field `user` is added to its prompt.
+    It sees the conversation with the roles swapped: the assistant's messages as the user's, and its own as the
+    assistant's. It sees neither tools nor the assistant's system message. A task's field `user` is added to its prompt.
 
     Example: `UserSimulator(api=OpenAI(model="qwen3.5-32b", base_url="http://localhost:8000/v1"))`.
 
     Raises:
-        UsageError: `api` is no `OpenAI`.
+        UsageError: `api` is not an `OpenAI`.
     """
 
     api: OpenAI
     """The model and its server."""
     prompt: str = PROMPT
-    """Its system message."""
+    """The system message."""
     sampling_params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=512))
-    """How its tokens are drawn."""
+    """Sampling parameters."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.api, OpenAI):
@@ -49,16 +49,16 @@ class UserSimulator:
     async def answer(
         self, connection: ChatConnection, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]
     ) -> str | None:
-        """What the user says next; None where it ends the conversation.
+        """Return the user's next message, or None if it ends the conversation.
 
         Args:
-            connection: An open way to its server. Serves any number of conversations.
+            connection: Open connection to the server, shared by any number of conversations.
             spoken: The messages of user and assistant so far.
             task: The task's own fields; `user` is added to the prompt.
-            usage: The server's token counts, and the requests that had to be made again, are added.
+            usage: The server's token counts, and the number of retries by error, are added to this counter.
 
         Raises:
-            SamplerFault: the server failed for good.
+            SamplerFault: the server failed, and retries did not help.
         """
         prompt = self.prompt + (f"\n\n{task['user']}" if task.get("user") else "")
         seen: list[Message] = [{"role": "system", "content": prompt}]
