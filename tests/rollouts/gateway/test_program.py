@@ -346,7 +346,7 @@ class TestReuse:
         trajectories = await playing
         kinds = [None if t.error is None else t.error.partition(":")[0] for t in trajectories]
         assert kinds == ["program_crashed", None, "program_hung", None, "program_crashed", None]
-        assert "the program said: no luck" in trajectories[4].error
+        assert "the program reported: no luck" in trajectories[4].error
 
     async def test_one_that_ends_after_its_answer_is_replaced(self):
         environment = make(

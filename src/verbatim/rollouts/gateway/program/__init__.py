@@ -1,1 +1,1 @@
-"""Agent programs as environments: each example is a run of a program that asks the gateway."""
+"""Agent programs as environments: for each example, a program runs with the gateway as its model server."""

@@ -1,4 +1,4 @@
-"""A program as an environment: it is given an example, a base URL and a key; what it asks is trained."""
+"""A program as an environment: it gets an example, a base URL and a key; the model's answers to it are trained."""
 
 from __future__ import annotations
 
@@ -43,46 +43,49 @@ HARMLESS = (
     "context_management",
     "truncation",
 )
-"""Fields that agents send as a matter of course and that are let pass without effect, by default."""
+"""Request fields that agents send by default, and that are accepted without effect by default."""
 _STARTING = 8
-"""Programs that start at a time: each takes seconds of processor time."""
+"""Most programs that start at the same time: each takes seconds of CPU time."""
 _RESERVE = 5.0
-"""Seconds before the episode's own time limit at which a program is taken to hang."""
+"""A program times out this many seconds before its episode, so that its failure can still be recorded and scored."""
 _SERVING: set[asyncio.Task[None]] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Played:
-    """What became of one program."""
+    """The result of one program run."""
 
     reward: Any
-    """As the program gave it; None: it gave none."""
+    """The program's reward, not yet checked, or None."""
     fault: ProgramFault | None
+    """Why the program failed, or None."""
     info: Mapping[str, Any]
+    """Status and times, for the trajectory's `info`."""
 
 
 @dataclass(frozen=True)
 class _TimeLimit:
-    """How long a program may take."""
+    """The time limits of a program."""
 
     own: float | None
-    """Seconds for the program itself."""
+    """Timeout of the program itself in seconds, or None."""
     end: float
-    """When the episode's own time is up, by the clock of `time.monotonic`."""
+    """End of the episode's time, by `time.monotonic`."""
 
     @property
     def left(self) -> float:
-        """Seconds until then."""
+        """Seconds left until `end`."""
         return max(0.0, self.end - time.monotonic())
 
     @property
     def seconds(self) -> float:
-        """Seconds for a program that begins now."""
+        """Timeout in seconds of a program that starts now."""
         return self.left if self.own is None else min(self.own, self.left)
 
     @contextlib.asynccontextmanager
     async def of_waiting(self, why: str) -> AsyncIterator[None]:
-        """Wait for a place inside of the block; an EnvironmentFault where the time is up before there is one."""
+        """Context in which to wait for a place; an EnvironmentFault if the time is up first. `why` names the limit that
+        caused the wait."""
         seconds = self.left
         try:
             async with asyncio.timeout(seconds):
@@ -95,59 +98,59 @@ class _TimeLimit:
 
 
 class Program:
-    """Runs a program for each example. The program knows nothing of this environment: it asks a chat model at the base
-    URL and with the key that SDKs find in their environment variables, and says what the episode earned.
+    """Runs a program for each example. The program needs no knowledge of Verbatim: it calls a chat model with the base
+    URL and key from the environment variables that SDKs read, and reports the episode's reward.
 
     Args:
-        command: The command line, as a list or a text. `{python}` at its beginning is the Python that runs Verbatim;
+        command: The command line, as a list or a string. `{python}` as the first word is the Python that runs Verbatim;
             `{example}` is replaced by the path of the example's file.
-        data: The examples, as `single_turn` takes them: rows, a JSONL file, or a data set. A program gets its row as a
-            JSON object on one line, with an "id".
-        eval_data: Held-out rows; by default every tenth row of `data`, where there are at least 20.
-        eval_share: Another share than a tenth.
-        cwd: The folder it runs in. By default the one with a file of the command, beside the run's TOML file or in
-            the current directory, else the current one. In the sandbox it is read-only; VERBATIM_WORK_DIR can be
-            written to.
-        env: Further environment variables. Keys and passwords have no place here: the configuration is stored.
-        env_from: Variables of this process that the program gets too, as in the sandbox it would not: their names, or
+        data: The examples, as for `single_turn`: rows, a JSONL file, or a dataset. A program gets its row as a JSON
+            object on one line, with an "id".
+        eval_data: Held-out rows; by default every tenth row of `data`, if there are at least 20.
+        eval_share: Share of `data` to hold out instead of a tenth.
+        cwd: The working directory. By default the folder in which a file of the command is found, next to the run's
+            TOML file or in the current directory; otherwise the current directory. In the sandbox it is read-only;
+            VERBATIM_WORK_DIR is writable.
+        env: Further environment variables. Do not put keys or passwords here: the configuration is stored.
+        env_from: Environment variables of this process to pass on, since the sandbox hides them: their names, or
             `{name there = "name here"}`.
-        example: Whether the row is on standard input or in a file, whose path is in VERBATIM_EXAMPLE.
-        reward: Where the reward is: on the last line of the output, in the file `reward.txt` of the work folder, on the
-            last line of `score`, or posted to VERBATIM_REWARD_URL. What was posted always counts.
+        example: "stdin" passes the row on standard input, "file" in a file whose path is in VERBATIM_EXAMPLE.
+        reward: Source of the reward: "last_line" of the output, "file" for `reward.txt` in the work folder, "score" for
+            the last line of `score`, or "post" to VERBATIM_REWARD_URL. A posted reward always takes precedence.
         score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
-        failed_reward: The reward of a program that crashed or hung after it had an answer of the model. None: such an
-            episode has failed, and is counted as `program_crashed` or `program_hung`; one without an answer always has,
-            also as `program_silent`.
-        timeout: Seconds for the program, waiting for a place not counted; at most, and by default, what is left of the
-            episode's, less 5.
-        memory_mb: MiB of data that each of its processes may have, and that all of them may hold together. Address
-            space that is only reserved is free.
-        processes: Processes at a time, in the sandbox.
-        disk_mb: MiB of files that it may write, in the sandbox.
-        connections: Connections to the gateway that it may have open at a time, in the sandbox.
-        max_body_mb: MiB of one of its requests; of all that arrive at a time, twice as many.
-        sandbox: Whether it runs in a sandbox, with its own folder, those in `visible`, and no network but the gateway.
-            Without one it runs as you, with your files, variables and network.
+        failed_reward: Reward of a program that crashed or timed out after the model had answered at least once. None:
+            the episode fails, counted as `program_crashed` or `program_hung`. Without an answer of the model it always
+            fails, if there was no request as `program_silent`.
+        timeout: Timeout of the program in seconds, without the wait for a place. At most, and by default, what is left
+            of the episode's timeout, minus 5.
+        memory_mb: Most memory in MiB, of each of its processes and of all together. Address space that is only reserved
+            does not count.
+        processes: Most processes at a time, in the sandbox.
+        disk_mb: Most MiB of files that it may write, in the sandbox.
+        connections: Most open connections to the gateway, in the sandbox.
+        max_body_mb: Most MiB of one request; of all its requests in memory at a time, twice as many.
+        sandbox: True to run in a sandbox that shows only the program's folder and those in `visible`, and has no
+            network except the gateway. Otherwise it runs as you, with your files, variables and network.
         visible: Further folders that the sandbox shows, read-only.
-        unsafe_allow: If no sandbox works here, run without one.
-        reuse: Whether a program takes one example after the other, a line each (see the documentation).
-        max_processes: Most processes of a program that is reused.
-        episodes_per_process: Episodes that one of these plays at a time.
-        sampling: Whose temperature, top_p, top_k and min_p hold: the run's, or those of requests.
-        restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
-            None: where the renderer continues what was sampled.
-        train_undelivered: Whether an answer is trained that no client has received to its end, and that none went on
-            from. By default it is context, counted as `untrained`.
-        unenforced: Fields of requests that are let pass without effect, and counted.
+        unsafe_allow: True to run without a sandbox if none works on this machine.
+        reuse: True to start a process once for many examples, one line each (see the documentation).
+        max_processes: Most processes with `reuse`.
+        episodes_per_process: Most concurrent episodes of one process with `reuse`.
+        sampling: Source of temperature, top_p, top_k and min_p: the "run", or the "client", which is its requests.
+        restores_reasoning: True to treat an answer that the program sends back without its reasoning as the original
+            answer. None: True if the renderer continues answers as sampled.
+        train_undelivered: True to train answers that no client received in full and that no later request continued. By
+            default they are context, counted as `untrained`.
+        unenforced: Request fields that are accepted without effect, and counted.
         demonstrations: For a warm start: a JSONL file of conversations, `{"messages": [...], "tools": [...]}`, or the
             id of a bundled environment.
 
     Raises:
-        UsageError: a program, folder, data or setting that does not fit.
+        UsageError: the program, a folder or the data is not found, or a setting is invalid.
     """
 
     only_by_sampler: ClassVar[bool] = True
-    """Its episodes ask the run's sampler through the gateway, and cannot be played by anything else."""
+    """The program's requests go through the gateway to the run's sampler; a teacher cannot answer them."""
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class Program:
         self.most, self.places = max_processes, episodes_per_process
         self._demonstrations = demonstrations
         self.watch: AnswerWatch | None = None
-        """Is told of all requests and answers, for a check."""
+        """Observer of all requests and answers, for checks; or None."""
         self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ProgramServing] = (
             weakref.WeakKeyDictionary()
         )
@@ -235,11 +238,11 @@ class Program:
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> ProgramEpisode:
-        """An episode about one row. The seed reaches the sampling only."""
+        """Create the episode of one row. The program gets no seed; the sampler has its own."""
         return ProgramEpisode(self, example)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
-        """Conversations to imitate, from the file or the environment that was named."""
+        """Conversations to imitate, from the file or environment in `demonstrations`."""
         named = self._demonstrations
         if named is None:
             raise NoDemonstrations(
@@ -256,7 +259,7 @@ class Program:
         ]
 
     async def serving(self) -> ProgramServing:
-        """The gateway of the running event loop, and the programs that are reused; they end with the loop."""
+        """The gateway and the reused programs of the running event loop; they end with the loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             service = Service(options=self._options, limits=self._limits)
@@ -267,7 +270,7 @@ class Program:
 
 
 def _folder_of(command: str | Sequence[str]) -> str | None:
-    """The folder of the first file that a command names by a relative path."""
+    """The folder relative to which the first relative file path of the command exists, or None."""
     words = shlex.split(command) if isinstance(command, str) else command
     for word in words:
         found = None if Path(word).is_absolute() else find_file(word)
@@ -278,7 +281,7 @@ def _folder_of(command: str | Sequence[str]) -> str | None:
 
 
 class ProgramServing:
-    """A gateway and its programs, for as long as their event loop runs."""
+    """A gateway and its programs. They run until their event loop ends."""
 
     def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
         self.service = service
@@ -286,17 +289,17 @@ class ProgramServing:
         self.starting = asyncio.Semaphore(_STARTING)
         self._up = asyncio.create_task(service.start())
         task = asyncio.create_task(self._serve(), name="program-gateway")
-        _SERVING.add(task)  # an event loop by itself does not keep its tasks
+        _SERVING.add(task)  # the event loop only holds weak references to tasks
         task.add_done_callback(_SERVING.discard)
 
     async def up(self) -> None:
-        """Wait until it listens."""
+        """Wait until the gateway listens."""
         await asyncio.shield(self._up)
 
     async def _serve(self) -> None:
         try:
             await self._up
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # never set: the end of the loop cancels this task
         finally:
             await self.reused.close()
             await self.service.close()
@@ -313,9 +316,9 @@ class ProgramEpisode(Episode):
         """Run the program to its end.
 
         Raises:
-            ProgramFault: it crashed, hung, or never called the model, and has no reward for that.
-            EnvironmentFault: it gave no reward.
-            EpisodeOver: its last request was cut off, or refused because no turn or token was left.
+            ProgramFault: the program crashed, hung, or never called the model, and `failed_reward` does not apply.
+            EnvironmentFault: the program reported no valid reward.
+            EpisodeOver: the program's last request was cut off, or refused because no turns or tokens were left.
         """
         if not isinstance(agent, AgentLoop):
             raise EnvironmentFault("programs are played by the run's sampler only, not by a teacher")
@@ -337,18 +340,19 @@ class ProgramEpisode(Episode):
             raise EpisodeOver(reason)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """What the program said."""
+        """The program's reward."""
         return self._reward
 
     def _settle(self, session: Session, played: _Played) -> None:
-        """Find the reward, or say what went wrong: first the sampler, then the program."""
+        """Read the reward, or raise the fault. A fault of the sampler comes first, since it may have caused the
+        program's failure."""
         if session.fault is not None:
             raise session.fault
         fault = played.fault
         if fault is None and not session.loop.turns and not session.num_requests:
             fault = ProgramFault("program_silent", "the program ended without a request to the model")
         if session.loop.why_nothing_sampled(session.last_stop) is not None:
-            # A reward, of the program's own or for its failure, would not be the policy's.
+            # The policy sampled nothing, so neither the program's reward nor `failed_reward` would be earned by it.
             if fault is None or session.loop.no_room is not None:
                 return
             raise fault
@@ -368,7 +372,7 @@ class ProgramEpisode(Episode):
             self.info = {**self.info, "program": {**self.info["program"], "end": fault.kind, "said": str(fault)[:1000]}}
 
     async def _launch(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
-        """A process of its own."""
+        """Play the episode in a new process."""
         process = ProgramProcess(self._environment.launch, serving.service)
         try:
             async with time_limit.of_waiting(f"{_STARTING} programs start at a time"), serving.starting:
@@ -400,12 +404,12 @@ class ProgramEpisode(Episode):
             await process.close()
 
     def _line(self, outcome: ProgramEnd) -> str:
-        """The line that holds the reward."""
+        """The last non-empty line of the output that has the reward; "" if there is none."""
         text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
     async def _reuse(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
-        """A process that plays other episodes too."""
+        """Play the episode in a process that also plays others."""
         began = time.monotonic()
         fault: ProgramFault | None = None
         answer: Mapping[str, Any] = {}
@@ -418,13 +422,13 @@ class ProgramEpisode(Episode):
         except ProgramFault as raised:
             fault = raised
         if "error" in answer:
-            fault = ProgramFault("program_crashed", f"the program said: {str(answer['error'])[:600]}")
+            fault = ProgramFault("program_crashed", f"the program reported: {str(answer['error'])[:600]}")
         info = {"seconds": time.monotonic() - began, "processes_started": serving.reused.num_started}
         reward = None if fault is not None else json.dumps({"reward": answer.get("reward")})
         return _Played(reward=reward, fault=fault, info=info)
 
     def _row(self) -> dict[str, Any]:
-        """The example as the program gets it."""
+        """The example as sent to the program."""
         example = self._example
         row = {"id": example.id, **example.payload}
         if example.messages:
@@ -435,10 +439,11 @@ class ProgramEpisode(Episode):
 
 
 def read_reward(line: str, where: str) -> float | Mapping[str, float]:
-    """The reward in a line: a number, `{"reward": number}`, or `{"reward": {part: number}}`, beside other keys.
+    """Read the reward from a line: a number, `{"reward": number}`, or `{"reward": {part: number}}`; other keys are
+    ignored.
 
     Raises:
-        EnvironmentFault: there is none.
+        EnvironmentFault: the line has no valid reward.
 
     >>> read_reward('{"reward": {"right": 1, "short": 0.5}, "guesses": 3}', "the last line")
     {'right': 1.0, 'short': 0.5}

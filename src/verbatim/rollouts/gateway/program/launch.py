@@ -1,4 +1,4 @@
-"""Says how a program is started: its command, its environment variables, and the sandbox around it."""
+"""How a program is started: its command line, environment variables and sandbox."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from verbatim.environments.tools.isolation import (
 )
 
 FOLDER = "/program"
-"""The program's folder as seen from inside of a sandbox, read-only."""
+"""The program's folder inside a sandbox, read-only."""
 PORT = 8100
-"""The gateway's port inside of a sandbox, which has a network of its own with nothing else in it."""
+"""The gateway's port inside a sandbox. Fixed, because the sandbox's own network namespace has no other server."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 QUIET = {
     "PYTHONUNBUFFERED": "1",
@@ -36,8 +36,8 @@ QUIET = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-"""Variables that every program gets: lines are written at once, nothing is sent elsewhere, and no proxy stands between
-the program and the gateway."""
+"""Environment variables of every program: unbuffered output, no telemetry, and no proxy between the program and the
+gateway."""
 
 _SCRIPT = """
 exec 3<&0 </dev/null
@@ -54,8 +54,8 @@ printf '\\0{token} done %s\\0' $status
 {score}
 exit 0
 """
-# Interpreters run files that they find in the home folder, to which the program could write: Python the *.pth files of
-# its user packages.
+# The scoring command must not run code that the program has planted. Interpreters run files from the home folder, which
+# the program can write to: Python, for example, the *.pth files of user packages.
 _SCORE_SETTINGS = f"export HOME={FOLDER} PYTHONNOUSERSITE=1\n"
 
 
@@ -64,19 +64,19 @@ class Launch:
     """How a program is started."""
 
     command: tuple[str, ...]
-    """The command line; the first word is the program's path. `{example}` is the file that holds the example."""
+    """The command line; the first word is the program's path. `{example}` stands for the example's file."""
     folder: Path
-    """Where it runs."""
+    """The working directory."""
     variables: Mapping[str, str]
     """Further environment variables."""
     limits: SandboxLimits
     isolation: Isolation
     shown: Mapping[str, str]
-    """Folders that are visible in the sandbox, by their paths inside."""
+    """Folders visible in the sandbox, by their paths inside."""
     score: str
-    """A bash command that runs after the program and writes the reward on its last line; "" = none."""
+    """A bash command that runs after the program and prints the reward on its last line; "" means none."""
     example_in_file: bool
-    """Whether the example is in a file, not on standard input."""
+    """True if the example is passed in a file, False if on standard input."""
 
     @classmethod
     def of(
@@ -92,10 +92,10 @@ class Launch:
         score: str,
         example_in_file: bool,
     ) -> Launch:
-        """Find the program, and the folders that it needs.
+        """Find the program and the folders that it needs.
 
         Raises:
-            UsageError: no such program or folder, or no sandbox that can show them.
+            UsageError: the program or a folder does not exist, or no sandbox can show it.
         """
         words = tuple(shlex.split(command) if isinstance(command, str) else command)
         if not words:
@@ -141,15 +141,15 @@ class Launch:
 
     @property
     def is_inside(self) -> bool:
-        """Whether it runs in a sandbox."""
+        """True if the program runs in a sandbox."""
         return self.isolation.has_namespaces
 
     def argv(self, token: str, work: str) -> list[str]:
-        """The command line of a process that says that it is ready, waits for a line, and runs the program.
+        """The command line of a process that prints a mark when ready, waits for a line, and then runs the program.
 
         Args:
-            token: Of the marks that it writes.
-            work: A folder that it can write to, as seen from inside.
+            token: Random text in the marks.
+            work: A writable folder, as seen from inside the sandbox.
         """
         example = f"{work}/example.json"
         read = f'IFS= read -r line <&3 && printf "%s\\n" "$line" >{shlex.quote(example)}'
@@ -169,12 +169,12 @@ class Launch:
         return self.isolation.command(limits, script, self.shown)
 
     def score_argv(self, work: str) -> list[str]:
-        """The command line of the scoring command, without a sandbox."""
+        """The command line of the scoring command for a program without a sandbox."""
         set_limits, folder = ulimits(self.limits, "memory_mb", "open_files"), shlex.quote(str(self.folder))
         return ["bash", "-c", f"{set_limits} && cd {folder} || exit 125\n{self.score.replace('{work}', work)}"]
 
     def environment(self, variables: Mapping[str, str], work: str) -> dict[str, str]:
-        """All environment variables."""
+        """All environment variables of the program."""
         own = {"PATH": f"{Path(self.command[0]).parent}:{ENVIRONMENT['PATH']}"} if self.is_inside else {}
         base = {**ENVIRONMENT, **own} if self.is_inside else dict(os.environ)
         return {
@@ -187,7 +187,8 @@ class Launch:
         }
 
     def work_folder(self) -> tuple[str, tempfile.TemporaryDirectory[str] | None]:
-        """A folder for one process to write to, as seen from inside, and the one to delete afterwards."""
+        """A writable folder for one process, as seen from inside the sandbox; and the temporary folder to delete
+        afterwards, or None in a sandbox."""
         if self.is_inside:
             return WORK, None
         folder = tempfile.TemporaryDirectory(prefix="verbatim-program-", ignore_cleanup_errors=True)
@@ -195,11 +196,11 @@ class Launch:
 
 
 def _prefixes(program: str) -> list[Path]:
-    """The folders that a program outside of the system's is installed in: those of the file, and of each link on the
-    way to it, so that a Python of a virtual environment finds its packages and its library. Never a folder that holds
-    the user's home: then the narrower one."""
+    """The installation folders of a program that is not in a system folder: those of the file, and of each symbolic
+    link on the way to it, so that the Python of a virtual environment finds its packages and its library. A folder that
+    contains the user's home is never shown; the narrower one is used instead."""
     found, path, home = [], Path(program), Path(os.environ.get("HOME") or "/").resolve()
-    for _ in range(16):
+    for _ in range(16):  # more than any real chain of links, and an end if they form a loop
         path = path.parent.resolve() / path.name
         prefix = path.parent.parent if path.parent.name == "bin" else path.parent
         if not str(path).startswith(tuple(f"{folder}/" for folder in _SYSTEM)):
@@ -213,7 +214,7 @@ def _prefixes(program: str) -> list[Path]:
 
 
 def _check_visible(path: Path) -> None:
-    """Refuse a folder that the sandbox could not show."""
+    """Refuse a folder that the sandbox cannot show."""
     if not path.exists():
         raise UsageError(f"program: there is no folder {path}")
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""One process of a program: started, told its example, listened to, and ended with all that it has started."""
+"""One process of a program: starts it, sends its example, reads its output, and ends it with all its descendants."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from verbatim.rollouts.gateway.program.launch import PORT, Launch
 from verbatim.rollouts.gateway.service import Service
 
 START_SECONDS = 60.0
-"""Seconds for the sandbox and the shell in it; many may start at a time on few cores."""
+"""Timeout in seconds for starting the sandbox and its shell. Long, because many may start at a time on few cores."""
 SCORE_SECONDS = 60.0
-"""Most seconds for the scoring command."""
+"""Timeout of the scoring command in seconds."""
 VARIABLE = "VERBATIM_PROGRAM_ID"
-"""The environment variable that marks the processes of one program: what they start inherits it."""
+"""Environment variable that marks the processes of one program. Child processes inherit it, daemons too."""
 _MOST_ROUNDS = 100
+"""Most passes over all processes in `kill_marked`: a fork bomb could start new ones forever."""
 _TAIL = 64 * 2**10
 """Bytes kept of each output: the last ones."""
 
-# Brings up the loopback device of a sandbox's network and listens there: a socket belongs to the network that it was
-# made in, whichever process holds it. It is handed over through the descriptor that is given.
+# Runs inside a sandbox's network namespace: brings up its loopback device and listens there. A socket stays in the
+# namespace in which it was created, whichever process holds it, so this one is passed back to the gateway over the
+# given descriptor. 0x8914 is SIOCSIFFLAGS, 0x41 is IFF_UP | IFF_RUNNING.
 _LISTEN = """
 import fcntl, socket, struct, sys
 own = socket.socket(fileno=int(sys.argv[1]))
@@ -52,40 +54,41 @@ class ProgramEnd:
     """How a program ended."""
 
     status: int | None
-    """Its exit status, 128 + n after signal n; None: its process was gone before it could be told."""
+    """The exit status, 128 + n after signal n; or None if the shell around the program died before reporting it."""
     stdout: str
-    """The end of what it wrote."""
+    """The end of its standard output."""
     stderr: str
+    """The end of its standard error."""
     score: str = ""
-    """The end of what the scoring command wrote."""
+    """The end of the scoring command's output."""
     ended_at_mb: int | None = None
-    """MiB that its processes held more than, together, for which it was ended."""
+    """The memory limit in MiB, if the program was killed because its processes together exceeded it; else None."""
 
     @property
     def is_well(self) -> bool:
-        """Whether it ended by itself, with status 0, and none of its processes was ended for its memory."""
+        """True if the program exited with status 0 and was not killed for its memory."""
         return self.status == 0 and self.ended_at_mb is None
 
     def told(self) -> str:
-        """For an error: the exit status, and the last words."""
+        """The exit status and the last output, for an error message."""
         how = "its process is gone" if self.status is None else f"exit status {self.status}"
         if self.ended_at_mb is not None:
             how = f"more than {self.ended_at_mb} MiB held by its processes together (memory_mb)"
         return f"{how}; {self.words()}"
 
     def words(self) -> str:
-        """For an error: the last words."""
+        """The last output, for an error message."""
         said = self.stderr.strip() or self.stdout.strip()
         return f"it said {said[-600:]!r}" if said else "it said nothing"
 
 
 class ProgramProcess:
-    """A program that runs. Close it.
+    """A running program. The caller must close it.
 
     Args:
         launch: How it is started.
         service: The gateway.
-        on_line: Called with each line of its output, for a program that answers line by line.
+        on_line: Called with each line of its standard output, for a program that answers line by line.
     """
 
     def __init__(self, launch: Launch, service: Service, on_line: Callable[[str], None] | None = None) -> None:
@@ -105,18 +108,18 @@ class ProgramProcess:
         self._watched: list[WatchedProcess] = []
         self._ended_at_mb: int | None = None
         self.url = service.url
-        """Where the program reaches the gateway."""
+        """The gateway's URL as the program sees it."""
         self.started = time.monotonic()
-        """When the program was started, by the clock of `time.monotonic`."""
+        """Start time of the program, by `time.monotonic`."""
 
     async def start(self, key: str = "") -> None:
-        """Start the process and its sandbox; the program itself begins with `go`.
+        """Start the process and its sandbox; `go` then starts the program itself.
 
         Args:
-            key: Of its session, for the environment variables.
+            key: The session's key, for the environment variables.
 
         Raises:
-            EnvironmentFault: it does not start.
+            EnvironmentFault: the process or its sandbox does not start.
         """
         self.url = f"http://127.0.0.1:{PORT}" if self._launch.is_inside else self._service.url
         self._environment = {**self._launch.environment(variables(self.url, key), self._work), VARIABLE: self._marked}
@@ -140,14 +143,14 @@ class ProgramProcess:
         return await start_async(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, environment=self._environment, folder="/")
 
     async def go(self) -> None:
-        """Let the program begin."""
+        """Start the program."""
         assert self._process is not None
         self._watch(self._process.pid)
         self.started = time.monotonic()
         await self.send(b"go\n")
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Write to its standard input; nothing happens if it does not read any more."""
+        """Write to the program's standard input; ignored if it has closed it. `last` closes it afterwards."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
@@ -161,11 +164,11 @@ class ProgramProcess:
         return self.outcome()
 
     async def scored(self, seconds: float = SCORE_SECONDS) -> ProgramEnd:
-        """Wait for the end of the scoring command, once the program has ended. What the program has started is killed
-        before, so that nothing else can write a score.
+        """Run the scoring command after the program has ended, and wait for it. The program's other processes are
+        killed first, so that nothing else can write a score.
 
         Raises:
-            EnvironmentFault: it takes longer than this many seconds.
+            EnvironmentFault: the command takes longer than `seconds`.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -179,7 +182,7 @@ class ProgramProcess:
         return self.outcome()
 
     async def _score_outside(self) -> None:
-        """Run the scoring command in a process of its own, with an output that no other process has."""
+        """Run the scoring command in its own process, with an output pipe that no process of the program holds."""
         process = await self._start(self._launch.score_argv(self._work))
         assert process.stdout is not None and process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
@@ -194,8 +197,8 @@ class ProgramProcess:
             await gone(process)
 
     def outcome(self) -> ProgramEnd:
-        """How it ended, or what it has written so far."""
-        if any(watched.was_ended for watched in self._watched):  # by the kernel, before anybody looked
+        """How the program ended, or its output so far."""
+        if any(watched.was_ended for watched in self._watched):  # the kernel killed it before `WATCH` checked
             self._ended_at_mb = self._launch.limits.memory_mb
         text = [bytes(part).decode(errors="replace") for part in (self._stdout, self._stderr, self._score)]
         return ProgramEnd(
@@ -203,10 +206,10 @@ class ProgramProcess:
         )
 
     def _watch(self, pid: int) -> None:
-        """End the processes where they hold too much memory together."""
+        """Kill the processes if they exceed the memory limit together."""
         most = self._launch.limits.memory_mb
 
-        def end() -> None:  # in the thread that looks at memory
+        def end() -> None:  # called on the thread that checks memory
             self._ended_at_mb = most
             kill_group(pid)
             if not self._launch.is_inside:
@@ -216,13 +219,13 @@ class ProgramProcess:
         self._watched.append(WATCH.add(pid, most, end, files_mb=files))
 
     async def close(self) -> None:
-        """Kill the program and what it has started, daemons too, and delete its files. May be called again."""
+        """Kill the program and all its descendants, including daemons, and delete its files. May be called again."""
         for watched in self._watched:
             WATCH.remove(watched)
         process, self._process = self._process, None
         if process is not None:
             kill_group(process.pid)
-            if not self._launch.is_inside:  # a sandbox ends with its first process
+            if not self._launch.is_inside:  # in a sandbox, all processes end with the first one
                 await asyncio.to_thread(kill_marked, self._marked)
             await cancel_all(self._reading)
             await gone(process)
@@ -233,7 +236,7 @@ class ProgramProcess:
             self._folder.cleanup()
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        """Sort the output: before the mark of the end it is the program's, then that of the scoring command."""
+        """Split the output: up to the "done" mark it is the program's, after it the scoring command's."""
         pending = b""
         while chunk := await stream.read(1 << 16):
             pending += chunk
@@ -244,9 +247,11 @@ class ProgramProcess:
                     self._ready.set()
                 else:
                     self._status = int(found[2])
-                    self._score.clear()  # what is behind the last mark counts: the program knows how to write others
+                    # Only output after the last mark counts. The program may read the token from the command line and
+                    # print a mark of its own, but the shell's mark comes after that.
+                    self._score.clear()
                     self._done.set()
-            start = pending.rfind(b"\0")  # a mark may be cut in two
+            start = pending.rfind(b"\0")  # a mark may be split over two reads; no mark is as long as 64 bytes
             keep = start if start >= 0 and len(pending) - start < 64 else len(pending)
             self._take(pending[:keep])
             pending = pending[keep:]
@@ -273,10 +278,10 @@ class ProgramProcess:
 
 
 async def _listen_inside(pid: int) -> socket.socket:
-    """A socket that listens in the network of a sandbox.
+    """A socket that listens in the network namespace of a sandbox.
 
     Raises:
-        EnvironmentFault: the network cannot be entered.
+        EnvironmentFault: the namespace cannot be entered.
     """
     inside = _child(pid)
     if inside is None:
@@ -303,7 +308,7 @@ async def _listen_inside(pid: int) -> socket.socket:
 
 
 def _child(pid: int) -> str | None:
-    """The first child of a process."""
+    """The first child of a process, or None."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
     except OSError:
@@ -312,11 +317,10 @@ def _child(pid: int) -> str | None:
 
 
 def kill_marked(mark: str, proc: Path = Path("/proc")) -> int:
-    """Kill every process that began with this mark in its environment, also in sessions of their own, until there is
-    none: they may start others meanwhile. Returns how many were killed.
+    """Kill every process with this mark in its initial environment, in any session, until none is left: they may start
+    others meanwhile. Returns how many were killed.
 
-    Linux only; elsewhere there is nothing to read, and nothing is killed. A process that began with another environment
-    is not found.
+    Linux only: without /proc nothing is killed. A process that was started with a different environment is not found.
     """
     sought, killed = f"{VARIABLE}={mark}".encode(), set[int]()
     for _ in range(_MOST_ROUNDS):
@@ -340,5 +344,5 @@ def _processes(proc: Path) -> list[int]:
 def _has(environ: Path, sought: bytes) -> bool:
     try:
         return sought in environ.read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return False

@@ -1,11 +1,11 @@
-"""Keeps programs alive that take one example after the other: importing an SDK costs seconds.
+"""Keeps programs running for many examples, because importing an SDK takes seconds.
 
-A program reads lines and answers each with a line, in any order:
+The program reads one line of JSON for each example, and answers each with one line, in any order:
 
     {"id": "7", "example": {"id": "emma", ...}, "base_url": "http://127.0.0.1:40123/v1", "api_key": "vb-..."}
     {"id": "7", "reward": 1.0}
 
-Other lines that it writes are passed over. It may answer `{"id": "7", "error": "..."}` where the episode failed.
+Other lines of its output are ignored. If an episode failed, it may answer `{"id": "7", "error": "..."}`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verbatim.rollouts.gateway.service import Service
 
 
 class Reused:
-    """One process, and the episodes that it is playing."""
+    """One process and the episodes that it is playing."""
 
     def __init__(self, launch: Launch, service: Service) -> None:
         self.process = ProgramProcess(launch, service, self._hear)
@@ -37,8 +37,8 @@ class Reused:
         self.watching = asyncio.create_task(self._watch(), name="program-end")
 
     async def play(self, number: int, example: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        """Its answer; a ProgramFault if it ends before."""
-        if self.is_dead:  # between its start and this episode
+        """Play one example; return the program's answer. A ProgramFault if the process ends first."""
+        if self.is_dead:  # it ended after `take` had chosen it
             raise ProgramFault("program_crashed", f"the program ended with {self.process.outcome().told()}")
         name = str(number)
         future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
@@ -89,13 +89,13 @@ class Reused:
 
 
 class ReusedPrograms:
-    """Hands episodes to processes that have a place, and starts another one where none has.
+    """Assigns episodes to processes with a free place, and starts another process if there is none.
 
     Args:
         launch: How a process is started.
         service: The gateway.
         most: Most processes.
-        places: Episodes of one process at a time.
+        places: Most episodes of one process at a time.
     """
 
     def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
@@ -107,16 +107,16 @@ class ReusedPrograms:
         """Processes started so far."""
 
     async def play(self, program: Reused, example: Mapping[str, Any], key: str, seconds: float) -> Mapping[str, Any]:
-        """The answer of a program to an example.
+        """Play one example; return the program's answer.
 
         Args:
-            program: From `take`; its place is free again afterwards.
-            example: JSON values.
-            key: Of its session.
-            seconds: For the program.
+            program: The process, from `take`. Its place is free again afterwards.
+            example: The example, as JSON values.
+            key: The session's key.
+            seconds: Timeout in seconds.
 
         Raises:
-            ProgramFault: it hung, and was killed, or it ended.
+            ProgramFault: the program hung and was killed, or it ended.
         """
         self._num_episodes += 1
         hung = False
@@ -128,7 +128,7 @@ class ReusedPrograms:
             so_far = program.process.outcome().words()
             raise ProgramFault("program_hung", f"no answer after {seconds:g} s; so far {so_far}") from None
         except asyncio.CancelledError:
-            hung = True  # nothing can tell it to stop one of its episodes
+            hung = True  # the protocol has no message that stops one episode, so the process is killed
             raise
         finally:
             program.num_running -= 1
@@ -143,7 +143,7 @@ class ReusedPrograms:
             await self._remove(program)
 
     async def take(self) -> Reused:
-        """A place in a program, as soon as there is one.
+        """Wait for a free place in a process, and reserve it.
 
         Raises:
             EnvironmentFault: the program does not start.
@@ -163,24 +163,25 @@ class ReusedPrograms:
             program.num_running = 1
             self._running.append(program)
             self.num_started += 1
+        # Outside the condition, so that others can take free places while this process starts.
         try:
             if ended is not None:
                 await ended.close()
             await program.start()
             async with self._changed:
                 self._changed.notify_all()
-        except BaseException:  # whatever it is, the place is free again
+        except BaseException:  # also a cancellation: the place must become free again
             await self._remove(program)
             raise
         return program
 
     def _free(self) -> Reused | None:
-        """The process with the fewest episodes, if it has a place."""
+        """The process with the fewest episodes among those with a free place, or None."""
         alive = [p for p in self._running if not p.is_dead and p.watching is not None and p.num_running < self._places]
         return min(alive, key=lambda p: p.num_running, default=None)
 
     def _ended(self) -> Reused | None:
-        """A process that has ended by itself between two episodes; its place is free."""
+        """A process that ended by itself between two episodes, or None; a new one may replace it."""
         return next((p for p in self._running if p.is_dead and not p.num_running), None)
 
     async def _remove(self, program: Reused) -> None:
