@@ -1,1 +1,1 @@
-"""Plays the games of the package `textarena`, against the policy itself or against others."""
+"""Plays the games of the package `textarena`, against the policy itself or other opponents."""

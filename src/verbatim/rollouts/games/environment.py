@@ -1,4 +1,4 @@
-"""Adapts the games of the package `textarena`: its rules and rewards, our sampler and records."""
+"""Adapts the games of the package `textarena`: its rules and rewards with our sampler and recorder."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from verbatim.rollouts.games.random_moves import MOVES, random_move
 
 @dataclass(frozen=True, kw_only=True)
 class TextArena:
-    """A game of textarena (0.7), for one player or against others; each player earns what the package says.
+    """A game of textarena (0.7) for one or several players. The package decides each player's reward.
 
-    The policy speaks for one player ("main"), or with `opponent = "self"` for all ("player_0", "player_1", ...): then
-    each is trained with its own reward, compared with the same player of the group's other games.
+    The policy plays one player ("main"), or with `opponent = "self"` all of them ("player_0", "player_1", ...). Then
+    each player is trained with its own reward, compared with the same player in the group's other games.
 
     Raises:
-        UsageError: the package is not installed, there is no such game, it needs something that is not there (a word
-            list, a key, a newer Python), or there is no such opponent or seat.
+        UsageError: the package is not installed, the game does not exist or needs something that is missing (a word
+            list, a key, a newer Python), or the opponent or seat is invalid.
         ComponentError: the package refuses the options or the number of players.
     """
 
     game: str
-    """Its id in the package: "TicTacToe-v0"; `verbatim env list textarena` shows them."""
+    """The game's id in the package: "TicTacToe-v0"; `verbatim env list textarena` lists them."""
     opponent: str | Mapping[str, Any] = "self"
-    """Who plays the other side: "self" (the policy, trained on both sides), "policy" (the policy, not trained there),
-    "random", `{ frozen = "path" }` or `{ model = "name", base_url = "url" }`. Nothing in games for one player."""
+    """The opponent: "self" (the policy, trained for all players), "policy" (the policy, trained for its own seat only),
+    "random", `{ frozen = "path" }` or `{ model = "name", base_url = "url" }`. Ignored in games for one player."""
     seat: int | Literal["alternate"] = "alternate"
-    """The player that the policy is, counted from 0; "alternate" changes it from example to example."""
+    """The policy's player, counted from 0; "alternate" changes it from example to example."""
     num_players: int | None = None
-    """How many play; None takes the fewest."""
+    """Number of players; None: the fewest that the game allows."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the package's class: `{ max_rounds = 3 }`."""
+    """Arguments of the game's class in the package: `{ max_rounds = 3 }`."""
     seed: int = 0
     """Example i is the game with the package's seed `seed + i`."""
     num_train: int = 500
     """Number of training games."""
     num_eval: int = 100
-    """Number of evaluation games, with the seeds after those of training."""
+    """Number of evaluation games. Their seeds follow those of training."""
     system_prompt: str = ""
-    """What every player of the policy and of other models is told first; "" for nothing."""
+    """System prompt of every player that a model plays; "" means none."""
     unfinished_reward: float = -1.0
-    """What each trained player earns where the run's limits cut the game off: the package has no reward then."""
+    """Reward of each trained player if the run's limits cut the game off: the package gives none then."""
     _spec: GameSpec = field(init=False, repr=False, compare=False)
     _plays: Plays = field(init=False, repr=False, compare=False)
     _num_players: int = field(init=False, repr=False, compare=False)
@@ -70,11 +70,11 @@ class TextArena:
 
     @staticmethod
     def listing() -> list[tuple[str, str]]:
-        """Every game by name, with what it needs beside the package; nothing where the package is missing."""
+        """Every game by name, with what it needs in addition to the package; empty without the package."""
         return [(name, _about(spec)) for name, spec in games().items()]
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The games of a split; those of evaluation have other seeds."""
+        """The games of a split. Training and evaluation games have different seeds."""
         check_split("textarena", split)
         size = self.num_train + self.num_eval
         indices = range(self.num_train) if split == "train" else range(self.num_train, size)
@@ -85,12 +85,12 @@ class TextArena:
         return {"seed": self.seed + index, "seat": seat}
 
     async def start(self, example: Example, seed: int) -> Play:
-        """The example's game; the opponents' moves depend on the episode's seed."""
+        """Start the example's game. The episode's seed decides the opponents' moves."""
         game = Game(self._spec, self.options, self._num_players, int(example.payload["seed"]))
         return Play(self, game, seat=int(example.payload["seat"]), plays=self._plays, seed=seed)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Players that move at random, which shows how moves are written.
+        """Games of players that move at random. They teach the format of moves, not good play.
 
         Raises:
             NoDemonstrations: moves of this game cannot be drawn at random.
@@ -116,12 +116,12 @@ class TextArena:
         return Demonstration(messages=talks.get(payload["seat"]) or next(iter(talks.values())))
 
     def opening(self) -> list[Message]:
-        """The system prompt as a message, where there is one."""
+        """The system prompt as a message, if there is one."""
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
 
 class Play(Episode):
-    """One game from its first action to its rewards; owns its control flow, because several players take part."""
+    """One game, from its first action to its rewards. It owns its control flow, because several players take turns."""
 
     def __init__(self, rules: TextArena, game: Game, *, seat: int, plays: Plays, seed: int) -> None:
         self._rules, self._game, self._seat, self._plays, self._seed = rules, game, seat, plays, seed
@@ -130,7 +130,7 @@ class Play(Episode):
         self.messages = rules.opening()
 
     async def run(self, agent: Agent) -> None:
-        """Ask the player whose turn it is, until the game has ended."""
+        """Let the players act in turn until the game has ended."""
         talks: dict[int, list[Message]] = {}
         self._note()
         while not self._game.done:
@@ -149,16 +149,16 @@ class Play(Episode):
         if isinstance(self._plays, PolicyPlays):
             return await agent.sample(talk, agent=self._name(player), trained=False)
         if player not in self._opponents:
-            # A frozen checkpoint is loaded with its first game.
+            # On a thread: the first game with a frozen checkpoint loads it.
             self._opponents[player] = await asyncio.to_thread(self._plays.make, self._seed, player)
         return {"role": "assistant", "content": await self._opponents[player].say(talk, self._game)}
 
     def random_move(self, rng: random.Random) -> str | None:
-        """A legal move of the player to act; None where the moves of this game are not known."""
+        """A random legal move of the player to act, or None if this game's moves cannot be drawn."""
         return random_move(self._game, rng) if self._game.spec.kind in MOVES else None
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """What the package says that the trained players earned."""
+        """The trained players' rewards, as the package gives them."""
         rewards = self._game.rewards()
         if rewards is None:
             rewards = dict.fromkeys(range(self._game.num_players), self._rules.unfinished_reward)
@@ -176,7 +176,7 @@ class Play(Episode):
         return f"player_{player}"
 
     def _note(self) -> None:
-        """Keep `info` as things stand: a limit may end the episode at any turn."""
+        """Update `info` in every turn, because a limit may end the episode at any of them."""
         game = self._game
         facts: dict[str, Any] = {"game": game.spec.id, "ended": game.why() if game.done else "cut off"}
         if game.num_players > 1 and not self._both:

@@ -1,4 +1,4 @@
-"""Holds one game of `textarena` under way: what players are shown, what they do, what they earned."""
+"""One running game of `textarena`: observations, actions and rewards of its players."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from verbatim.environments.global_random import OwnRandom
 from verbatim.rollouts.games.package import GameSpec, make_game
 
 MOST_PLAYERS = 15
-"""The package's games have at most so many."""
+"""Most players of any game in the package."""
 YOUR_TURN = "It is your turn."
-"""What a player is shown where the game has nothing to show."""
+"""The observation of a player if the game has nothing new to show."""
 
 
 class Game:
-    """A game and its random numbers, which are drawn from its seed alone.
+    """A game with its own random state, which depends on its seed only. The package draws from the global generators,
+    so these are swapped for the game's own during each call (`OwnRandom`).
 
     Args:
-        spec: Which game.
-        options: Arguments of the package's class.
-        num_players: How many play.
-        seed: Decides everything that is random in it.
+        spec: The game.
+        options: Arguments of the game's class in the package.
+        num_players: Number of players.
+        seed: Seed of all randomness in the game.
 
     Raises:
         ComponentError: the package refuses the options or the number of players.
@@ -33,10 +34,11 @@ class Game:
         self._random = OwnRandom(seed)
         self.spec, self.num_players, self.done = spec, num_players, False
         with self._random.lent():
-            self.env, self._changes = make_game(spec, options)  # the package's own game, without wrappers
+            # Without wrappers: they fold the whole game into each observation, but here players have conversations.
+            self.env, self._changes = make_game(spec, options)
             try:
                 self.env.reset(num_players=num_players, seed=seed)
-            except Exception as error:  # games check their arguments in ways of their own
+            except Exception as error:  # each game checks its arguments in its own way
                 raise ComponentError(
                     f"textarena: {spec.id} does not begin with {num_players} players: {error_text(error)}"
                 ) from error
@@ -45,12 +47,12 @@ class Game:
 
     @property
     def state(self) -> Any:
-        """The package's own state."""
+        """The package's state object."""
         return self.env.state
 
     def observe(self) -> tuple[int, str]:
-        """Who is to act, and everything that this player has been shown since it acted last. What the player itself has
-        said is left out: it stands in the conversation."""
+        """Return the player to act, and everything shown to it since its last action. Its own actions are left out,
+        because its conversation already has them."""
         import textarena
 
         with self._random.lent():
@@ -63,20 +65,20 @@ class Game:
         return player, "\n".join(lines) or YOUR_TURN
 
     def act(self, text: str) -> None:
-        """The player to act says this; an EnvironmentFault if the game raises."""
+        """Perform the current player's action; an EnvironmentFault if the game raises."""
         for change in self._changes:
             text = change(text)
         with self._random.lent():
             try:
                 self.done, _ = self.env.step(action=text)
-            except Exception as error:  # a game reads in its own way what a model wrote
+            except Exception as error:  # a game's parser may raise anything on a model's text
                 raise EnvironmentFault(
                     f"textarena: {self.spec.id} raised {error_text(error)} on the action {text[:200]!r}"
                 ) from error
 
     def rewards(self) -> dict[int, float] | None:
-        """What each player earned, as the package says; None where the game did not end. An EnvironmentFault if it says
-        something else than numbers."""
+        """The package's reward for each player, or None if the game has not ended. An EnvironmentFault if a reward is
+        not a number."""
         if not self.done:
             return None
         with self._random.lent():
@@ -89,7 +91,7 @@ class Game:
             ) from error
 
     def why(self) -> str:
-        """Why it ended, in the package's words."""
+        """The package's reason why the game ended, or ""."""
         return next((str(info["reason"]) for info in self.state.game_info.values() if info.get("reason")), "")
 
     def _name(self, sender: int) -> str:
@@ -99,11 +101,11 @@ class Game:
 
 
 SWAPPED = ("Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte")
-"""Games of textarena 0.7 that say an invalid move's reward where its reason belongs, and the reason as the reward."""
+"""Games of textarena 0.7 with a bug: they pass the reward and the reason of an invalid move in the wrong order."""
 
 
 def _swap_back(state: Any) -> None:
-    """Let the state take both in either order, so that the game earns what it means and the player reads why."""
+    """Work around the bug of `SWAPPED`: make the state's method accept both orders."""
     set_invalid_move = state.set_invalid_move
 
     def in_order(reason: Any, reward: Any) -> None:
@@ -115,14 +117,14 @@ def _swap_back(state: Any) -> None:
 
 
 FEWEST = {"MarketEntryGame": 2, "PublicGoodsGame": 2, "QuantumTicTacToe": 2, "SpiteAndMalice": 2}
-"""Games that begin with fewer players than they can be played by."""
+"""Least number of players of games that start with fewer but cannot be played then."""
 
 
 def fewest_players(spec: GameSpec, options: Mapping[str, Any]) -> int:
-    """The smallest number of players that the game begins with.
+    """The smallest number of players with which the game starts, found by trying.
 
     Raises:
-        ComponentError: it begins with none of 1 to 15 players; says what the game said last.
+        ComponentError: the game does not start with any number from 1 to 15; the message is the game's last error.
     """
     for num_players in range(FEWEST.get(spec.kind, 1), MOST_PLAYERS + 1):
         try:

@@ -1,4 +1,4 @@
-"""Speaks for the players of a game that are not the policy: at random, a frozen checkpoint, a model behind an API."""
+"""Plays a game's players other than the policy: random moves, a frozen checkpoint, or a model behind an API."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 MOST_MOVES = 100_000
-"""Moves of one opponent in one game; the game itself ends long before."""
+"""Most moves of one opponent in one game. Effectively no limit: every game ends long before."""
 FORMS = (
     '"self", "policy", "random", { frozen = "path/to/weights" } or { model = "name", base_url = '
     '"http://localhost:8000/v1" }'
 )
-"""What `opponent` may be."""
+"""The valid values of `opponent`, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyPlays:
-    """The policy speaks for every player."""
+    """The policy plays every player."""
 
     trained: bool
-    """Whether every player is trained, or one of them."""
+    """True: every player is trained. False: only the player in the policy's seat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomPlays:
-    """Legal moves are drawn at random."""
+    """An opponent that makes random legal moves."""
 
     def make(self, seed: int, player: int) -> Opponent:
-        """A player with random numbers of its own."""
+        """Create a player with its own random generator."""
         return _RandomOpponent(random.Random(derive_seed(seed, "opponent", player)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPlays:
-    """A checkpoint that stays as it is, on an engine of its own in this process. Its tokens are in no trajectory."""
+    """A checkpoint that is not trained, on its own engine in this process. Its tokens are in no trajectory."""
 
     frozen: str
-    """A folder in Hugging Face format, an adapter's, or a hub id."""
+    """A model folder in Hugging Face format, an adapter folder, or a hub id."""
     temperature: float = 1.0
     max_tokens: int = 256
     """Most tokens of one action."""
@@ -66,7 +66,7 @@ class FrozenPlays:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def make(self, seed: int, player: int) -> Opponent:
-        """A player on the engine that all games of this process share."""
+        """Create a player on the checkpoint's engine, which all games of this process share."""
         sampler, renderer = _engine(self.frozen, self.seq_len, self.device, self.dtype)
         loop = AgentLoop(
             sampler=sampler,
@@ -81,25 +81,25 @@ class FrozenPlays:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiPlays:
-    """A model behind a chat endpoint. Its tokens are in no trajectory; what the server counted is in `info`."""
+    """A model behind a chat endpoint. Its tokens are in no trajectory; the server's token counts are in `info`."""
 
     model: str
-    """Its name on the server."""
+    """The model's name on the server."""
     base_url: str = "https://api.openai.com/v1"
     api_key_env: str | None = None
-    """The environment variable that holds the key; OPENAI_API_KEY for OpenAI's own server only."""
+    """Environment variable with the API key. None: no key is sent, except OPENAI_API_KEY to OpenAI's own server."""
     temperature: float = 1.0
     max_tokens: int = 256
     """Most tokens of one action."""
     max_retries: int = 5
     request_timeout: float = 120.0
-    """Seconds for one try."""
+    """Timeout of one attempt in seconds."""
 
     def __post_init__(self) -> None:
         self.api()
 
     def api(self) -> OpenAI:
-        """The connection's settings; a UsageError if there can be none."""
+        """The connection's settings; a UsageError if they are invalid."""
         return OpenAI(
             model=self.model,
             base_url=self.base_url,
@@ -109,21 +109,21 @@ class ApiPlays:
         )
 
     def make(self, seed: int, player: int) -> Opponent:
-        """A player with a connection of its own, opened with its first action."""
+        """Create a player with its own connection, which its first action opens."""
         return _ApiPlayer(self, derive_seed(seed, "opponent", player))
 
 
 Plays = PolicyPlays | RandomPlays | FrozenPlays | ApiPlays
-"""Who plays the other side."""
+"""The kind of opponent."""
 
 
 def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
-    """Who plays the other side, from the setting `opponent`.
+    """Read the setting `opponent`.
 
     Example: `read_opponent("self", spec)` is `PolicyPlays(trained=True)`.
 
     Raises:
-        UsageError: no such opponent, or a game in which no moves can be drawn.
+        UsageError: the value is invalid, or it is "random" and this game's moves cannot be drawn.
     """
     if isinstance(given, Mapping):
         kind: Any = FrozenPlays if "frozen" in given else ApiPlays
@@ -158,22 +158,22 @@ class _RandomOpponent:
         return random_move(game, self._rng)
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to release."""
 
 
 class _Speaker:
-    """Speaks through a loop whose record is thrown away."""
+    """An opponent that acts through an episode loop, whose recorded turns are discarded."""
 
     def __init__(self, loop: EpisodeLoop | None, open_things: contextlib.AsyncExitStack, name: str) -> None:
         self._loop, self._open, self._name = loop, open_things, name
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What it did and cost, for the trajectory's `info`."""
+        """The loop's `info`, such as the server's token counts."""
         return self._loop.info if self._loop is not None else {}
 
     async def say(self, talk: Sequence[Message], game: Game) -> str:
-        """The player's next action; an EnvironmentFault where no action is left."""
+        """Return the player's next action; an EnvironmentFault if its loop can take no more turns."""
         assert self._loop is not None
         try:
             message = await self._loop.sample(talk)
@@ -183,7 +183,9 @@ class _Speaker:
                     f"{self._name} cannot go on: {over.stop_reason}; give its table a larger "
                     "seq_len, or the game fewer turns"
                 ) from over
-            self._loop.stop_reason = None  # one action was cut off, which is the opponent's own matter
+            # Only this action was cut off; the game decides what a truncated action is worth. Reset the loop, which
+            # would otherwise refuse the opponent's next action.
+            self._loop.stop_reason = None
             message = over.message
         except RolloutError as fault:
             raise EnvironmentFault(f"{self._name} failed: {fault}") from fault
@@ -215,13 +217,14 @@ class _ApiPlayer(_Speaker):
 
 
 Opponent: TypeAlias = _RandomOpponent | _Speaker
-"""Speaks for one player of one game."""
+"""Plays one player of one game."""
 
 _LOADING = threading.Lock()
+"""`functools.cache` does not stop concurrent first calls, each of which would load the checkpoint."""
 
 
 def _engine(frozen: str, seq_len: int, device: str, dtype: Literal["float32", "bfloat16"]) -> Any:
-    """The engine and renderer of a checkpoint, loaded once for this process."""
+    """The engine and renderer of a checkpoint, loaded once per process."""
     with _LOADING:
         return _load(frozen, seq_len, device, dtype)
 

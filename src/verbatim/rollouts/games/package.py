@@ -1,4 +1,4 @@
-"""Finds the games of the package `textarena`, and says what each needs before it is played."""
+"""Finds the games of the package `textarena`, and checks what each needs to be played."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ WORD_LISTS = {
     "WordSearch": ("corpora/words",),
     "Wordle": ("corpora/words", "taggers/averaged_perceptron_tagger_eng"),
 }
-"""Games that fetch word lists with nltk, by their folder in the package."""
+"""Games that download word lists with nltk, by their folder in the package."""
 JURIES = frozenset({"Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"})
-"""Games in which models behind OpenRouter judge or answer."""
+"""Games in which models on OpenRouter judge or answer."""
 MISSING_FILES = frozenset({"ScorableGames", "UsedCar", "UsedCarNegotiation"})
-"""Games that read files which the published package does not hold."""
+"""Games that read files which are missing from the published package."""
 UNREADABLE = frozenset({"Klondike"})
-"""Games whose published code no Python reads."""
+"""Games whose published code is a syntax error in every Python version."""
 _VARIANTS = ("-train", "-raw")
-"""Endings of ids that differ in the package's observations alone; here players have conversations instead."""
+"""Suffixes of ids whose games differ only in the observations. They are equivalent here, because the package's
+observation wrappers are not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class GameSpec:
     """One game of the package."""
 
     id: str
-    """Its name in the package: "TicTacToe-v0"."""
+    """The game's name in the package: "TicTacToe-v0"."""
     kind: str
     """The folder of its code: "TicTacToe"."""
     module: str
@@ -51,7 +52,7 @@ class GameSpec:
 
     @property
     def needs(self) -> str | None:
-        """What it needs beside the package, and is not there; None where it can be played."""
+        """What is missing to play the game, or None if it can be played."""
         if self.kind in WORD_LISTS:
             lists = [name for name in WORD_LISTS[self.kind] if not _has_word_list(name)]
             names = " ".join(name.split("/")[1] for name in lists)
@@ -60,17 +61,17 @@ class GameSpec:
         if self.kind in JURIES and not os.environ.get("OPENROUTER_API_KEY"):
             return "models behind OpenRouter, which it asks itself: a key in OPENROUTER_API_KEY, and a network"
         if self.kind in MISSING_FILES:
-            return "files that the published package does not hold"
+            return "files that are missing from the published package"
         if self.kind in UNREADABLE:
-            return "other code: what the package holds is not valid Python"
+            return "other code: the code in the package is not valid Python"
         return _python_for(self.module)
 
 
 def find_game(game: str) -> GameSpec:
-    """The game of this id, if it can be played here.
+    """Find the game with this id, and check that it can be played here.
 
     Raises:
-        UsageError: the package is not installed, there is no such game, or it needs something that is not there.
+        UsageError: the package is not installed, the game does not exist, or it needs something that is missing.
     """
     known = games()
     if not known:
@@ -88,7 +89,7 @@ def find_game(game: str) -> GameSpec:
 
 @functools.cache
 def games() -> Mapping[str, GameSpec]:
-    """Every game by its id; empty where the package is missing."""
+    """Every game by its id; empty if the package is not installed."""
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError:
@@ -102,10 +103,10 @@ def games() -> Mapping[str, GameSpec]:
 
 
 def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Callable[[str], str]]]:
-    """A new game without its wrappers, and what these would do to an action, in order.
+    """Create a game without its wrappers; also return the wrappers' changes to an action, in order.
 
     Raises:
-        ComponentError: the package refuses the options, or cannot make it.
+        ComponentError: the package refuses the options, or cannot create the game.
     """
     import textarena
 
@@ -126,13 +127,13 @@ def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Cal
 
 @contextlib.contextmanager
 def _nothing_fetched() -> Iterator[None]:
-    """Games fetch word lists each time they are made, also those that are there."""
+    """Disable nltk's downloads: games download word lists whenever they are created, even if the lists are present."""
     import nltk
 
     download = nltk.download
     nltk.download = lambda *args, **kwargs: True
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # some print
+        with contextlib.redirect_stdout(sys.stderr):  # some games print
             yield
     finally:
         nltk.download = download
@@ -150,15 +151,16 @@ def _has_word_list(name: str) -> bool:
 
 @functools.cache
 def _python_for(module: str) -> str | None:
-    """What is wrong with a game's code, which is read and not run: of some games only a newer Python can."""
+    """Why this Python cannot run a game's code, or None. The code is parsed but not run; some games need a newer
+    Python."""
     import textarena
 
     path = Path(textarena.__path__[0]).joinpath(*module.split(".")[1:]).with_suffix(".py")
     try:
         ast.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return "code that the published package does not hold"
+        return "code that is missing from the published package"
     except SyntaxError:
         version = ".".join(map(str, sys.version_info[:2]))
-        return f"code that Python {version} can read" + (": try Python 3.12" if sys.version_info < (3, 12) else "")
+        return f"code that Python {version} can parse" + (": try Python 3.12" if sys.version_info < (3, 12) else "")
     return None

@@ -1,4 +1,4 @@
-"""Draws legal moves at random: the weakest opponent, and the demonstrations of a game's format."""
+"""Draws random legal moves: for the weakest opponent, and for demonstrations of a game's format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from verbatim.rollouts.games.game import Game
 
 Moves = Callable[[Game], list[str]]
-"""The legal moves of the player to act, as the game reads them."""
+"""Returns the legal moves of the player to act, in the game's format."""
 
 
 def random_move(game: Game, rng: random.Random) -> str:
-    """A legal move of the player to act, each with the same probability."""
+    """A legal move of the player to act, drawn uniformly."""
     return rng.choice(MOVES[game.spec.kind](game))
 
 
@@ -98,4 +98,4 @@ MOVES: Mapping[str, Moves] = {
     "TicTacToe": _free_cells,
     "TowerOfHanoi": _disks,
 }
-"""The games in which moves can be drawn, by their folder in the package."""
+"""The games whose moves can be drawn, by their folder in the package."""

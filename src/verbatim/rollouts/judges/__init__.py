@@ -1,4 +1,4 @@
-"""Judges: models behind an HTTP endpoint that say what an episode is worth."""
+"""Judges: models behind an HTTP endpoint that give an episode its reward."""
 
 from verbatim.rollouts.judges.judge import Judge
 from verbatim.rollouts.judges.judged import Judged

@@ -1,4 +1,4 @@
-"""Asks an endpoint and keeps its answers: retries, a cache by the whole request, and counts of what was spent."""
+"""Requests to a judge's endpoint, with retries, a cache keyed by the whole request, and usage counts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from verbatim.core.errors import JudgeFailed, SamplerFault, UsageError
 from verbatim.core.texts import shown
 
 Answer = tuple[Any, Mapping[str, int]]
-"""What an endpoint said (JSON), and its own counts of tokens."""
+"""An endpoint's answer as JSON, and its own token counts."""
 _PRICES = ("prompt", "completion")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """The settings of a judge and of a reward model that are those of its endpoint."""
+    """The endpoint settings that judges and reward models have in common."""
 
     cache: str | Path | None = "memory"
-    """"memory", a folder, or None: answers are kept by the whole request."""
+    """Where answers are cached by the whole request: "memory" or a folder; None: no cache."""
     price: Mapping[str, float] | None = None
-    """What a million tokens cost, `{"prompt": 0.25, "completion": 2.0}`, where the answer has a `usage`: adds
-    the metric `judge/cost`."""
+    """Price of a million tokens, `{"prompt": 0.25, "completion": 2.0}`. Adds the metric `judge/cost`, if answers have a
+    `usage`."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the request; a judge's None leaves one out: `{"temperature": None}`."""
+    """Further keys of the request. For a judge, a value of None removes a key: `{"temperature": None}`."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; None: no key is sent, but OPENAI_API_KEY to OpenAI's own server."""
+    """Environment variable with the API key. None: no key is sent, except OPENAI_API_KEY to OpenAI's own server."""
     request_timeout: float = 120.0
-    """Seconds for one try."""
+    """Timeout of one attempt in seconds."""
     max_retries: int = 5
-    """Tries after the first."""
+    """Most retries after the first attempt."""
     max_concurrent: int = 32
-    """Requests at one time."""
+    """Most concurrent requests."""
     _endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     def _open(self, hang_up: Callable[[], Awaitable[None]]) -> None:
@@ -48,17 +48,17 @@ class EndpointSettings:
 
 
 class Endpoint:
-    """Requests to one judge, at most `max_concurrent` at one time. Equal requests are asked once and then answered from
-    the cache; also those that are made at the same time.
+    """Sends requests to one judge, at most `max_concurrent` at a time. With a cache, equal requests are sent once, also
+    if they are made concurrently.
 
     Args:
-        hang_up: Closes the connections of the running event loop; called when no request is under way any more.
-        cache: "memory", a folder, or None for no cache. A folder may be shared by processes and runs.
-        price: Of a million tokens, in any currency: `{"prompt": 0.25, "completion": 2.0}`.
-        max_concurrent: Requests at one time, in one event loop.
+        hang_up: Closes the connections of the running event loop. Called whenever no request is in flight.
+        cache: "memory", a folder, or None for no cache. Processes and runs may share a folder.
+        price: Price of a million tokens, in any currency: `{"prompt": 0.25, "completion": 2.0}`.
+        max_concurrent: Most concurrent requests in one event loop.
 
     Raises:
-        UsageError: none of these.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -100,19 +100,21 @@ class Endpoint:
     async def ask(
         self, request: Mapping[str, Any], send: Callable[[Counter[str]], Awaitable[Answer]], usage: Counter[str]
     ) -> Any:
-        """What the endpoint said.
+        """Return the endpoint's answer, from the cache if possible.
 
         Args:
-            request: All that the answer depends on, as JSON: the cache's key.
-            send: Makes the request; failed attempts are added to its counter.
-            usage: `requests`, `cached`, `retries`, `prompt_tokens`, `completion_tokens` and `cost` are added.
+            request: Everything that the answer depends on, as JSON: the cache key.
+            send: Sends the request; adds failed attempts to the counter that it gets.
+            usage: Counter to which `requests`, `cached`, `retries`, `prompt_tokens`, `completion_tokens` and `cost` are
+                added.
 
         Raises:
-            JudgeFailed: refused, or failed for good; says how.
+            JudgeFailed: the request was refused or failed, and retries did not help.
         """
         text = json.dumps(request, sort_keys=True, ensure_ascii=False)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         loop = asyncio.get_running_loop()
+        # One lock for each key: an equal concurrent request waits here and then finds the answer in the cache.
         lock = self._locks.setdefault((id(loop), key), asyncio.Lock())
         async with lock:
             known, said = self._kept(key)
@@ -154,7 +156,7 @@ class Endpoint:
             return False, None
         try:
             return True, json.loads(self._place(self._folder, key).read_text(encoding="utf-8"))["said"]
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or half of a file: asked again
+        except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: ask the endpoint again
             return False, None
 
     def _keep(self, key: str, said: Any) -> None:

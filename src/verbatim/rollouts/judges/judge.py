@@ -29,37 +29,39 @@ PROMPT = (
 """The judge's system message."""
 _AGAIN = "This could not be read: {why}. Answer with one JSON object and nothing else: {example}"
 _UNREADABLE = 2
-"""How often an answer that cannot be read is asked for again."""
+"""Most requests to correct an answer that cannot be parsed."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(EndpointSettings):
-    """Grades a conversation by criteria; the reward is their weighted sum, from 0 to the sum of the weights.
+    """Grades a conversation by criteria. The reward is the weighted sum of the grades, from 0 to the sum of the
+    weights.
 
-    Every answer is one request with all criteria. It is retried where the server fails, and asked for again where it
-    cannot be read; a judge that gives no verdict fails the episode, which then has no reward.
+    One request grades all criteria. It is retried if the server fails, and the judge is asked to correct an answer that
+    cannot be parsed. If there is no verdict in the end, the episode fails and has no reward.
 
     Example: `Judge(model="gpt-5-mini", criteria={"correct": "The answer is right.", "brief": "It is short."})`.
 
     Raises:
-        UsageError: settings that cannot be used, no key for api.openai.com, or the extra `api` is not installed.
+        UsageError: a setting is invalid, there is no key for api.openai.com, or the extra `api` is not installed.
     """
 
     model: str
-    """Its name on the server."""
+    """The model's name on the server."""
     base_url: str = _OPENAI
-    """Up to where `/chat/completions` follows: "http://localhost:8000/v1"."""
+    """Server address without `/chat/completions`: "http://localhost:8000/v1"."""
     criteria: Mapping[str, str] = field(default_factory=lambda: {"quality": "The assistant did what it was asked to."})
-    """What is graded: a name, which is the reward's part in metrics, and what earns the full grade."""
+    """The criteria: by name, which is also the reward part's name in metrics, the description of what earns the full
+    grade."""
     weights: Mapping[str, float] | None = None
-    """The share of each criterion in the reward; by default equal shares that sum to 1."""
+    """Weight of each criterion in the reward; by default equal weights that sum to 1."""
     scale: int = 10
     """The full grade."""
     prompt: str = PROMPT
-    """Its system message, in which {criteria}, {scale} and {example} are filled in."""
+    """The system message; {criteria}, {scale} and {example} are filled in."""
     show: Sequence[str] = ()
-    """Fields of the example's payload that it is shown: the right answer, for instance."""
+    """Fields of the example's payload to show to the judge, such as the reference answer."""
     temperature: float = 0.0
     max_tokens: int = 1024
     _connection: ChatConnection = field(init=False, repr=False, compare=False)
@@ -90,16 +92,16 @@ class Judge(EndpointSettings):
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """The parts of the reward by criterion.
+        """Grade a conversation; return the reward's parts by criterion.
 
         Args:
             messages: The conversation.
-            usage: What was spent is added: `requests`, `cached`, `retries`, `prompt_tokens`, `completion_tokens`,
-                `unreadable`, `cost`.
-            fields: The payload of the example; those of `show` are shown.
+            usage: Counter to which the usage is added: `requests`, `cached`, `retries`, `prompt_tokens`,
+                `completion_tokens`, `unreadable`, `cost`.
+            fields: The example's payload; the fields named in `show` are shown to the judge.
 
         Raises:
-            JudgeFailed: it gave no verdict; says why.
+            JudgeFailed: the judge gave no verdict; the message says why.
         """
         asked = self._asked(messages, fields or {})
         for _ in range(1 + _UNREADABLE):
@@ -172,7 +174,7 @@ def _check_criteria(criteria: Any, weights: Any) -> None:
 
 
 def _read(text: str, names: Sequence[str], scale: int) -> dict[str, float] | str:
-    """The grades, or why there are none.
+    """Parse the grades from a judge's answer; or return why it cannot be parsed, as a string.
 
     >>> _read('Well: {"correct": 7}', ("correct",), 10), _read('{"correct": 11}', ("correct",), 10)
     ({'correct': 7.0}, 'correct: found 11, expected a number from 0 to 10')

@@ -1,4 +1,4 @@
-"""Puts a judge around an environment: the episodes are the environment's, the reward is the judge's."""
+"""Wraps an environment so that a judge gives the reward; everything else is the environment's own."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from verbatim.rollouts.rewards import read_score
 
 @runtime_checkable
 class Grades(Protocol):
-    """What `Judged` takes as a judge: `Judge`, `RewardModel`, or a class of one's own."""
+    """The interface of a judge for `Judged`: `Judge`, `RewardModel`, or your own class."""
 
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> Mapping[str, float]:
-        """The parts of the reward."""
+        """Return the named parts of the reward; see `Judge.grade`."""
 
 
 class Judged:
-    """An environment whose episodes a judge or a reward model scores.
+    """An environment whose episodes are scored by a judge or a reward model.
 
     Args:
-        environment: An environment, or the id or import path of one.
-        judge: A `Judge`, a `RewardModel`, or the settings of one as a mapping (with `url` of a `RewardModel`).
-        args: Arguments of the environment, where it is named.
-        own_reward: The weight of the environment's own reward, which is then a part called `own`; 0 leaves it out.
+        environment: An environment, or its id or import path.
+        judge: A `Judge`, a `RewardModel`, or the settings of either as a mapping (with `url`: of a `RewardModel`).
+        args: Arguments of the environment, if it is given by name.
+        own_reward: Weight of the environment's own reward, which becomes a part named `own`; 0: not used.
 
     Raises:
-        UsageError: an environment or a judge that cannot be made; says what was found and expected.
+        UsageError: the environment or the judge cannot be created; the message says what was found and expected.
 
     Example: `Judged("single_turn", {"model": "gpt-5-mini"}, args={"data": "prompts.jsonl"})`.
     """
@@ -64,18 +64,18 @@ class Judged:
         self._own_reward = own_reward
 
     def __getattr__(self, name: str) -> Any:
-        """What the environment may have besides: demonstrations, `is_success`. Not `score_group`, which would replace
-        the judge's reward."""
+        """Forward optional attributes of the environment, such as `demonstrations` and `is_success`. Not `score_group`,
+        which would replace the judge's reward."""
         if name.startswith("_") or name == "score_group":
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The environment's."""
+        """The environment's examples."""
         return self._inner.examples(split)
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """The environment's episode, with the judge's score."""
+        """The environment's episode, scored by the judge."""
         episode = await self._inner.start(example, seed)
         return _JudgedEpisode(episode, self._judge, example, self._own_reward)  # type: ignore[return-value]
 
@@ -92,16 +92,16 @@ class _JudgedEpisode:
 
     @property
     def turn_rewards_sum_to_reward(self) -> bool:
-        """The judge's part comes on top."""
+        """Always False: the judge's parts come on top of the turns' rewards."""
         return False
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The episode's own, and what the judge spent."""
+        """The episode's own `info`, and the judge's usage."""
         return {**getattr(self._inner, "info", {}), JUDGE_USAGE: dict(self._usage)}
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The judge's parts, and the episode's own reward where it has a weight."""
+        """The judge's parts, and the episode's own reward if it has a weight."""
         own: dict[str, float] = {}
         if self._own_reward:
             reward, _ = read_score(await self._inner.score(trajectory), "score")

@@ -1,4 +1,4 @@
-"""A reward model behind an endpoint that answers a conversation with a number."""
+"""A reward model behind an HTTP endpoint, which returns a number for a conversation."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from verbatim.rollouts.judges.endpoint import Answer, EndpointSettings
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(EndpointSettings):
-    """Posts `{"model": ..., "messages": [...]}` to a URL and takes a number out of the answer.
+    """Posts `{"model": ..., "messages": [...]}` to a URL and reads a number from the answer.
 
     Example: vLLM serves a reward model with `RewardModel(url="http://localhost:8000/classify", model="my/reward-model",
     path="data.0.probs.0")`.
 
     Raises:
-        UsageError: settings that cannot be used, an `api_key_env` without a key, or the extra `api` is not installed.
+        UsageError: a setting is invalid, the variable `api_key_env` is empty, or the extra `api` is not installed.
     """
 
     url: str
-    """The whole address."""
+    """The full URL of the endpoint."""
     model: str | None = None
-    """Sent as `model`; None leaves it out."""
+    """Sent as `model`; None: not sent."""
     path: str = "reward"
-    """Where the number stands in the answer: keys and places with dots between them."""
+    """Path to the number in the answer: keys and list indices, separated by dots."""
     name: str = "reward_model"
-    """The part of the reward in metrics."""
+    """Name of the reward's part in metrics."""
     weight: float = 1.0
+    """Factor by which the number is multiplied."""
     _client: HttpClient = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class RewardModel(EndpointSettings):
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """The reward, under `name`; as `Judge.grade`, which see."""
+        """Return the reward under `name`; arguments and errors as for `Judge.grade`."""
         body = {
             **({} if self.model is None else {"model": self.model}),
             "messages": [dict(message) for message in messages],

@@ -1,4 +1,4 @@
-"""Runs in a worker process, and talks to the run over a socket."""
+"""The main program of a worker process: runs episodes for the run, which it reaches over a socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verbatim.rollouts.workers.worker import WorkerContext, loaded
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Run episodes until the other end of the socket is closed; `parent` is the process id there."""
+    """Run episodes until the other end of the socket closes. `parent` is the run's process id."""
     end_with_parent(parent)
     _prepare_process()
     faulthandler.enable()
@@ -41,7 +41,7 @@ def main(descriptor: int, parent: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(WithoutSecrets(f"%(asctime)s {os.getpid()} %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    leave_presses_to_the_run()  # it decides when its workers end
+    leave_presses_to_the_run()  # Ctrl-C: the run decides when its workers end
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     selector = selectors.DefaultSelector()
@@ -50,16 +50,16 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _be_a_copy(connection: socket.socket, selector: selectors.BaseSelector) -> None:
-    """Detach a forked copy of this process from the run, and restore its signal handlers. The kernel's list of what the
-    event loop waits for is one for both: a copy that went on would take from the original what wakes it."""
+    """Detach a forked copy of this process from the run, and restore its signal handlers. Both processes share one
+    epoll instance: a copy that kept using it would consume or change the events of the original."""
     connection.close()
     selector.close()
     end_at_presses()
 
 
 def _prepare_process() -> None:
-    """Make the kernel kill workers before trainer and sampler when memory runs out; and raise the limit of open files
-    for environments."""
+    """Make the kernel kill workers before trainer and sampler when memory runs out (800 of at most 1000); and raise the
+    limit of open files for environments."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800")
     raise_descriptor_limit()
@@ -69,14 +69,14 @@ async def _serve(connection: socket.socket) -> None:
     child = _RpcServer()
     await asyncio.get_running_loop().create_unix_connection(lambda: child.rpc, sock=connection)
     await child.rpc.closed
-    # So that running episodes are closed.
+    # Cancelled and awaited, so that running episodes close their environments.
     await asyncio.gather(*child.rpc.cancel(), return_exceptions=True)
     await child.open.aclose()
 
 
 class ParentSampler:
-    """The `Sampler` at the other end of the socket; `call` calls its methods. The policy version is the one that the
-    last completion was sampled with."""
+    """A `Sampler` that forwards to the run's sampler through `call`. Its policy version is that of the last
+    completion."""
 
     def __init__(
         self, call: Callable[..., Awaitable[Any]], *, context_length: int, vocab_size: int, policy_version: int
@@ -87,7 +87,7 @@ class ParentSampler:
         self.policy_version = policy_version
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """The engine's completion. Cancelling the call cancels it there."""
+        """Sample a completion in the run's process. Cancelling the call cancels it there."""
         completion: Completion = await self._call("generate", request)
         if completion.policy_versions is not None and len(completion.ids):
             self.policy_version = int(completion.policy_versions[-1])
@@ -98,7 +98,7 @@ class ParentSampler:
         return np.asarray(await self._call("prompt_logprobs", token_ids, temperature), dtype=np.float32)
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Refused with a SamplerFault."""
+        """Raise a SamplerFault: only the run updates weights."""
         raise SamplerFault("the run loads its weights itself")
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class _RpcServer:
     def __init__(self) -> None:
         self.rpc = RpcConnection({"begin": self._begin, "run": self._run})
         self.open = contextlib.AsyncExitStack()
-        """What the environments hold until the end."""
+        """Resources of the environments, released at the end."""
         self._run_episode: RunEpisode | None = None
 
     async def _begin(self, context: WorkerContext, facts: Mapping[str, int], packed: bytes) -> int:
@@ -130,6 +130,6 @@ class _RpcServer:
             return await self._run_episode(label, task)
         except VerbatimError:
             raise
-        except Exception as error:  # a fault of this package: the run ends this process
+        except Exception as error:  # a bug in this package, or a damaged interpreter: the run ends this process
             await self.rpc.call("broke", error_text(error))
             raise

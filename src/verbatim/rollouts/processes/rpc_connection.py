@@ -1,6 +1,6 @@
-"""Calls between two processes over a socket: each end calls methods of the other, any number at a time.
+"""RPC between two processes over a socket: each end calls methods of the other, any number concurrently.
 
-A message is its length in 8 bytes, then a pickled tuple: what it is, the number of its call, and its parts.
+A message is its length in 8 bytes, followed by a pickled tuple: its kind, the number of its call, and its arguments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LARGEST = 2**30
 
 
 class RpcConnection(asyncio.Protocol):
-    """One end of the socket. The other end may call the methods by name. An error that is no `VerbatimError` is for the
-    method to handle: its caller would wait for ever."""
+    """One end of the socket. The other end may call `methods` by name. A method must handle every error that is not a
+    `VerbatimError` itself: it is not sent back, and the caller would wait forever."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
         self._methods = methods
@@ -37,11 +37,11 @@ class RpcConnection(asyncio.Protocol):
         """Done when either end has closed the connection."""
 
     async def call(self, method: str, *given: Any) -> Any:
-        """What the other end's method returns. Cancelling the call cancels it there.
+        """Call a method of the other end; return its result. Cancelling the call cancels it there.
 
         Raises:
             VerbatimError: the method raised it.
-            Exception: an argument cannot be pickled; or what `fail` was given.
+            Exception: an argument cannot be pickled; or the error passed to `fail`.
         """
         number = next(self._numbers)
         answer = self._calling[number] = asyncio.get_running_loop().create_future()
@@ -55,13 +55,13 @@ class RpcConnection(asyncio.Protocol):
             del self._calling[number]
 
     def fail(self, error: Exception) -> None:
-        """Let all calls of this end that wait for an answer raise this."""
+        """Make all pending calls of this end raise this error."""
         for answer in self._calling.values():
             if not answer.done():
                 answer.set_exception(error)
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel the other end's calls; the tasks that answer them."""
+        """Cancel the calls that the other end has made; return the tasks that answer them."""
         answering = list(self._answering.values())
         for task in answering:
             task.cancel()

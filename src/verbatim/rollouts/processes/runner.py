@@ -30,8 +30,8 @@ class ProcessSettings(BackendSettings):
     """[orchestrator.rollout.processes]: child processes of this machine, also for environments with `isolated`."""
 
     worker_memory_mb: PositiveInt | None = None
-    """Most memory of one process, in MB (2**20 bytes): one that takes more is replaced, and its episodes run
-    again. Any by default."""
+    """Most memory of one process in MB (2**20 bytes). A process that uses more is replaced, and its episodes run again.
+    No limit by default."""
 
 
 @contextlib.asynccontextmanager
@@ -39,9 +39,9 @@ async def process_runner(
     inputs: RunnerInputs,
     settings: ProcessSettings = ProcessSettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[ProcessRunner]:
-    """Context manager for an `EpisodeRunner` on worker processes, `inputs.workers` of each environment. The sampler,
-    and the episodes of other environments, stay in this process. What environments print is in `{label}.log`. A
-    UsageError names an environment whose processes cannot be started, and says why."""
+    """Context manager for an `EpisodeRunner` on worker processes, `inputs.workers` for each environment. The sampler,
+    and the episodes of environments that are not in `inputs.setups`, stay in this process. The output of environments
+    is in `{label}.log`. A UsageError names an environment whose processes cannot be started, and says why."""
     counted, context = CountingSampler(inputs.sampler), WorkerContext.current()
     by_label: dict[str, dict[tuple[str, str], RemoteSetup]] = {}
     for (purpose, label), setup in inputs.setups.items():
@@ -50,7 +50,7 @@ async def process_runner(
     def pool(label: str, log: Path) -> WorkerPool:
         plan = packed_plan(by_label[label], inputs.renderer, pickle.dumps)
 
-        def make(alone: bool) -> ProcessWorker:  # one for a single episode does not differ
+        def make(alone: bool) -> ProcessWorker:  # a worker for a single episode is like any other
             return ProcessWorker(label, plan, counted, context=context, log=log, memory_mb=settings.worker_memory_mb)
 
         what = f"worker process of environment {label!r}"
@@ -69,7 +69,7 @@ async def process_runner(
 
 
 def log_names(labels: list[str]) -> list[str]:
-    """A file name for each environment, none of them twice.
+    """A unique file name for each environment.
 
     >>> log_names(["guess_number", "my env", "my/env", "my_env_2"])
     ['guess_number.log', 'my_env.log', 'my_env_2.log', 'my_env_2_2.log']
@@ -81,15 +81,15 @@ def log_names(labels: list[str]) -> list[str]:
 
 
 class ProcessRunner:
-    """An `EpisodeRunner` that sends each episode to the workers of its environment; where it has none, it runs here."""
+    """An `EpisodeRunner` that sends each episode to its environment's workers, or runs it here if there are none."""
 
     def __init__(self, pools: Mapping[tuple[str, str], WorkerPool]) -> None:
         self.pools = pools
-        """By purpose and label."""
+        """Worker pools by purpose and label."""
         self._here = LocalRunner()
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """The finished episode; a RunStopped as `WorkerPool.run`."""
+        """Run one episode; a RunStopped as for `WorkerPool.run`."""
         runner: EpisodeRunner = self.pools.get((task.purpose, setup.env), self._here)
         return await runner.run(setup, task, recorder)
 

@@ -1,4 +1,4 @@
-"""Starts a worker in a child process of this machine, talks to it over a socket, monitors and ends it."""
+"""A worker in a child process of this machine: starts it, sends it episodes over a socket, monitors and ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.worker import WorkerContext, WorkerLost, dumped
 
 PATIENCE = 2.0
-"""Seconds for a worker to end by itself: to close its environments and run their `atexit` functions."""
+"""Seconds for a worker to exit by itself: to close its environments and run their `atexit` functions."""
 WATCH_EVERY = 1.0
 """Seconds between two checks of a worker's resources."""
 MOST_FILES, MOST_THREADS = 12_000, 1_000
@@ -40,7 +40,7 @@ _START = (
     "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
 )
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""As on Ray: many workers with a thread for every core would slow each other down."""
+"""As on Ray: many workers with a thread per core would slow each other down."""
 
 
 class ProcessWorker:
@@ -82,7 +82,7 @@ class ProcessWorker:
     # ---- the Worker protocol
 
     async def start(self) -> int:
-        """Start the process and create the environment in it; the process id."""
+        """Start the process and create the environment in it; return the process id."""
         what = f"a worker process of environment {self._label!r}"
         sampler = self._sampler
         facts = {
@@ -211,7 +211,8 @@ class ProcessWorker:
     # ---- what the process calls
 
     async def _asked(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
-        """The sampler's answer. Drawn tokens are counted here, also where it fails."""
+        """Answer a call of the worker from the sampler, which counts sampled tokens in this process, also if it
+        fails."""
         try:
             return await method(*given)
         except asyncio.CancelledError:
@@ -221,13 +222,13 @@ class ProcessWorker:
             return nothing_sampled()  # the engine is closing
         except (SamplerFault, RecordError):
             raise
-        except Exception as error:  # a fault of this package: it ends the run, as it does locally
+        except Exception as error:  # a bug in this package: it ends the run, as with local episodes
             self._peer.fail(error)
             await asyncio.shield(self._peer.closed)
             raise
 
     async def _broke(self, why: str) -> None:
-        """Its code failed outside the environment: the environment may have damaged the interpreter, and a fault of
-        this package appears again in the next process."""
+        """The worker reports that code outside the environment failed. The environment may have damaged the
+        interpreter, so the process is replaced; if it is a bug in this package, it will show again in the next one."""
         self._why = f"its code failed outside the environment: {why}"
         self.kill()

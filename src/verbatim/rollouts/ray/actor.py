@@ -15,7 +15,7 @@ from verbatim.rollouts.workers.worker import WorkerContext
 
 
 def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    """The handle of an actor that holds one rollout engine; see `MultiTurnRollout.remote`, also for what is raised."""
+    """Start an actor that holds one rollout engine; return its handle. Errors as for `MultiTurnRollout.remote`."""
     ray = import_ray()
     try:
         inspect.signature(kind).bind(**settings)

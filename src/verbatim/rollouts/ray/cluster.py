@@ -1,4 +1,4 @@
-"""Connects to Ray or starts it, without output."""
+"""Connects to a Ray cluster or starts one, without Ray's output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Object store of a Ray started here: the smallest that Ray accepts, as trajectories travel in messages."""
+"""Object store size of a Ray started here: the smallest that Ray accepts, because trajectories travel in messages."""
 
 
 def import_ray() -> Any:
@@ -26,8 +26,8 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Any]:
-    """Context manager for Ray; `address` and `num_cpus` are those of `connect`. A connection that this process already
-    has is used and stays open."""
+    """Context manager for a connection to Ray; `address` and `num_cpus` as for `connect`. If this process is already
+    connected, that connection is used and stays open."""
     ray = import_ray()
     if ray.is_initialized():
         yield ray
@@ -44,8 +44,9 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
 
     Args:
         ray: The package.
-        address: "auto" for the one that this host belongs to, or "10.0.0.1:6379"; None starts one here.
-        num_cpus: CPUs of a Ray started here; by default all.
+        address: "auto" for the cluster that this host belongs to, or an address such as "10.0.0.1:6379"; None starts a
+            cluster on this machine.
+        num_cpus: CPUs of a cluster started here; by default all.
 
     Raises:
         UsageError: there is no cluster at this address.
@@ -64,7 +65,7 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         if address not in (None, "auto"):
             _knock(str(address))
         ray.init(address or "local", **quiet)
-    except Exception as error:  # Ray also raises bare exceptions
+    except Exception as error:  # Ray also raises bare `Exception`s
         where = f'at address = "{address}"' if address else "on this machine"
         raise UsageError(
             f"no Ray {where}: {error}. Start one with `ray start --head` (and `ray start --address=...` on the other "

@@ -35,12 +35,12 @@ class RaySettings(BackendSettings):
     cpus_per_worker: NonNegativeFloat = 1.0
     """CPUs that an actor reserves on its host."""
     address: str | None = None
-    """The cluster: "auto" for the one that this machine belongs to, or "10.0.0.1:6379"; by default one is started here,
-    and stopped at the end."""
+    """The cluster: "auto" for the one that this machine belongs to, or an address such as "10.0.0.1:6379". By default a
+    cluster is started on this machine, and stopped at the end."""
     host: str = "127.0.0.1"
-    """This machine's address, as the actors' hosts know it: the sampler is served there."""
+    """This machine's address as seen from the actors' hosts; the sampler is served there."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """The sampler's port; 0 takes a free one."""
+    """The sampler's port; 0 picks a free one."""
 
     def check(self) -> None:
         """Refuse a machine without Ray."""
@@ -52,8 +52,8 @@ async def ray_runner(
     inputs: RunnerInputs,
     settings: RaySettings = RaySettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[WorkerPool]:
-    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays here and is served to them over HTTP. A
-    UsageError says why Ray or the actors cannot be started."""
+    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays in this process, and actors reach it over
+    HTTP. A UsageError says why Ray or the actors cannot be started."""
     counted, key, context = CountingSampler(inputs.sampler), secrets.token_urlsafe(24), WorkerContext.current()
     cpus = settings.cpus_per_worker
     with ray_running(settings.address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
@@ -82,7 +82,7 @@ class EpisodeActor:
         self._run: RunEpisode | None = None
 
     async def prepare(self) -> int:
-        """Create everything that episodes need. Returns the id of this process. A SamplerFault if the sampler cannot be
+        """Create everything that episodes need; return the id of this process. A SamplerFault if the sampler cannot be
         reached from this host."""
         sampler = await HttpSampler.connect(self._url, api_key=self._api_key)
         self._run = await self._open.enter_async_context(open_episodes(self._plan, sampler))
@@ -95,16 +95,17 @@ class EpisodeActor:
 
 
 class RayWorker:
-    """A `Worker` that is an `EpisodeActor`, made with the `given` arguments; it reserves so many CPUs."""
+    """A `Worker` on an `EpisodeActor`, which is created with the `given` arguments and reserves `cpus` CPUs."""
 
     def __init__(self, ray: Any, cpus: float, *given: Any) -> None:
         self._ray, self._given = ray, given
-        # Ray limits an actor's concurrent calls; orchestrator.max_concurrent limits them already.
+        # Effectively unlimited: Ray's default limits an actor's concurrent calls, but `max_concurrent` of the
+        # orchestrator already limits the episodes.
         self._options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
         self.handle: Any = None
-        """Ray's handle, once it is started."""
+        """Ray's handle of the actor, once started."""
         errors = ray.exceptions
-        # A task that Ray cancelled was in a process that is ending.
+        # TaskCancelledError: we did not cancel the task, so Ray did, because the actor's process is ending.
         self._signs_of_loss = (
             errors.RayActorError,
             errors.ObjectLostError,
@@ -113,7 +114,7 @@ class RayWorker:
         )
 
     async def start(self) -> int:
-        """Place it on a host and create its environments; its process id there."""
+        """Start the actor on a host and create its environments; return its process id there."""
         self.handle = self._ray.remote(EpisodeActor).options(**self._options).remote(*self._given)
         try:
             async with asyncio.timeout(worker.START_TIMEOUT):
@@ -148,7 +149,7 @@ class RayWorker:
             self._ray.kill(self.handle)
 
     async def close(self) -> None:
-        """Kill the actor; Ray releases its resources."""
+        """Kill the actor; Ray then releases its resources."""
         self.kill()
 
     def _start_error(self, error: BaseException) -> UsageError | None:

@@ -42,17 +42,17 @@ class RemoteSetup:
     params: SamplingParams
     limits: EpisodeLimits
     teacher: OpenAI | None = None
-    """A chat client that answers in place of the sampler; None: the sampler."""
+    """Chat server that generates the turns instead of the sampler; None: the sampler does."""
 
 
 def packed_plan(
     setups: Mapping[tuple[str, str], RemoteSetup], renderer: Renderer, dumps: Callable[[Any], bytes]
 ) -> bytes:
-    """The setups, by purpose and label, and the renderer as bytes; `dumps` is `pickle.dumps`, or Ray's.
+    """Pickle the setups (by purpose and label) and the renderer with `dumps`: `pickle.dumps`, or Ray's.
 
     Raises:
-        ComponentError: an environment that a worker cannot create; names it.
-        UsageError: a renderer that cannot be pickled.
+        ComponentError: a worker cannot create an environment; the message names it.
+        UsageError: the renderer cannot be pickled.
     """
     for setup in setups.values():
         refuse_unpicklable(setup.env, setup.name, setup.args, dumps)
@@ -86,14 +86,14 @@ def refuse_unpicklable(
 
 
 RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
-"""Runs an episode of the environment with this label; returns it packed."""
+"""Runs an episode of the environment with this label; returns the result of `pack`."""
 
 
 @contextlib.asynccontextmanager
 async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
-    """Context manager that creates what the episodes of a `packed_plan` need; gives what runs one of them. A UsageError
-    if an environment cannot be imported or created here, or if the renderer differs."""
-    raise_descriptor_limit()  # a process of Ray is not one of ours
+    """Context manager that creates the environments of a `packed_plan`; yields a function that runs an episode. A
+    UsageError if an environment cannot be imported or created here, or if the renderer differs."""
+    raise_descriptor_limit()  # Ray starts its processes itself, so this is not done for them yet
     plans: Mapping[tuple[str, str], RemoteSetup]
     plans, renderer = pickle.loads(packed)  # noqa: S301  (from the run's process)
     if isinstance(renderer, RendererSpec):
@@ -102,7 +102,7 @@ async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpi
     setups: dict[tuple[str, str], RolloutSetup] = {}
     async with contextlib.AsyncExitStack() as stack:
         for key, plan in plans.items():
-            what = f"{plan.name} {plan.args!r}"  # one environment for equal arguments
+            what = f"{plan.name} {plan.args!r}"  # train and eval share an environment if its arguments are equal
             if what not in environments:
                 environments[what] = create_environment(plan.name, plan.args)
             teacher = None if plan.teacher is None else await stack.enter_async_context(plan.teacher.connect())
@@ -148,7 +148,7 @@ def _dumped(trajectory: Trajectory, late: RecordError | None) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[Trajectory, RecordError | None]:
-    """Read the result of `pack`. The objects are copies that pin no memory of Ray's."""
+    """Read the result of `pack`. The objects are copies, so they do not pin memory in Ray's object store."""
     trajectory, late = loaded(packed)
     assert isinstance(trajectory, Trajectory)
     return trajectory, late

@@ -45,10 +45,10 @@ class _StartedWorker:
 
 
 class WorkerPool:
-    """An `EpisodeRunner`: each episode goes to the worker that runs the fewest episodes.
+    """An `EpisodeRunner` that sends each episode to the worker with the fewest running episodes.
 
     Args:
-        make: Creates a worker without starting it; told whether it runs a single episode only.
+        make: Creates a worker without starting it. The argument is True for a worker that runs one episode at a time.
         sampler: Receives the workers' requests.
         workers: Number of workers.
         what: A worker's name in messages, such as "Ray actor".
@@ -126,7 +126,7 @@ class WorkerPool:
         return min(self._workers, key=lambda started: started.num_running)
 
     async def _run_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run on a worker without other episodes; if none can be started, beside others."""
+        """Run the episode on a worker without other episodes; if none can be started, together with others."""
         self._num_to_run_alone += 1
         try:
             async with self._alone:
@@ -140,7 +140,7 @@ class WorkerPool:
                 finally:
                     if started.is_lost:
                         self._close(started.worker)
-                    else:  # the next episode need not wait for a new worker
+                    else:  # kept for the next such episode, which then need not wait for a new worker
                         self._spare.append(started)
         finally:
             self._num_to_run_alone -= 1
@@ -193,11 +193,11 @@ class WorkerPool:
         self._changed.set()
 
     def _lose(self, started: _StartedWorker, why: str) -> None:
-        """Record a lost worker and replace it; several episodes may report the same loss."""
+        """Record the loss of a worker and replace it. Several episodes may report the same loss."""
         if started.is_lost:
             return
         started.is_lost = True
-        started.worker.kill()  # it may only be stuck
+        started.worker.kill()  # it may be stuck and not dead
         self.num_lost += 1
         self._num_lost_in_a_row += 1
         self._why = why
@@ -243,7 +243,8 @@ class WorkerPool:
 
 
 def pause_before_replacement(num_lost_in_a_row: int, num_workers: int) -> float:
-    """Seconds: 0 after the first losses, then doubling until an episode ends."""
+    """Pause in seconds: 0 for the first losses, so that each worker is replaced at once; then doubling until an episode
+    ends, so that workers which always crash do not take all CPU time."""
     extra = num_lost_in_a_row - num_workers
     return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
@@ -254,9 +255,9 @@ def _received(
     """Adjust the recorder's counts to the received trajectory."""
     if setup.teacher is not None:  # a teacher's answers are counted in the student's ids, which the worker computes
         recorder.count(trajectory.num_sampled_tokens)
-    else:  # a lost answer was requested and drawn again
+    else:  # the worker may have requested an answer again that was lost on its way: the first one is dropped
         recorder.lose(ended.num_delivered - trajectory.num_sampled_tokens)
-        # Only this process knows what was cut off: the worker got no answer.
+        # Cancelled requests are counted only in this process: the worker got no answer for them.
         unrecorded = trajectory.num_unrecorded_tokens + ended.num_cancelled
         trajectory = trajectory.replace(num_unrecorded_tokens=unrecorded)
     assert recorder.num_sampled_tokens == trajectory.num_sampled_tokens
@@ -266,7 +267,7 @@ def _received(
 
 
 def _failed_record(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
-    """The record of a failed episode: no turns, only the number of its tokens."""
+    """The trajectory of a failed episode: without turns, only with the number of its sampled tokens."""
     recorder.close()
     return Trajectory.of(
         task.identity,

@@ -1,4 +1,5 @@
-"""Defines the `Worker` protocol (a process, on this or another machine, that runs episodes), and what workers share."""
+"""The `Worker` protocol (a process, on this or another machine, that runs episodes), and helpers of its
+implementations."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verbatim.core.texts import error_text
 from verbatim.rollouts.runner import EpisodeTask
 
 START_TIMEOUT = 120.0
-"""Seconds for a worker to start and to create its environments."""
+"""Timeout in seconds for a worker to start and create its environments."""
 
 
 class WorkerLost(Exception):
@@ -33,7 +34,7 @@ class Worker(Protocol):
         """Start it and create its environments. Returns its process id on its host.
 
         Raises:
-            UsageError: it cannot be started; says why and what to change. It still has to be closed.
+            UsageError: the worker cannot be started; the message says why and what to change. It must still be closed.
         """
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
@@ -53,13 +54,13 @@ class Worker(Protocol):
 
 
 def dumped(value: Any) -> bytes:
-    """Pickle a value with objects of the user's; a CannotBeSent if one of them raises."""
+    """Pickle a value that may contain the user's objects; a CannotBeSent if one of them raises."""
     with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def loaded(packed: bytes) -> Any:
-    """Read the result of `dumped`, from a process of this run; a CannotBeSent if an object raises."""
+    """Unpickle the result of `dumped` from a process of this run; a CannotBeSent if an object raises."""
     with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.loads(packed)  # noqa: S301  (from our own process)
 
@@ -79,14 +80,14 @@ class WorkerContext:
         return cls(folder=str(Path.cwd()), search_path=tuple(os.path.abspath(entry) for entry in sys.path))
 
     def apply(self) -> None:
-        """Adopt it as far as this host has the folders, so that relative paths and imports mean the same. Packages
-        installed on this host come first."""
+        """Apply the context on another host, as far as its folders exist there, so that relative paths and imports mean
+        the same. Packages installed on that host come first."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         known = set(map(os.path.abspath, sys.path))
         sys.path.extend(entry for entry in self.search_path if entry not in known)
 
     def apply_exactly(self) -> None:
-        """Adopt it in another process of the same machine: the same search path in the same order."""
+        """Apply the context in another process of the same machine: the same search path in the same order."""
         os.chdir(self.folder)
         sys.path[:] = self.search_path

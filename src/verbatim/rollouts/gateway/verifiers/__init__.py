@@ -1,1 +1,1 @@
-"""Runs environments of the package `verifiers`: its tasks, programs and rewards, our sampler and records."""
+"""Runs environments of the package `verifiers` with its tasks, programs and rewards, and our sampler and recorder."""

@@ -1,4 +1,4 @@
-"""Adapts environments of the package `verifiers`: their tasks, programs and rewards, our sampler and records."""
+"""Adapts environments of the package `verifiers`: its tasks, programs and rewards with our sampler and recorder."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from verbatim.rollouts.gateway.verifiers.serving import VerifiersServing
 from verbatim.rollouts.loop import EpisodeOver
 
 HARNESS = "verbatim-chat"
-"""The chat loop that needs no network (`harnesses/verbatim_chat.py`)."""
+"""The chat loop that needs no network access (`harnesses/verbatim_chat.py`)."""
 _NO_KEY = "VERBATIM_NO_KEY"
-"""A variable that is never set: the gateway's key is in the address, and verifiers is to send none of its own."""
+"""An environment variable that is never set: the URL has the gateway's key, and verifiers must not send another one."""
 
 
 class VerifiersEnvironment:
-    """A taskset of verifiers (0.4), run by its agents' programs.
+    """A taskset of verifiers (0.4), played by verifiers' agents.
 
-    verifiers renders the conversations itself, with the package `renderers`, and asks a gateway for exact ids. Every
-    turn is recorded where it is sampled; at the end verifiers' own trace has to hold the same ids and logprobs.
+    verifiers renders the conversations itself, with the package `renderers`, and sends exact ids to a gateway. Every
+    turn is recorded where it is sampled; at the end verifiers' own trace must have the same ids and logprobs.
 
     Args:
-        taskset: Its id: the module that exports it.
-        tokenizer: The model's folder or hub id: verifiers loads the tokenizer by it. None takes the one of the model
-            that the run samples from.
-        renderer: A family of the package `renderers`; None takes the run's.
-        harness: The program that plays, where `config` says nothing else.
-        env: verifiers' environment around the taskset; "" takes the taskset's own.
-        train: Which tasks to train on, as verifiers' `select` has it: `{"limit": 100}`. By default all.
-        eval: Which tasks to evaluate on.
-        config: The rest of verifiers' `[env]` table.
+        taskset: Id of the taskset: the module that exports it.
+        tokenizer: Folder or hub id from which verifiers loads the tokenizer. None: that of the model that the run
+            samples from.
+        renderer: A family of the package `renderers`; None: the run's.
+        harness: Id of the harness, unless `config` sets another one.
+        env: verifiers' environment around the taskset; "" means the taskset's own.
+        train: Selection of training tasks, in the format of verifiers' `select`: `{"limit": 100}`. By default all.
+        eval: Selection of evaluation tasks, in the same format. By default all.
+        config: Further keys of verifiers' `[env]` table.
 
     Raises:
         UsageError: the extra `verifiers` is not installed, or verifiers refuses the configuration.
     """
 
     only_by_sampler: ClassVar[bool] = True
-    """Its episodes ask the run's sampler through the gateway, and cannot be played by anything else."""
+    """verifiers' requests go through the gateway to the run's sampler; a teacher cannot answer them."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class VerifiersEnvironment:
         )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks that were selected for "train" or "eval"."""
+        """The tasks selected for "train" or "eval"."""
         check_split("verifiers", split)
         return [Example(id=_example_id(task), payload={"key": task.key}) for task in self._selected[split]]
 
     async def start(self, example: Example, seed: int) -> VerifiersEpisode:
-        """An episode about the example's task. The seed reaches the sampling only: verifiers knows none."""
+        """Create the episode of the example's task. The seed is unused: verifiers' tasks take none."""
         return VerifiersEpisode(self, self._tasks[example.id])
 
     def serving(self) -> VerifiersServing:
@@ -86,7 +86,7 @@ class VerifiersEnvironment:
         return self._serving[loop]
 
     def context(self, base_url: str, loop: AgentLoop) -> Any:
-        """Where verifiers' agents ask, and how they sample."""
+        """verifiers' client and sampling settings for its agents."""
         from renderers.configs import config_from_name
         from verifiers.v1.clients import ModelContext, TrainClientConfig
         from verifiers.v1.types import SamplingConfig
@@ -119,7 +119,7 @@ class VerifiersEnvironment:
 
 
 class VerifiersEpisode(Episode):
-    """One task, from verifiers' first program to its last reward."""
+    """One task: verifiers runs its agents and scores them."""
 
     def __init__(self, environment: VerifiersEnvironment, task: Any) -> None:
         self._environment = environment
@@ -127,12 +127,12 @@ class VerifiersEpisode(Episode):
         self._rewards: dict[str, float] = {}
 
     async def run(self, agent: Any) -> None:
-        """Have verifiers play and score it.
+        """Let verifiers play and score the task.
 
         Raises:
-            SamplerFault, RecordError: it failed, and one of its requests was answered with that.
-            EnvironmentFault: it failed otherwise, or its trace is not what was sampled.
-            EpisodeOver: it was cut off.
+            SamplerFault, RecordError: the episode failed after one of its requests was answered with this error.
+            EnvironmentFault: the episode failed for another reason, or its trace differs from the sampled turns.
+            EpisodeOver: the episode was cut off.
         """
         if not isinstance(agent, AgentLoop):
             raise EnvironmentFault("verifiers' environments are played by the run's sampler only, not by a teacher")
@@ -158,12 +158,12 @@ class VerifiersEpisode(Episode):
             raise EpisodeOver(reason)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """verifiers' rewards, weighted, by name; its metrics are in `info`."""
+        """verifiers' weighted rewards by name. Its metrics are in `info`."""
         return self._rewards or None
 
 
 def _name_of_tokenizer(loop: AgentLoop) -> str:
-    """Where the run's tokenizer was loaded from."""
+    """The folder or hub id that the run's tokenizer was loaded from."""
     name = getattr(getattr(renderer_spec(loop.renderer), "tokenizer", None), "name_or_path", "")
     if not name:
         raise EnvironmentFault(
@@ -174,7 +174,7 @@ def _name_of_tokenizer(loop: AgentLoop) -> str:
 
 
 def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -> Any:
-    """verifiers' configuration, its agents played on this machine by our harness unless it says otherwise."""
+    """Build verifiers' configuration. By default its agents run as subprocesses on this machine, with our harness."""
     try:
         from pydantic import ValidationError
         from verifiers.v1 import harnesses
@@ -185,6 +185,7 @@ def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -
     from verbatim.rollouts.gateway.verifiers import harnesses as verifiers_harnesses
 
     folder = next(iter(verifiers_harnesses.__path__))
+    # verifiers finds a harness as a submodule of its own package, so our folder is added to that package's path.
     if folder not in harnesses.__path__:
         harnesses.__path__.append(folder)
     try:

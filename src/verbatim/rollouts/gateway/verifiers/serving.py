@@ -1,7 +1,7 @@
-"""Serves verifiers' episodes while they run: a gateway before our sampler, verifiers' own servers before the gateway.
+"""Serves verifiers' episodes while they run: verifiers' own servers in front of a gateway in front of our sampler.
 
-verifiers -> its train client -> the gateway's route for token ids -> the session of the request's trace, which samples
-and records the turn. So a trajectory holds what was served, with the version of every token.
+A request goes from verifiers through its train client to the gateway's token id route, and there to the session of its
+trace, which samples and records the turn. So a trajectory has exactly the served tokens, with their policy versions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from verbatim.rollouts.gateway.session_settings import SessionSettings
 logger = logging.getLogger(__name__)
 
 _STOPS = {"max_turns": "max_turns", "max_total_completion_tokens": "max_output_tokens"}
-"""What verifiers calls the reason of a refusal."""
+"""verifiers' stop condition for each kind of refusal."""
 
 
 class TraceSession(Session):
-    """One of verifiers' traces: an agent of an episode.
+    """The session of one of verifiers' traces: one agent of an episode.
 
     Args:
-        loop: Samples and records, for all traces of the episode.
-        trace: verifiers' record, which names the agent.
+        loop: Samples and records the turns of all traces of the episode.
+        trace: verifiers' trace, which names the agent.
     """
 
     def __init__(self, loop: AgentLoop, trace: Any) -> None:
@@ -45,8 +45,8 @@ class TraceSession(Session):
     async def complete(
         self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: AnswerProgress | None = None
     ) -> Completion:
-        """A turn of the trace's agent. Where no turn or token is left, verifiers is told to stop and score. The experts
-        of a mixture stay in the episode's record: verifiers reads another format of them."""
+        """Sample a turn of the trace's agent. If no turns or tokens are left, the trace is stopped, so that verifiers
+        scores it. Routed experts are recorded but not returned: verifiers expects them in another format."""
         own = self._trace.agent
         try:
             completion = await super().complete(
@@ -63,8 +63,8 @@ class TraceSession(Session):
 
 @dataclass(eq=False)
 class Reception:
-    """Where verifiers' client asks: one key for all traces, since it keeps its connections for each address. Requests
-    name their trace."""
+    """The address for verifiers' client. All traces share one key, because the client keeps a connection pool for each
+    URL; requests name their trace in a header."""
 
     service: Service
     key: str
@@ -72,17 +72,17 @@ class Reception:
 
     @property
     def base_url(self) -> str:
-        """For verifiers' client, with the key in it."""
+        """The base URL for verifiers' client; it contains the key."""
         return f"{self.service.url}/s/{self.key}/v1"
 
     def connect(self, trace: Any, loop: AgentLoop) -> None:
-        """From now on, requests of this trace are turns of this episode."""
+        """Record the requests of this trace as turns of this episode from now on."""
         session = self._traces.setdefault(loop, {})[trace.id] = TraceSession(loop, trace)
         self.service.join(self.key, trace.id, session)
 
     async def disconnect(self, loop: AgentLoop) -> RolloutError | None:
-        """The episode is over: what is under way is cancelled, and what still comes for it is refused. Returns the
-        failure of the sampler or of the record that one of its requests was answered with."""
+        """End the episode's sessions: cancel requests in flight and refuse later ones. Returns the first sampler or
+        record fault with which a request was answered, or None."""
         sessions = self._traces.pop(loop, {})
         for name in sessions:
             self.service.leave(self.key, name)
@@ -92,8 +92,9 @@ class Reception:
 
 @dataclass(eq=False)
 class VerifiersServing:
-    """Up for as long as it is used, in one event loop. verifiers' servers are entered and left in one task, as their
-    scopes demand, whichever episode comes first and goes last."""
+    """verifiers' servers and the gateway of one event loop, which run while any episode uses them. One task enters and
+    leaves the servers' contexts: their cancel scopes require the same task, but the first and the last episode run on
+    different ones."""
 
     env: Any
     """verifiers' environment."""
@@ -104,10 +105,10 @@ class VerifiersServing:
 
     @contextlib.asynccontextmanager
     async def use(self, context_length: int) -> AsyncIterator[Reception]:
-        """Where verifiers asks, and who connects its requests with episodes.
+        """Context in which the servers run; the first user starts them and the last one stops them.
 
         Args:
-            context_length: The sampler's.
+            context_length: The sampler's context length in tokens.
         """
         if self._users == 0:
             self._end = asyncio.Event()
@@ -123,7 +124,7 @@ class VerifiersServing:
             self._users -= 1
             if self._users == 0:
                 self._end.set()
-                await settle([task])  # also where the episode is cancelled once more: nothing is left open
+                await settle([task])  # even if the episode is cancelled again, so that nothing is left open
 
     async def _serve(
         self, context_length: int, up: asyncio.Future[Reception], end: asyncio.Event, before: asyncio.Task[None] | None
@@ -138,7 +139,7 @@ class VerifiersServing:
                 await end.wait()
         except BaseException as error:
             if not up.done():
-                up.set_exception(error)  # those who wait for it have to hear of it
+                up.set_exception(error)  # or the episodes that wait for `up` would wait forever
                 return
             if not isinstance(error, Exception):
                 raise

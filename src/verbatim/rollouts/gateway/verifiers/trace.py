@@ -1,7 +1,8 @@
-"""Checks verifiers' record against what our sampler served: each sampled token in both, in the same context.
+"""Compares verifiers' traces with the turns that our sampler served: both must have each sampled token in the same
+context.
 
-verifiers keeps a rollout as a graph of messages, each with the ids that it adds. The ids on the way to a sampled
-message are its prompt; the ids of its own that are masked as sampled are the completion.
+verifiers stores a rollout as a graph of messages, each with the ids that it adds. The prompt of a sampled message is
+all ids on the path to it, and its own ids that are not masked as sampled; the masked ones are the completion.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ _STOPS = {
 }
 
 Served = tuple[bytes, bytes, bytes]
-"""Prompt, completion and logprobs, as int32, int32 and float32."""
+"""Prompt ids (int32), completion ids (int32) and logprobs (float32), as bytes."""
 
 
 def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
-    """Check that the traces hold exactly what was served: no more, no less, in the same context."""
+    """Check that the traces have exactly the served completions in the same contexts, no more and no fewer.
+
+    Raises:
+        EnvironmentFault: they differ.
+    """
     recorded = Counter(message for trace in traces for message in _sampled(trace))
     served = Counter(
         (
@@ -38,7 +43,8 @@ def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
         )
         for turn in turns
     )
-    context = {key[:2] for key in served if not key[2]}  # of an engine that gives no logprobs
+    # An engine may return no logprobs; verifiers' logprobs of those turns are then not compared.
+    context = {key[:2] for key in served if not key[2]}
     recorded = Counter({(*key[:2], b"") if key[:2] in context else key: n for key, n in recorded.items()})
     if recorded == served:
         return
@@ -56,7 +62,7 @@ def _told(key: Served) -> str:
 
 
 def _sampled(trace: Any) -> Iterator[Served]:
-    """Every sampled message of a trace."""
+    """Yield each sampled message of a trace with its context."""
     for node in trace.nodes:
         if not node.sampled:
             continue
@@ -80,13 +86,13 @@ def _sampled(trace: Any) -> Iterator[Served]:
 
 
 def errors_of(episode: Any) -> str | None:
-    """What went wrong, in verifiers' words; None: nothing."""
+    """verifiers' first three error messages, or None if there were none."""
     found = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
     return "; ".join(f"{error.type}: {error.message}" for error in found[:3]) or None
 
 
 def rewards_of(episode: Any) -> dict[str, float]:
-    """The weighted rewards of those who are trained, by name; those of one name are added up."""
+    """The weighted rewards of the trained agents, by name; rewards with the same name are summed."""
     parts: dict[str, float] = {}
     for trace in episode.traces:
         if trace.agent is not None and not trace.agent.trainable:
@@ -98,7 +104,7 @@ def rewards_of(episode: Any) -> dict[str, float]:
 
 
 def metrics_of(episode: Any) -> dict[str, float]:
-    """What was measured beside the rewards; of several agents with the agent's name in front."""
+    """verifiers' metrics, by name; with several agents, each name is prefixed with the agent's."""
     return {
         f"{trace.agent.name}/{name}" if len(episode.traces) > 1 and trace.agent is not None else name: float(value)
         for trace in episode.traces
@@ -108,7 +114,7 @@ def metrics_of(episode: Any) -> dict[str, float]:
 
 
 def stop_reason_of(episode: Any) -> StopReason:
-    """Why it ended, from the traces' own stop conditions."""
+    """Why the episode ended, from the traces' stop conditions."""
     for trace in episode.traces:
         if trace.stop_condition in _STOPS:
             return _STOPS[trace.stop_condition]
@@ -118,7 +124,7 @@ def stop_reason_of(episode: Any) -> StopReason:
 
 
 def messages_of(episode: Any) -> list[Message]:
-    """The last branch of the first trace, as OpenAI's format has it."""
+    """The messages of the first trace's last branch, in OpenAI's format."""
     from verifiers.v1.dialects.chat import message_to_wire
 
     found: list[Message] = []

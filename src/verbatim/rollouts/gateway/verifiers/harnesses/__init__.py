@@ -1,1 +1,1 @@
-"""Programs that play verifiers' tasks; `verifiers.environment` puts this folder among verifiers' own harnesses."""
+"""Harnesses that play verifiers' tasks. `verifiers.environment` adds this folder to verifiers' own harnesses."""

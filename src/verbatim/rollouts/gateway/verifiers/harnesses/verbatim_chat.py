@@ -1,7 +1,8 @@
-"""Runs verifiers' chat loop in our own process; verifiers' `null` harness first installs a program from the network.
+"""Runs verifiers' chat loop in this process. verifiers' own `null` harness would first install a program from the
+network.
 
-The model speaks, its calls of the task's MCP tools are run, it speaks again, until it calls none. Every request goes
-through verifiers' interception server, as any harness's does.
+The model takes a turn, its calls of the task's MCP tools are run, and so on until it makes no call. Every request goes
+through verifiers' interception server, as with any harness.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from verifiers.v1.trace import Trace
 from verbatim.inference.chat.answer import read_arguments
 
 CONTEXT_LENGTH = "context_length"
-"""The stop condition of a conversation that has outgrown the model's context."""
+"""The stop condition of a conversation that no longer fits the model's context."""
 _OVERLONG = "maximum context length"
 
 
 class VerbatimChatConfig(HarnessConfig):  # type: ignore[misc]
-    """verifiers' own settings."""
+    """verifiers' harness settings, unchanged."""
 
     id: str = "verbatim-chat"
 
 
 class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
-    """See the module."""
+    """A chat loop in this process; see the module."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -52,7 +53,7 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """Play to the end; what a program would say on standard error when it fails is what the model's server said."""
+        """Play the task to its end. On failure, `stderr` of the result has the model server's error."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -61,7 +62,7 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
             messages += [message_to_wire(message) for message in prompt or ()]
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with contextlib.AsyncExitStack() as stack:
-            # Its requests go to this machine: no proxy, and no deadline but the rollout's own.
+            # Requests stay on this machine, so no proxy. No timeout, because the rollout has its own.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
                     base_url=endpoint, headers={"Authorization": f"Bearer {secret}"}, timeout=None, trust_env=False
@@ -86,7 +87,7 @@ async def _run(call: dict[str, Any], dispatch: dict[str, Any], connections: dict
     name, given = call["function"]["name"], call["function"]["arguments"]
     arguments, status = read_arguments(given)
     if status != "ok":
-        content: Any = f"error: the arguments are no JSON object: {given[:200]}"
+        content: Any = f"error: the arguments are not a JSON object: {given[:200]}"
     elif name not in dispatch:
         content = f"error: there is no tool {name!r}; there are {', '.join(dispatch) or 'none'}"
     else:
@@ -100,7 +101,7 @@ async def _run(call: dict[str, Any], dispatch: dict[str, Any], connections: dict
 
 
 def _refused(trace: Trace, answer: httpx.Response) -> ProgramResult:
-    """A conversation without room is at its end; anything else is a failure."""
+    """The result for a refused request. A full context ends the trace normally; any other refusal is a failure."""
     if answer.status_code == 400 and _OVERLONG in answer.text:
         trace.stop(CONTEXT_LENGTH)
     return ProgramResult(exit_code=1, stdout="", stderr=f"status {answer.status_code}: {answer.text[:500]}")
