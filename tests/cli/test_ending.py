@@ -268,7 +268,7 @@ def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monke
     assert told.wait(HANGS)
     assert waited == [True]  # the thread too still ran
     gc.collect()  # asyncio would say of the task that it is destroyed
-    assert caplog.messages == ["the task stubborn ignored its cancellation, and is not waited for"]
+    assert caplog.messages == ["the task stubborn ignored its cancellation and was abandoned"]
 
 
 def test_ctrl_c_cancels_and_is_a_keyboard_interrupt_in_the_end():

@@ -66,10 +66,10 @@ def expected(limits):
             found[where, mode] = None  # the model is told; it is counted in `tool_errors`
     for where in ASYNC:
         found[where, "hang"] = late
-        found[where, "swallow"] = f"{late}: {where} ignored its cancellation, and was left behind"
+        found[where, "swallow"] = f"{late}: {where} ignored its cancellation, and was abandoned"
     found["tool", "hang"] = found["tool", "swallow"] = None
     found["close", "hang"] = f"environment: close took more than {CLOSING:g} s"
-    found["close", "swallow"] = f"environment: close went on after {CLOSING:g} s, and was left behind"
+    found["close", "swallow"] = f"environment: close did not end within {CLOSING:g} s, and was abandoned"
     found["start", "wrong type"] = "environment: the episode's messages: None; expected a list of messages"
     found["reply", "wrong type"] = "environment: reply returned 'done'; expected verbatim.environments.Reply"
     found["tools", "wrong type"] = "environment: the episode's tools: ToolManager(7); expected a list of tools"
@@ -81,7 +81,7 @@ def expected(limits):
     found["run", "huge"] = "environment: run raised ValueError: xxx"
     found["close", "huge"] = "environment: close raised ValueError: xxx"
     found["score", "huge"] = "environment: score returned 100,000 parts; expected at most 1,000"
-    found["state_key", "huge"] = "environment: state_key returned a text of 1,000,000 characters; expected at most"
+    found["state_key", "huge"] = "environment: state_key returned a string of 1,000,000 characters; expected at most"
     found["reply", "no number"] = "environment: reply gave the reward nan; expected a finite number"
     found["tool", "no number"] = "environment: tool poke gave the reward inf; expected a finite number"
     found["score", "no number"] = "environment: score returned 1e+300; expected at most 3.4e+38"
@@ -403,5 +403,5 @@ async def test_examples_that_fail_in_an_evaluation_cost_that_evaluation(tmp_path
     for _, evaluation in run.notes.evals:
         assert (evaluation.num_episodes, evaluation.metrics["errors/environment"]) == (0, 1.0)
     assert sum(run.episode_stats.unmeasured.values()) == STEPS + 1
-    assert "evaluations were left out" in run.episode_stats.summary()[-1]
+    assert "evaluations were skipped" in run.episode_stats.summary()[-1]
     row.wrong -= 1

@@ -195,7 +195,7 @@ def test_settings_are_overridden_for_one_call():
         ([ask("5")], {"extra_body": {"n": 2}}, "a turn is one whole answer"),
         (ask("5"), {}, r"write rollout\(\[conversation\]\)"),
         (["5"], {}, r"trajectories\[0\] is a str"),
-        ([ask("5"), {"messages": []}], {}, r"trajectories\[1\] has the messages \[\]"),
+        ([ask("5"), {"messages": []}], {}, r"trajectories\[1\] has messages = \[\]"),
         ([{"messages": [{"content": "5"}]}], {}, r"trajectories\[0\].messages\[0\]"),
     ],
 )

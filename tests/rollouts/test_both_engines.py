@@ -95,7 +95,7 @@ def test_tools_that_a_conversation_describes_and_nothing_runs_are_answered_and_s
     schema = {"type": "function", "function": {"name": "earn", "parameters": {"type": "object", "properties": {}}}}
     with caplog.at_level(logging.WARNING):
         results = play([ask("half", tools=[schema]), ask("half")])
-    assert "1 of 2 conversations describe tools that nothing runs" in caplog.text
+    assert "1 of 2 conversations have tool schemas but no tool manager" in caplog.text
     assert answers(results[0]) == ["Error: earn: it is described, but nothing runs it here. Answer without it."]
     assert [list(r.info["tool_errors"]) for r in results] == [["invalid_arguments"], ["unknown_tool"]]
     assert [r["stop_reason"] for r in results] == ["stop", "stop"]

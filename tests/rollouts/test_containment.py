@@ -166,7 +166,7 @@ async def test_what_ignores_its_deadline_is_left_behind_and_its_episode_is_close
     (trajectory,), episode_stats = await group_of(environment, timeout=0.05)
     assert asyncio.get_running_loop().time() - started == pytest.approx(0.1)  # the deadline and the grace
     assert trajectory.error == (
-        f"timeout: the episode took more than 0.05 s: {where} ignored its cancellation, and was left behind"
+        f"timeout: the episode took more than 0.05 s: {where} ignored its cancellation, and was abandoned"
     )
     assert episode_stats.failures == {failure_kind(trajectory.error): 1}
     assert [episode.num_closed for episode in environment.started] == ([] if where == "start" else [1])
@@ -181,7 +181,7 @@ async def test_what_ignores_its_deadline_is_left_behind_and_its_episode_is_close
 async def test_a_close_that_ignores_its_deadline_is_left_behind(short):
     freed = asyncio.Event()
     (trajectory,), _ = await group_of(Tasks(close=swallowing(freed)))
-    assert trajectory.error == "environment: close went on after 0.05 s, and was left behind"
+    assert trajectory.error == "environment: close did not end within 0.05 s, and was abandoned"
     assert trajectory.num_sampled_tokens > 0
     freed.set()
 
@@ -191,7 +191,7 @@ async def test_a_score_group_that_ignores_its_deadline_is_left_behind(short):
     freed = asyncio.Event()
     trajectories, episode_stats = await group_of(Tasks(score_group=swallowing(freed)), size=2, timeout=0.1)
     assert {t.error for t in trajectories} == {
-        "environment: score_group took more than 0.1 s, ignored its cancellation, and was left behind"
+        "environment: score_group took more than 0.1 s, ignored its cancellation, and was abandoned"
     }
     assert episode_stats.num_failed == 2
     freed.set()

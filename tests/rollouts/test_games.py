@@ -353,7 +353,7 @@ def test_an_invalid_move_earns_a_number_and_is_told_why_where_the_package_mixes_
         ({"game": "Klondike-v0"}, UsageError, "what the package holds is not valid Python"),
         ({"game": "UsedCarNegotiation-v0"}, UsageError, "files that the published package does not hold"),
         ({"game": "TicTacToe-v0", "options": {"rows": 4}}, ComponentError, "unexpected keyword argument 'rows'"),
-        ({"game": "TicTacToe-v0", "num_players": 3}, ComponentError, "does not begin with 3 players"),
+        ({"game": "TicTacToe-v0", "num_players": 3}, ComponentError, "does not start with 3 players"),
         ({"game": "TicTacToe-v0", "seat": 2}, UsageError, 'seat = 2; expected 0 to 1, or "alternate"'),
         ({"game": "TicTacToe-v0", "opponent": "me"}, UsageError, 'opponent = \'me\'; expected "self", "policy"'),
         ({"game": "Stratego-v0", "opponent": "random"}, UsageError, "moves of Stratego-v0 cannot be drawn at random"),

@@ -200,7 +200,7 @@ def test_a_judge_that_fails_fails_the_episode_which_has_no_reward_and_says_what_
         ({"model": "m", "base_url": "http://x", "criteria": {}}, "expected names and what earns the full grade"),
         ({"model": "m", "base_url": "http://x", "weights": {"good": 1.0}}, "expected a number for each of quality"),
         ({"model": "m", "base_url": "http://x", "price": {"in": 1.0}}, "expected the price of a million tokens"),
-        ({"model": "m", "base_url": "http://x", "prompt": "Grade it."}, "expected a text with {criteria} in it"),
+        ({"model": "m", "base_url": "http://x", "prompt": "Grade it."}, "expected a string that contains {criteria}"),
         ("gpt-5", "judge: found 'gpt-5' (str), expected Judge(model=...)"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_a_run(judge: Any, words:
     ("environment", "args", "words"),
     [
         (Sums, None, "expected an environment, MyEnv(), or its id"),
-        (Sums(), {"size": 3}, "beside an environment that is made already; give them to its class"),
+        (Sums(), {"size": 3}, "for an environment that already exists; pass them to its class"),
     ],
 )
 def test_an_environment_that_cannot_be_judged_is_refused(environment: Any, args: Any, words: str):

@@ -293,8 +293,8 @@ def test_every_call_and_every_place_draws_differently():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"messages": []}, r"trajectories\[1\] has the messages .* expected a list with at least one"),
-        ({"prompt": "x"}, r"trajectories\[1\] has the messages .* expected a list with at least one"),
+        ({"messages": []}, r"trajectories\[1\] has messages = .* expected a list with at least one"),
+        ({"prompt": "x"}, r"trajectories\[1\] has messages = .* expected a list with at least one"),
         ({"messages": ["hi"]}, r"trajectories\[1\]\.messages\[0\] is 'hi'"),
         ("hi", r"trajectories\[1\] is a str; expected an Example"),
         ({**talk("x"), "tools": [{"name": "f"}]}, r"trajectories\[1\]\.tools\[0\] is .* expected a schema"),

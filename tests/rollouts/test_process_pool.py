@@ -158,7 +158,7 @@ async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not
         assert pool.num_lost == 3  # two with all of them, and one with the guilty one alone
         assert pool._spare == []
     (failed,) = deadly.trajectories
-    assert failed.error == "worker: its process ended with status 1 (the last of 3 workers that were lost with it)"
+    assert failed.error == "worker: its process ended with status 1 (the last of 3 workers lost with this episode)"
     assert (failed.stop_reason, failed.truncated, failed.turns) == ("api_error", True, ())
     assert sum(sampled) == sum(lost) > 0
     same(good, await players.here("3", size=4))
@@ -367,7 +367,7 @@ async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkey
             pass
     monkeypatch.undo()
     monkeypatch.setattr(pool_worker, "START_TIMEOUT", 0.0)
-    with pytest.raises(UsageError, match=r"did not start within 0 s; what it prints is in .*doubles\.log"):
+    with pytest.raises(UsageError, match=r"did not start within 0 s; its output is in .*doubles\.log"):
         async with players.processes(workers=1):
             pass
 

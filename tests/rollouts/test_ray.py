@@ -112,7 +112,10 @@ def test_an_engine_of_this_process_is_refused_with_what_to_do(local_ray, model):
     [
         ({"success_callback": threading.Lock().acquire_lock}, r"^success_callback: a \w+ cannot be sent to an actor"),
         ({"max_turn": 3}, "MultiTurnRollout.remote: got an unexpected keyword argument 'max_turn'"),
-        ({"template": threading.Lock()}, r"^template: a lock cannot be sent.* have the actor make it: template=lambda"),
+        (
+            {"template": threading.Lock()},
+            r"^template: a lock cannot be sent.* let the actor create it: template=lambda",
+        ),
     ],
 )
 def test_what_cannot_travel_is_refused_before_anything_starts(local_ray, wrong, message):

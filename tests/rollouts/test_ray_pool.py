@@ -144,7 +144,7 @@ async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(shar
     assert (pool.num_lost, pool.num_rerun) == (3, 2)
     (failed,) = deadly.trajectories
     assert failed.error.startswith("worker: The actor died ")
-    assert failed.error.endswith(" (the last of 3 workers that were lost with it)")
+    assert failed.error.endswith(" (the last of 3 workers lost with this episode)")
     assert (failed.stop_reason, failed.truncated, failed.turns) == ("api_error", True, ())
     assert (failed.trajectory_id, failed.env, failed.example_id) == ("train-0-0", "doubles", "exit")
     assert sum(sampled) == sum(lost) > 0

@@ -107,7 +107,7 @@ def test_a_prompt_that_is_said_to_be_bridged_is_verified():
 def test_a_bridge_that_does_not_extend_its_turn_is_refused(prompt, message):
     recorder = Recorder(10, trajectory_id="t")
     record(recorder, ids(1, 2), ids(3, 4))
-    with pytest.raises(ValueError, match=f"trajectory 't', turn 1: prompt_ids: said to extend turn 0, but {message}"):
+    with pytest.raises(ValueError, match=f"trajectory 't', turn 1: prompt_ids: should extend turn 0, but {message}"):
         record(recorder, ids(*prompt), ids(6), extends=0)
 
 

@@ -130,7 +130,7 @@ def test_a_disk_that_refuses_loses_the_trace_and_not_the_episode(
 
     monkeypatch.setattr(os, "replace", refuse)
     assert TraceFolder(tmp_path).store(trajectory()) is None
-    assert "no trace of trajectory x-0: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "the trace of trajectory x-0 was not written: OSError: [Errno 28] No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

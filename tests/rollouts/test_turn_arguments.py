@@ -71,7 +71,7 @@ NO_NAMES = (7, None, b"x", 0.5, ["a"], object(), "", "x" * 201)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_name_that_is_none_is_the_environments_error(agent, exact):
     trajectory = played({"agent": agent}, exact)
-    assert "expected the agent's name, a text of 1 to 200 characters" in str(trajectory.error)
+    assert "expected the agent's name, a string of 1 to 200 characters" in str(trajectory.error)
     assert trajectory.turns == ()
 
 
@@ -88,7 +88,7 @@ def test_a_name_of_another_class_of_texts_is_the_name(agent):
     ("given", "told"),
     [
         ({"state_key": ["a"]}, "state_key = ['a']; expected a string or None"),
-        ({"state_key": "x" * 10_001}, "state_key = a text of 10,001 characters; expected at most 10,000"),
+        ({"state_key": "x" * 10_001}, "state_key = a string of 10,001 characters; expected at most 10,000"),
         ({"trained": "no"}, "trained = 'no'; expected True or False"),
         ({"trained": None}, "trained = None; expected"),
     ],

@@ -287,8 +287,8 @@ class AgentLoop(EpisodeLoop):
         self._num_completion_tokens += len(completion.ids)
         if params.needs_kept_sets and completion.kept_sets is None and len(completion.ids):
             raise RecordError(
-                f"a completion of {len(completion.ids)} ids came without its kept sets, so nothing says among which "
-                "ids they were drawn; expected a sampler that returns them where top_p, top_k or min_p cut"
+                f"a completion of {len(completion.ids)} ids came without its kept sets, so the distribution that they "
+                "were sampled from is unknown; expected a sampler that returns them with top_p, top_k or min_p"
             )
         return completion
 

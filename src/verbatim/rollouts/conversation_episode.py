@@ -80,7 +80,7 @@ def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolMana
     idle = sum(bool(opening.tools) and manager is None for opening, manager in pairs)
     if idle:
         logger.warning(
-            "%d of %d conversations describe tools that nothing runs; a model that calls one is told so: pass "
+            "%d of %d conversations have tool schemas but no tool manager, so calls are answered with an error; pass "
             "tool_manager=ToolManager([...])",
             idle,
             len(openings),

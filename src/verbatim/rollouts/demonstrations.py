@@ -56,7 +56,7 @@ def trajectory_from_messages(
         if not np.array_equal(whole[: len(plain)], plain):
             raise UsageError(
                 f"demonstration {trajectory_id or env!r}: the chat template renders message {index} differently with "
-                "its generation prompt; its completion cannot be told apart"
+                "its generation prompt; so its completion cannot be separated from the prompt"
             )
         completion = _through_close_token(whole[len(plain) :], renderer.stop_token_ids)
         read = renderer.parse_response(completion, prompt, tools)
@@ -101,9 +101,9 @@ def _refuse_cut(
     if got != wanted and wanted.startswith(got):
         token = int(completion[-1])
         raise UsageError(
-            f"{which} holds, before its end, token {token} ({renderer.decode(completion[-1:])!r}), at which turns of "
-            "this model end, so that the rest of it could never be sampled; take the token out of eos_token_id in the "
-            "model's generation_config.json, or out of the message"
+            f"{which} holds, before its end, token {token} ({renderer.decode(completion[-1:])!r}). Turns of this model "
+            "end at that token, so the rest could never be sampled; remove it from eos_token_id in the model's "
+            "generation_config.json, or from the message"
         )
 
 

@@ -120,7 +120,9 @@ class CountingSampler(SamplerProxy):
         after it was closed, it raises a SamplerFault."""
         found = self._attempts.get(request.session.partition("/")[0])
         if found is None:
-            raise SamplerFault(f"no episode draws as {request.session!r:.80}; it ended, or is run elsewhere by now")
+            raise SamplerFault(
+                f"no episode has the session {request.session!r:.80}; it has ended, or now runs on another worker"
+            )
         try:
             return await found.draw(self._sampler, request)
         except asyncio.CancelledError:

@@ -100,7 +100,7 @@ class EpisodeRun:
             if self._calls.told_to_end:
                 self._stop_reason = StopReason.CANCELLED
                 raise
-            self._fail(EnvironmentFault(f"{self._calls.now} cancelled the task that it runs on"))
+            self._fail(EnvironmentFault(f"{self._calls.now} cancelled its own task"))
         finally:
             await self._loop.end()
             self._recorder.close()
@@ -196,11 +196,11 @@ class EpisodeRun:
         self._dialogue = copy.copy(self._dialogue)
         self._dialogue.messages, self._dialogue.info = list(self._dialogue.messages), dict(self._dialogue.info)
         if self._closing:
-            self._error = self._error or f"environment: close went on after {CLOSING:g} s, and was left behind"
+            self._error = self._error or f"environment: close did not end within {CLOSING:g} s, and was abandoned"
             return
         self._error = (
             f"timeout: the episode took more than {self._timeout:g} s: {self._calls.now} ignored its "
-            "cancellation, and was left behind"
+            "cancellation, and was abandoned"
         )
         self._stop_reason = StopReason.API_ERROR
 
@@ -228,7 +228,7 @@ class EpisodeRun:
         except TimeoutError:
             fault = EnvironmentFault(f"close took more than {CLOSING:g} s")
         except EpisodeOver as over:
-            fault = EnvironmentFault(f"close sampled, and the episode was over: {over}")
+            fault = EnvironmentFault(f"close tried to sample after the episode was over: {over}")
         except RolloutError as raised:
             fault = raised
         if fault is not None and self._error is None:

@@ -81,7 +81,7 @@ class EpisodeStats:
         """Count an evaluation that is skipped because the environment failed to give its examples."""
         with self._lock:
             self.unmeasured[failure_kind(why)] += 1
-        logger.warning("an evaluation was left out: %s", why)
+        logger.warning("an evaluation was skipped: %s", why)
 
     def _count(self, counts: Counter[str], kind: str, count: int, trajectory: Trajectory, said: str) -> None:
         told = (kind, trajectory.example_id if kind.startswith(NO_TURNS) else "")
@@ -111,7 +111,7 @@ class EpisodeStats:
         if self.tool_faults:
             lines.append(f"tools failed in {self.purpose} episodes: {_most_common(self.tool_faults)}")
         if self.unmeasured:
-            lines.append(f"evaluations were left out: {_most_common(self.unmeasured)}")
+            lines.append(f"evaluations were skipped: {_most_common(self.unmeasured)}")
         return lines
 
     def log_summary(self) -> None:

@@ -168,11 +168,11 @@ async def _score_together(
     except TimeoutError as error:
         fault = error
     except LeftBehind as error:
-        fault, why = error, f"{why}, ignored its cancellation, and was left behind"
+        fault, why = error, f"{why}, ignored its cancellation, and was abandoned"
     except asyncio.CancelledError as error:
         if calls.told_to_end:
             raise
-        fault, why = error, "score_group cancelled the task that it runs on"
+        fault, why = error, "score_group cancelled its own task"
     else:
         by_id = {id(t): r for t, r in zip(completed, rewards, strict=True)}
         return [t.replace(reward=by_id[id(t)], agent_rewards={}) if id(t) in by_id else t for t in trajectories]

@@ -286,9 +286,9 @@ class EpisodeLoop(abc.ABC):
         if turns:
             return (
                 "the policy sampled nothing of its own, because every turn was sampled with trained=False; leave "
-                "that out for the agent that is to learn"
+                "that out for the agent that you train"
             )
-        return f"the policy sampled nothing before the episode ended ({ended}), so what it earned is not the policy's"
+        return f"the policy sampled nothing before the episode ended ({ended}), so its reward is not the policy's"
 
     def finish(self) -> None:  # noqa: B027  most engines record each turn at once
         """Record the turns that are still held back. Called when the conversation is over; may raise a RecordError."""

@@ -166,10 +166,10 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     stubborn = [task for task in left if not task.done()]
     loop.set_exception_handler(functools.partial(_not_said_again, {id(task) for task in stubborn}))
     for task in stubborn:
-        logger.warning("the task %s ignored its cancellation, and is not waited for", task.get_name())
+        logger.warning("the task %s ignored its cancellation and was abandoned", task.get_name())
     for task in left:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a task failed while it was cancelled at the end: %s", error_text(error))
+            logger.error("a background task failed during shutdown: %s", error_text(error))
     _go_on(loop, asyncio.wait_for(loop.shutdown_asyncgens(), PATIENCE))
 
 

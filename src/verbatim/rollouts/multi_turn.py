@@ -128,7 +128,7 @@ class APIMultiTurnRollout(ConversationRollout):
                 f'api: {self.api!r:.80}; expected OpenAI(model="...", base_url="http://localhost:8000/v1")'
             )
         if self.extra_body.get("stream") or self.extra_body.get("n") not in (None, 1):
-            raise UsageError("extra_body asks for a stream, or for several answers; a turn is one whole answer")
+            raise UsageError("extra_body sets stream, or n above 1; a turn is one complete answer")
 
     @contextlib.asynccontextmanager
     async def _engine(self) -> AsyncIterator[Start]:

@@ -75,7 +75,7 @@ class Openings:
         rest = self.num_examples - self.num_measured
         if not rest:
             return None
-        why = f"after {self.seconds:g} s the others were left out" if self.seconds is not None else self.first_fault
+        why = f"the time limit of {self.seconds:g} s was reached" if self.seconds is not None else self.first_fault
         return f"the opening prompts of {rest:,} of {self.num_examples:,} examples were not measured: {why}"
 
 

@@ -170,4 +170,4 @@ def _check_extends(turn: Turn, earlier: Turn, index: int) -> None:
     length, known = turn.num_prompt_tokens, earlier.path.length
     shared = min(length, turn.path.shared_with(earlier.path))
     what = f"ends there; turn {index} has {known} tokens" if shared == length else f"differs from turn {index} there"
-    raise RecordError(f"prompt_ids: said to extend turn {index}, but at position {shared} it {what}")
+    raise RecordError(f"prompt_ids: should extend turn {index}, but at position {shared} it {what}")

@@ -58,7 +58,7 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
         ) from None
     if len(parts) < len(pairs):
         raise EnvironmentFault(
-            f"{who} returned {shown(score)}; two of its names are one text, expected names that differ as texts"
+            f"{who} returned {shown(score)}; two of its names are equal as strings; expected distinct names"
         )
     if not all(abs(number) <= LARGEST for number in (reward, *parts.values())):
         raise EnvironmentFault(f"{who} returned {shown(score)}; {_expected(reward)}")

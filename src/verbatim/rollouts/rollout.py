@@ -36,8 +36,7 @@ class Rollout(Protocol):
         """Return one trajectory for each conversation, in the same order. The input is not modified. `overrides`
         replace settings of the engine for this call only."""
         raise NotImplementedError(
-            f"{type(self).__name__} must say how conversations are taken to their end: write "
-            "`__call__(self, trajectories, **overrides) -> list[Trajectory]`"
+            f"{type(self).__name__} must implement `__call__(self, trajectories, **overrides) -> list[Trajectory]`"
         )
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
@@ -146,7 +145,7 @@ def _task_of(info: Any) -> Mapping[str, Any]:
 
 def _checked_copy(messages: Any, where: str) -> tuple[Message, ...]:
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise UsageError(f"{where} has the messages {messages!r:.80}; expected a list with at least one")
+        raise UsageError(f"{where} has messages = {messages!r:.80}; expected a list with at least one")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UsageError(f'{where}.messages[{index}] is {message!r:.80}; expected {{"role": ..., "content": ...}}')
@@ -158,13 +157,13 @@ def _checked_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...]:
     if tools is None:
         return ()
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise UsageError(f"{where} has the tools {tools!r:.80}; expected a list of schemas")
+        raise UsageError(f"{where} has tools = {tools!r:.80}; expected a list of schemas")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UsageError(
                 f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
-                '"function": {"name": ...}}; what runs it goes into the tool manager'
+                '"function": {"name": ...}}; the function that runs it goes into the tool manager'
             )
         _refuse(tool, f"{where}.tools[{index}]")
     return tuple(copy.deepcopy(dict(tool)) for tool in tools)

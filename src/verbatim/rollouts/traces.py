@@ -57,7 +57,12 @@ class TraceFolder:
             with replacing(self.folder / name, lasting=False) as new:
                 new.write_text(json.dumps(plain(stamped(LINES, told)), default=str) + "\n", encoding="utf-8")
         except (OSError, ValueError, RecursionError) as error:
-            logger.error("no trace of trajectory %s: %s: %s", trajectory.trajectory_id, type(error).__name__, error)
+            logger.error(
+                "the trace of trajectory %s was not written: %s: %s",
+                trajectory.trajectory_id,
+                type(error).__name__,
+                error,
+            )
             return None
         return self.folder / name
 

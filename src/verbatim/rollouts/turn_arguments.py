@@ -25,7 +25,7 @@ def checked_name(agent: Any) -> str:
     name = as_atom(agent)
     if type(name) is not str or not 0 < len(name) <= LONGEST_NAME:
         raise EnvironmentFault(
-            f"agent = {shown(agent, 80)}; expected the agent's name, a text of 1 to {LONGEST_NAME} characters"
+            f"agent = {shown(agent, 80)}; expected the agent's name, a string of 1 to {LONGEST_NAME} characters"
         )
     return name
 
@@ -47,7 +47,7 @@ def checked_state_key(key: Any, said: str) -> str | None:
         raise EnvironmentFault(f"{said} {shown(key)}; expected a string or None")
     if len(text) > LONGEST_STATE_KEY:
         raise EnvironmentFault(
-            f"{said} a text of {len(text):,} characters; expected at most {LONGEST_STATE_KEY:,}, "
+            f"{said} a string of {len(text):,} characters; expected at most {LONGEST_STATE_KEY:,}, "
             "for example a hash of it"
         )
     return text

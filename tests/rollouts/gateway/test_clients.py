@@ -108,7 +108,7 @@ def test_the_break_of_a_stream_that_litellm_puts_together_for_anthropic_is_expla
     report = check("litellm_loop.py", environment="litellm", stream=True, model="anthropic/claude-sonnet-4-5")
     assert (report.num_turns, report.num_samples, report.reward) == (2, 2, 1.0)
     assert [(b["reason"], b["found"]) for b in report.branches] == [
-        ("edited_history", "message 2, an answer, is not what was sampled")
+        ("edited_history", "message 2, an answer, differs from the sampled one")
     ]
 
 

@@ -133,7 +133,7 @@ async def test_a_break_that_the_renderer_makes_has_its_reason(http):
             history += [await client.say(history), user(text)]
         await client.chat(history, n=2)
         trajectory = await episode.finish()
-    anew = "the prompt was rendered anew (format_unknown), and does not begin with turn {} as it was sampled"
+    anew = "the prompt was rendered from scratch (format_unknown), and does not extend turn {}"
     branches = [(b["turn"], b["reason"], b["after"], b["found"]) for b in trajectory.info[INFO]["branches"]]
     assert branches[:2] == [(1, "rendered_anew", 0, anew.format(0)), (2, "rendered_anew", 1, anew.format(1))]
     assert [branch[:3] for branch in branches[2:]] == [(3, "same_prompt", 1)]
@@ -669,4 +669,4 @@ async def test_the_doctor_says_which_branch_it_is_and_why(http):
         (3, "history_rewritten", False),
         (4, "sub_agent", True),
     ]
-    assert found[0].found == "parallel call: another request that follows message 2 is under way"
+    assert found[0].found == "parallel call: another request that follows message 2 is in flight"

@@ -171,7 +171,7 @@ class TestThreads:
             ("main", BranchReason.SUB_AGENT),
             ("main", BranchReason.EDITED_HISTORY),
         ]
-        assert goes_on.found == "sub/1 went on from message 2 before"
+        assert goes_on.found == "sub/1 continued message 2 before"
 
     def test_a_continued_conversation_keeps_its_agent(self):
         threads = Threads()
@@ -222,14 +222,14 @@ class TestThreads:
         asked(threads, [HELLO, said("hi"), MORE], said("yes"), turn=1)
         match = asked(threads, [HELLO, said("hi"), MORE, said("no"), MORE])
         assert (match.known.turn, match.num_known, match.reason) == (0, 2, BranchReason.EDITED_HISTORY)
-        assert "message 3, an answer, is not what was sampled" in match.found
+        assert "message 3, an answer, differs from the sampled one" in match.found
 
     def test_a_first_answer_that_is_written_as_text_is_an_edited_history(self):
         threads = Threads()
         asked(threads, [SYSTEM, HELLO], said("", ("add", {})), turn=0)
         match = asked(threads, [SYSTEM, HELLO, said("Calling tools: add"), MORE])
         assert (match.known, match.reason) == (None, BranchReason.EDITED_HISTORY)
-        assert match.found == "message 2, an answer, is not what was sampled"
+        assert match.found == "message 2, an answer, differs from the sampled one"
 
     def test_going_back_is_an_edited_history(self):
         threads = Threads()

@@ -392,7 +392,7 @@ class TestReuse:
         assert first.info["program"]["processes_started"] == 1
 
     async def test_it_takes_neither_files_nor_scores(self):
-        with pytest.raises(UsageError, match="reads its examples from lines"):
+        with pytest.raises(UsageError, match="examples and answers are lines"):
             make(reuse=True, example="file")
 
 

@@ -196,7 +196,7 @@ def test_an_environment_that_exits_leaves_the_one_beside_it_as_it_is(model, tmp_
         assert what_was_sampled(folder / "loud") == what_was_sampled(folder / "quiet") != []
         bad = [t for t in trajectory_lines(folder / "loud") if t["env"] == "harms.Harms"]
         assert bad and {t["error"] for t in bad} == {
-            "worker: its process ended with status 0 (the last of 3 workers that were lost with it)"
+            "worker: its process ended with status 0 (the last of 3 workers lost with this episode)"
         }
         failed = sum(line["metrics"].get("errors/worker", 0) for line in train_lines(folder / "loud"))
         assert failed == len(bad)

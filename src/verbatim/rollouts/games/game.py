@@ -40,7 +40,7 @@ class Game:
                 self.env.reset(num_players=num_players, seed=seed)
             except Exception as error:  # each game checks its arguments in its own way
                 raise ComponentError(
-                    f"textarena: {spec.id} does not begin with {num_players} players: {error_text(error)}"
+                    f"textarena: {spec.id} does not start with {num_players} players: {error_text(error)}"
                 ) from error
         if spec.kind in SWAPPED:
             _swap_back(self.state)

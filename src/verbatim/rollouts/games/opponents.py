@@ -180,8 +180,8 @@ class _Speaker:
         except EpisodeOver as over:
             if over.message is None:
                 raise EnvironmentFault(
-                    f"{self._name} cannot go on: {over.stop_reason}; give its table a larger "
-                    "seq_len, or the game fewer turns"
+                    f"{self._name} cannot go on: {over.stop_reason}; set a larger seq_len in its table, or "
+                    "fewer turns for the game"
                 ) from over
             # Only this action was cut off; the game decides what a truncated action is worth. Reset the loop, which
             # would otherwise refuse the opponent's next action.

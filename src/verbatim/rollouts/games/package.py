@@ -56,10 +56,10 @@ class GameSpec:
         if self.kind in WORD_LISTS:
             lists = [name for name in WORD_LISTS[self.kind] if not _has_word_list(name)]
             names = " ".join(name.split("/")[1] for name in lists)
-            how = f"the word lists of nltk, fetched once over a network: python -m nltk.downloader {names}"
+            how = f"word lists of nltk, to be downloaded once: python -m nltk.downloader {names}"
             return how if lists else None
         if self.kind in JURIES and not os.environ.get("OPENROUTER_API_KEY"):
-            return "models behind OpenRouter, which it asks itself: a key in OPENROUTER_API_KEY, and a network"
+            return "models on OpenRouter, which it calls itself: a key in OPENROUTER_API_KEY, and network access"
         if self.kind in MISSING_FILES:
             return "files that are missing from the published package"
         if self.kind in UNREADABLE:

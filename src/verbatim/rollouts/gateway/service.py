@@ -228,9 +228,7 @@ class Service:
             return
         entry = self._found(key)
         if entry is None:
-            raise Refused(
-                401, "expected the key of a session that is not over, as a bearer token, as x-api-key, or in the path"
-            )
+            raise Refused(401, "expected the key of an open session, as a bearer token, as x-api-key, or in the path")
         if request.method == "GET" and (route == "models" or route.startswith("models/")):
             await reply.whole(200, _models(entry, route.removeprefix("models").removeprefix("/")))
             return

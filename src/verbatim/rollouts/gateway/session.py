@@ -320,7 +320,7 @@ class Session:
         if reason is None and (before := self._not_extended(match, thread.turn)) is not None:
             reason = BranchReason.RENDERED_ANEW
             why = thread.answer.conversation and thread.answer.conversation.broken
-            found = f"the prompt was rendered anew ({why}), and does not begin with turn {before} as it was sampled"
+            found = f"the prompt was rendered from scratch ({why}), and does not extend turn {before}"
         if reason is not None:
             self._note_branch(thread.turn, match, reason, found)
         return reply

@@ -274,7 +274,7 @@ class Threads(Generic[T]):
         if known is None:
             return self._reason_of_a_beginning(walk, agent)
         if known.tools != tools:
-            return BranchReason.TOOLS_CHANGED, f"other tool schemas than those that message {known.depth - 1} was shown"
+            return BranchReason.TOOLS_CHANGED, f"the tool schemas differ from those of message {known.depth - 1}"
         if walk.stripped:
             return BranchReason.REASONING_STRIPPED, f"message {walk.new_from} came back without its reasoning"
         if not known.num_continued and not known.num_open:
@@ -285,14 +285,14 @@ class Threads(Generic[T]):
             return BranchReason.SUB_AGENT, f"the first request of agent {agent}"
         is_answer = walk.first_new is not None and walk.first_new.get("role") == "assistant"
         if known.num_open and not is_answer:
-            return BranchReason.PARALLEL_CALL, f"another request that follows message {known.depth - 1} is under way"
+            return BranchReason.PARALLEL_CALL, f"another request that follows message {known.depth - 1} is in flight"
         if agent == known.agent and agent not in known.continued_by and not is_answer:
             others = " and ".join(known.continued_by)
-            return BranchReason.SUB_AGENT, f"{others} went on from message {known.depth - 1} before"
+            return BranchReason.SUB_AGENT, f"{others} continued message {known.depth - 1} before"
         if (shorter := self._shortened(walk, agent)) is not None:
             return BranchReason.COMPACTION, shorter
         if is_answer:
-            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, is not what was sampled"
+            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, differs from the sampled one"
         return BranchReason.EDITED_HISTORY, f"message {known.depth - 1} was followed by another message before"
 
     def _reason_of_a_beginning(self, walk: _Walk[T], agent: str) -> tuple[BranchReason | None, str]:
@@ -307,11 +307,11 @@ class Threads(Generic[T]):
         if (shorter := self._shortened(walk, agent)) is not None:
             return BranchReason.COMPACTION, shorter
         if walk.num_kept and walk.first_new is not None and walk.first_new.get("role") == "assistant":
-            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, is not what was sampled"
+            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, differs from the sampled one"
         if walk.num_kept or walk.num_moved:
             which = "the system prompt" if walk.first_new is not walk.first_said else f"message {walk.new_from}"
             return BranchReason.EDITED_HISTORY, f"{which} is new, and others are not"
-        return BranchReason.NEW_CONVERSATION, "no message but the system prompt was seen before"
+        return BranchReason.NEW_CONVERSATION, "no message except the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
         """The evidence that a shorter history has replaced a longer one, or None. Evidence is that there are fewer
@@ -322,10 +322,10 @@ class Threads(Generic[T]):
         summed_up = self._quotes_last(walk)
         if not walk.num_moved and not summed_up:
             return None
-        return f"{walk.end.depth} messages in the place of {longest}; " + (
+        return f"{walk.end.depth} messages replace {longest}; " + (
             "the first new one quotes the last answer"
             if summed_up
-            else f"{walk.num_moved} of them stood elsewhere before"
+            else f"{walk.num_moved} of them were elsewhere before"
         )
 
     def _quotes_last(self, walk: _Walk[T]) -> bool:

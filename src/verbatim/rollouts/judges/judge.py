@@ -71,7 +71,9 @@ class Judge(EndpointSettings):
         if isinstance(self.scale, bool) or not isinstance(self.scale, int) or self.scale < 1:
             raise UsageError(f"judge: scale: found {shown(self.scale, 80)}, expected a whole number of at least 1")
         if not isinstance(self.prompt, str) or "{criteria}" not in self.prompt:
-            raise UsageError(f"judge: prompt: found {shown(self.prompt, 80)}, expected a text with {{criteria}} in it")
+            raise UsageError(
+                f"judge: prompt: found {shown(self.prompt, 80)}, expected a string that contains {{criteria}}"
+            )
         variable = key_variable(self.base_url, self.api_key_env)
         if self.base_url == _OPENAI and not os.environ.get(str(variable)):
             raise UsageError(
@@ -130,7 +132,7 @@ class Judge(EndpointSettings):
 
     def _asked(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[Message]:
         if missing := [name for name in self.show if name not in fields]:
-            raise JudgeFailed(f"show names {missing[0]!r}; the example has {', '.join(fields) or 'no fields'}")
+            raise JudgeFailed(f"show has {missing[0]!r}; the example has {', '.join(fields) or 'no fields'}")
         criteria = "\n".join(f"- {name}: {about}" for name, about in self.criteria.items())
         system = self.prompt
         for name, value in (("criteria", criteria), ("scale", str(self.scale)), ("example", self._example())):

@@ -55,8 +55,7 @@ class Judged:
             )
         elif args:
             raise UsageError(
-                f"judged: args: found {shown(args, 80)} beside an environment that is made already; give "
-                "them to its class"
+                f"judged: args: found {shown(args, 80)} for an environment that already exists; pass them to its class"
             )
         else:
             self._inner = environment

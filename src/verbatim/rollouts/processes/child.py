@@ -99,7 +99,7 @@ class ParentSampler:
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Raise a SamplerFault: only the run updates weights."""
-        raise SamplerFault("the run loads its weights itself")
+        raise SamplerFault("only the run updates weights")
 
     async def close(self) -> None:
         """Do nothing: the sampler belongs to the run."""

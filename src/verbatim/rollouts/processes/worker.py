@@ -97,7 +97,7 @@ class ProcessWorker:
         except BaseException as error:
             self.kill()
             if isinstance(error, TimeoutError):
-                said = f"{what} did not start within {worker.START_TIMEOUT:.0f} s; what it prints is in {self._log}"
+                said = f"{what} did not start within {worker.START_TIMEOUT:.0f} s; its output is in {self._log}"
             elif isinstance(error, OSError):
                 said = f"{what} cannot be started: {error}"
             elif isinstance(error, WorkerLost):
@@ -198,7 +198,7 @@ class ProcessWorker:
         if self._peer.broken is not None:
             return f"it sent unreadable data: {self._peer.broken}"
         if code is None:
-            return "it cannot be ended"
+            return "it could not be killed"
         return f"its process {how_it_ended(code)}"
 
     def _last_words(self) -> str:

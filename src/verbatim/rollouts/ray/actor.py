@@ -36,9 +36,9 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
         if name == "sampler":
             raise UsageError(
                 f"{what}: it lives in this process. Serve it (`async with serve_sampler(sampler) as server`) and give "
-                f"HttpSampler(server.url); or have the actor make one of its own: {name}=lambda: {kind}(...)"
+                f"HttpSampler(server.url); or let the actor create its own: {name}=lambda: {kind}(...)"
             ) from error
-        mend = f"have the actor make it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
+        mend = f"let the actor create it: {name}=lambda: ..." if name in _MADE_THERE else "change what it holds"
         raise UsageError(f"{what}; {mend}") from error
     return packed
 

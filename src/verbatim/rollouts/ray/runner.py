@@ -164,7 +164,7 @@ class RayWorker:
         if isinstance(cause, SamplerFault):
             return UsageError(
                 f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.ray.host to "
-                "this machine's address as the actors' hosts know it"
+                "this machine's address as seen from the actors' hosts"
             )
         if isinstance(cause, UsageError):
             return UsageError(f"on a Ray actor: {cause}")

@@ -72,8 +72,8 @@ def refuse_unpicklable(
     """Check that each worker can create the environment from its name and arguments; a ComponentError if it cannot."""
     if name.replace(":", ".").startswith("__main__."):
         raise ComponentError(
-            f"environment {label!r}: {name} is in the program itself, where a worker process cannot import it from; "
-            "move it to a module of its own and give that as import_path"
+            f"environment {label!r}: {name} is defined in the main program, from which worker processes cannot import; "
+            "move it to its own module and set import_path to that"
         )
     for key, value in args.items():
         try:
@@ -81,7 +81,7 @@ def refuse_unpicklable(
         except Exception as error:
             raise ComponentError(
                 f"environment {label!r}: its argument {key} is a {type(value).__name__}, which cannot be sent to a "
-                f"worker process ({error_text(error)}); give what it is made from, and make it in the environment"
+                f"worker process ({error_text(error)}); pass what it is made from, and create it in the environment"
             ) from error
 
 
@@ -132,7 +132,7 @@ def pack(trajectory: Trajectory, late: RecordError | None) -> bytes:
     try:
         return _dumped(trajectory, late)
     except CannotBeSent as why:
-        error = trajectory.error or f"environment: what it recorded cannot be sent from its worker: {why}"
+        error = trajectory.error or f"environment: its record cannot be sent from the worker: {why}"
     failed = trajectory.replace(error=error, info={})
     for less in (failed, failed.replace(messages=(), tools=())):
         with contextlib.suppress(CannotBeSent):

@@ -114,13 +114,13 @@ class WorkerPool:
                 return await self._run_on(await self._least_busy(), setup, task, recorder)
             except WorkerLost as lost:
                 why = str(lost)
-        error = f"worker: {why} (the last of {MOST_ATTEMPTS} workers that were lost with it)"
+        error = f"worker: {why} (the last of {MOST_ATTEMPTS} workers lost with this episode)"
         return _failed_record(task, recorder, error)
 
     async def _least_busy(self) -> _StartedWorker:
         while not self._workers:
             if not self._starting:
-                raise RunStopped(f"no {self._what} is left to run episodes, and no other can be started: {self._why}")
+                raise RunStopped(f"no {self._what} is left to run episodes, and none can be started: {self._why}")
             self._changed.clear()
             await self._changed.wait()
         return min(self._workers, key=lambda started: started.num_running)
@@ -174,7 +174,9 @@ class WorkerPool:
         try:
             trajectory, late = unpack(packed)
         except CannotBeSent as error:
-            return _failed_record(task, recorder, f"environment: what it recorded cannot be read here: {error}")
+            return _failed_record(
+                task, recorder, f"environment: its record cannot be read in the run's process: {error}"
+            )
         return _received(trajectory, late, setup, current, recorder)
 
     # ---- workers come and go

@@ -92,7 +92,7 @@ class _TimeLimit:
                 yield
         except TimeoutError:
             raise EnvironmentFault(
-                f"program: there was no place for it within {seconds:.3g} s ({why}); raise that, or "
+                f"program: there was no place for it within {seconds:.3g} s ({why}); raise that limit, or "
                 "the episode_timeout of the environment"
             ) from None
 
@@ -188,7 +188,7 @@ class Program:
             raise UsageError('program: reward = "score" and score = "COMMAND" belong together')
         if reuse and (example == "file" or reward in ("file", "score")):
             raise UsageError(
-                "program: one that is reused reads its examples from lines and answers them with lines; "
+                "program: with reuse = true, examples and answers are lines on standard input and output; "
                 'leave out example and reward, or use reward = "post"'
             )
         for name, value in (
@@ -200,7 +200,9 @@ class Program:
             if value < 1:
                 raise UsageError(f"program: {name} = {value}; expected at least 1")
         if unknown := sorted(set(unenforced) - UNENFORCEABLE):
-            raise UsageError(f"program: unenforced has {unknown[0]!r}; it may have {', '.join(sorted(UNENFORCEABLE))}")
+            raise UsageError(
+                f"program: unenforced has {unknown[0]!r}; the valid fields are {', '.join(sorted(UNENFORCEABLE))}"
+            )
         self._examples = read_splits(data, eval_data, eval_share=eval_share)
         folder = _folder_of(command) if cwd is None else str(find_file(cwd) or cwd)
         self.launch = Launch.of(
@@ -321,7 +323,7 @@ class ProgramEpisode(Episode):
             EpisodeOver: the program's last request was cut off, or refused because no turns or tokens were left.
         """
         if not isinstance(agent, AgentLoop):
-            raise EnvironmentFault("programs are played by the run's sampler only, not by a teacher")
+            raise EnvironmentFault("programs need the run's sampler; a teacher cannot answer them")
         environment = self._environment
         serving = await environment.serving()
         session = Session(agent, environment.settings)

@@ -124,7 +124,7 @@ class Launch:
             for inside, outside in shown.items():
                 if Path(inside).is_relative_to("/tmp"):
                     raise UsageError(
-                        f"program: a sandbox has a /tmp of its own and cannot show {inside}; put it "
+                        f"program: a sandbox has its own /tmp and cannot show {inside}; put it "
                         "elsewhere, or set sandbox = false"
                     )
                 _check_visible(Path(outside))

@@ -94,7 +94,7 @@ class VerifiersEnvironment:
         name = self._renderer or loop.renderer.name
         if name == "template":
             raise EnvironmentFault(
-                "verifiers cannot render by the run's chat template; give one of its families: "
+                "verifiers cannot use the run's chat template; name one of its renderers: "
                 'args.renderer = "qwen3", for example'
             )
         params = loop.params
@@ -135,7 +135,7 @@ class VerifiersEpisode(Episode):
             EpisodeOver: the episode was cut off.
         """
         if not isinstance(agent, AgentLoop):
-            raise EnvironmentFault("verifiers' environments are played by the run's sampler only, not by a teacher")
+            raise EnvironmentFault("verifiers' environments need the run's sampler; a teacher cannot answer them")
         serving = self._environment.serving()
         async with serving.use(agent.sampler.context_length) as reception:
             try:
@@ -167,8 +167,8 @@ def _name_of_tokenizer(loop: AgentLoop) -> str:
     name = getattr(getattr(renderer_spec(loop.renderer), "tokenizer", None), "name_or_path", "")
     if not name:
         raise EnvironmentFault(
-            "verifiers loads the tokenizer by a folder or hub id, and that of this run has none; "
-            "give args.tokenizer, the model's folder"
+            "verifiers loads the tokenizer from a folder or hub id, and this run's has none; "
+            "set args.tokenizer to the model's folder"
         )
     return str(name)
 
@@ -209,8 +209,8 @@ def _tasks(config: Any, select: Mapping[str, Any] | None) -> list[Any]:
         raise ComponentError(f"verifiers refuses the selection {dict(select or {})}: {error}") from error
     if not chosen.bounded:
         raise ComponentError(
-            f"verifiers' taskset {config.taskset.id!r} has no end; give args.train and args.eval a "
-            "limit: train = { limit = 1000 }"
+            f"verifiers' taskset {config.taskset.id!r} is infinite; set a limit in args.train and args.eval: "
+            "train = { limit = 1000 }"
         )
     return list(chosen)
 

@@ -143,6 +143,6 @@ class VerifiersServing:
                 return
             if not isinstance(error, Exception):
                 raise
-            logger.warning("verifiers' servers did not end cleanly", exc_info=error)
+            logger.warning("verifiers' servers did not shut down cleanly", exc_info=error)
         finally:
             await service.close()

@@ -50,7 +50,7 @@ def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
         return
     strange, missing = recorded - served, served - recorded
     raise EnvironmentFault(
-        f"verifiers' trace and what was sampled differ: {strange.total()} sampled messages of the trace were not "
+        f"verifiers' trace and the sampled turns differ: {strange.total()} sampled messages of the trace were not "
         f"served like this, {missing.total()} of {served.total()} served completions are in no trace; "
         + _told(next(iter([*strange, *missing])))
     )
