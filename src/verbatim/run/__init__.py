@@ -1,11 +1,12 @@
-"""A training run: what it is assembled of, its loop (`orchestrator`), its evaluations (`evaluation`).
+"""A training run: how it is assembled, its training loop (`orchestrator`), its evaluations (`evaluation`).
 
-In: a configuration. Out: a trained model, a `RunResult`, the run's folder. Read first: `execute.py`, which assembles,
-then `orchestrator/loop.py`, which loops. Imports all but `inspection`, `cli`.
+Input: a configuration. Output: a trained model, a `RunResult` and the run folder. Start reading at `execute.py`, which
+assembles a run, then `orchestrator/loop.py`, the training loop. Imports every package except `inspection` and `cli`.
 
-Importing the package imports nothing of it: `verbatim.run` is the function below, whatever of the package is imported
-later, and the modules are imported by their whole names, `from verbatim.run.execute import execute`.
-"""
+This file imports nothing at load time, so `verbatim.run` is always the function below and never a package whose
+The package is also the function `verbatim.run`: `verbatim/__init__.py` binds that name to the function below. This file
+imports no module of the package at load time, because each such import would bind `verbatim.run` to the package again.
+Import modules by their full names: `from verbatim.run.execute import execute`.
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ def run(
     quiet: bool = False,
     **settings: Any,
 ) -> RunResult:
-    """Run what `verbatim rl` runs, to its end: `verbatim.run("run.toml")`, `verbatim.run({"model": ..., ...})`.
+    """Run a configuration to its end, as `verbatim rl` does: `verbatim.run("run.toml")`,
+    `verbatim.run({"model": ..., ...})`.
 
-    This is `verbatim.run.entry.run`, which says what the arguments are; it is imported when it is called.
+    The arguments are documented at `verbatim.run.entry.run`.
     """
+    # Imported here so that `import verbatim` stays fast: the entry imports everything that a run needs.
     from verbatim.run import entry
 
     return entry.run(

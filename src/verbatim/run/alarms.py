@@ -1,4 +1,4 @@
-"""Makes what watches a run from [monitor.alarms]."""
+"""Builds the alarms of a run from [monitor.alarms]."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from verbatim.run.tables import component_tables
 
 
 def make_watch(config: RunConfig) -> AlarmWatch | None:
-    """Every alarm from `ALARMS` and of the file that is not switched off; None where none is looked for.
+    """All enabled alarms, both those of `ALARMS` and those of the configuration; None if [monitor.alarms] is off.
 
     Raises:
-        UsageError: one of them refuses its parameters, or could never be raised with them.
+        UsageError: an alarm rejects its parameters, or could never be raised with them.
     """
     section, table = config.monitor.alarms, component_tables().alarms
     if not section.enabled:
@@ -40,7 +40,7 @@ def make_watch(config: RunConfig) -> AlarmWatch | None:
 
 
 def sentence(alarm: Alarm) -> str:
-    """An alarm as the last message of a run that it ended."""
+    """The final message of a run that was stopped by this alarm."""
     return (
         f"{alarm.name} at step {alarm.step}: {alarm.message}. Most likely: {alarm.cause}. What to do: "
         f"{alarm.advice}. [monitor.alarms] stop names it; --resume goes on"

@@ -1,4 +1,4 @@
-"""Shows one episode of the evaluation before training beside the same episode of the last evaluation."""
+"""Shows an episode of the evaluation before training next to the same episode of the last evaluation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from verbatim.logs.monitors.conversation import message_text
 from verbatim.logs.monitors.trajectory_log import read_evaluated
 
 _LONGEST = 400
-"""Characters of a message that are shown."""
+"""Maximum number of characters shown per message."""
 _MOST = 24
-"""Messages that are shown of an episode, without those that both begin with."""
+"""Maximum number of messages shown per episode, not counting the opening messages that both share."""
 _ROLES = {"assistant": "agent"}
 _Line = tuple[Text, Text]
-"""Who speaks, and what is said."""
+"""The speaker, and the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def gain(self) -> float:
-        """How much more reward it earned; NaN where one of the two has none."""
+        """Reward after minus reward before; NaN if either has no reward."""
         before, after = self.before.reward, self.after.reward
         return math.nan if before is None or after is None else after - before
 
@@ -51,13 +51,13 @@ class BeforeAfter:
 
     env: str
     steps: tuple[int, int]
-    """After how many steps each was."""
+    """The steps after which the first and the last evaluation ran."""
     pairs: Sequence[Pair]
 
     @property
     def shown(self) -> tuple[Pair, str]:
-        """The episode to show, and why this one: the first that failed and then succeeded, or else the one with the
-        largest gain in reward, or else the first."""
+        """The episode to show, and the reason for the choice: the first that went from failure to success, or else the
+        one whose reward grew most, or else the first."""
         gained = [pair for pair in self.pairs if pair.succeeded_after and not pair.succeeded_before]
         lost = [pair for pair in self.pairs if pair.succeeded_before and not pair.succeeded_after]
         if gained:
@@ -72,15 +72,14 @@ class BeforeAfter:
 
 
 def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAfter]:
-    """The first evaluation of each environment of a run, beside the last.
+    """Pair the first evaluation of each environment with the last one.
 
-    Episodes whose messages could not be written are left out. Two are the same where example, number within the
-    example, and seed are. An environment that was evaluated once, or whose episodes have nothing in common, is left
-    out.
+    Episodes are paired by example id, sample index and seed. Left out: episodes whose messages could not be written to
+    the log, environments that were evaluated only once, and environments without a pair.
 
     Args:
-        run: The run's folder.
-        environments: By label; they say what a success is.
+        run: The run folder.
+        environments: The environments by label; used to decide whether an episode succeeded.
 
     Raises:
         UsageError: as `read_evaluated`.
@@ -90,7 +89,7 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAf
         if was_cut(trajectory):
             continue
         of_env = found.setdefault(trajectory.env, {})
-        for middle in sorted(of_env)[1:]:  # only the first and the last are held
+        for middle in sorted(of_env)[1:]:  # keep only the first and the newest step in memory
             if middle < step:
                 del of_env[middle]
         key = (trajectory.example_id, trajectory.sample_index, trajectory.seed)
@@ -114,8 +113,8 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAf
 
 
 def print_comparison(comparison: BeforeAfter, console: Console) -> None:
-    """The opening messages, then what followed them before and after: side by side, or, where lines have no end, below
-    each other."""
+    """Print the opening messages, then the rest of the episode before and after: in two columns, or one below the other
+    where the console has no fixed width."""
     pair, why = comparison.shown
     opening = _common(pair.before.messages, pair.after.messages)
     is_plain = console.width >= UNBOUNDED
@@ -155,7 +154,7 @@ def _grid(lines: Sequence[_Line]) -> Table:
 
 
 def _side_by_side(sides: Sequence[tuple[Text, Sequence[_Line]]]) -> Table:
-    """What followed the opening messages, and what came of it."""
+    """Two columns, before and after, with one row per message."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False, expand=True)
     for title, _ in sides:
         table.add_column("", no_wrap=True, min_width=6)
@@ -166,7 +165,7 @@ def _side_by_side(sides: Sequence[tuple[Text, Sequence[_Line]]]) -> Table:
 
 
 def _common(before: Sequence[Message], after: Sequence[Message]) -> int:
-    """How many messages both begin with, up to the agent's first."""
+    """Number of opening messages that both episodes share, up to the agent's first message."""
     count = 0
     for one, other in zip(before, after, strict=False):
         if one != other or one["role"] == "assistant":
@@ -176,7 +175,7 @@ def _common(before: Sequence[Message], after: Sequence[Message]) -> int:
 
 
 def _few(messages: Sequence[Message]) -> list[Message]:
-    """All, or the first and the last of many."""
+    """All messages; of a long episode the first and the last ones, with a line for those left out between them."""
     if len(messages) <= _MOST:
         return list(messages)
     half = _MOST // 2
@@ -192,12 +191,12 @@ def _outcome(trajectory: Trajectory, success: bool) -> str:
 
 
 def _cells(message: Message, console: Console) -> _Line:
-    """Who speaks, and what is said."""
+    """The speaker and the text of a message."""
     role = str(message.get("role", ""))
-    said = _safe(message_text(message, _LONGEST), console)
-    return (Text(_safe(_ROLES.get(role, role), console), style="dim"), Text(said))
+    content = _safe(message_text(message, _LONGEST), console)
+    return (Text(_safe(_ROLES.get(role, role), console), style="dim"), Text(content))
 
 
 def _safe(text: str, console: Console) -> str:
-    """The text without control characters, and with `?` for what the console's encoding cannot write."""
+    """The text without control characters, and with `?` for characters that the console's encoding cannot write."""
     return printable(text).encode(console.encoding, "replace").decode(console.encoding)

@@ -40,27 +40,28 @@ logger = logging.getLogger(__name__)
 
 
 def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
-    """The monitors of [monitor], by the name of their table; none of them is started.
+    """The monitors of [monitor] by the name of their table. None of them is started yet.
 
     Raises:
-        UsageError: a package that one of them needs is missing, it refuses its parameters, or its class has a method
-            that looks like a monitor's and is none.
+        UsageError: a required package is missing, a monitor rejects its parameters, or its class has a method whose
+            name resembles a monitor method but is not one.
     """
     table = component_tables().monitors
     made: dict[str, OpenMonitor] = {}
     for key, component in config.monitor.components.items():
         made[key] = resolve(component, table, what="monitor", where=f"monitor.{key}")
-        kind = getattr(made[key], "func", None)
+        kind = getattr(made[key], "func", None)  # a monitor class comes wrapped in a functools.partial
         if isinstance(kind, type) and any(hasattr(kind, name) for name in METHODS) and (fault := fault_of(kind)):
             raise ComponentError(f"[monitor.{key}]: {kind.__qualname__} {fault}")
     return made
 
 
 def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
-    """How each environment's groups become samples."""
+    """For each environment, the rules by which its groups become training samples."""
     tables, orchestrator = component_tables(), config.orchestrator
+    # A filter that reads a value which this training mode does not compute is skipped: it could only flag everything.
     unknown = {"advantages"} if follows_a_teacher(config) else set()
-    if orchestrator.training_mode == "sft":  # a teacher's texts have no logprobs
+    if orchestrator.training_mode == "sft":  # a teacher's texts have no sampling logprobs
         unknown.add("logprobs")
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
@@ -91,7 +92,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
             needs_logprobs=orchestrator.training_mode != "sft",
             needs_rewards=needs_rewards(config),
             reads_turn_rewards=(
-                orchestrator.training_mode != "rl"  # nothing is promised of rewards there
+                orchestrator.training_mode != "rl"  # rewards are optional in the other modes
                 or not getattr(advantage, "compares_rewards", False)
             ),
             truncated_sampling=(
@@ -106,7 +107,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
 def make_dispatcher(
     config: RunConfig, environments: Environments, setups: Mapping[str, RolloutSetup], ledger: Ledger
 ) -> Dispatcher:
-    """The dispatcher, which keeps rollouts in flight."""
+    """The dispatcher, which keeps the configured number of rollouts in flight."""
     orchestrator = config.orchestrator
     for sentence in capped_settings(orchestrator):
         logger.warning("%s", sentence)
@@ -135,8 +136,11 @@ def make_dispatcher(
 
 
 def warn_of_useful_flat_groups(config: RunConfig) -> None:
-    """Without a baseline, with a teacher, or near a reference, a group of equal rewards has a gradient, and filtering
-    it out loses it."""
+    """Warn where online difficulty filtering drops groups that would have a gradient.
+
+    Groups of equal rewards have no gradient only if the advantage compares rewards within the group. They do have one
+    with an advantage without a baseline, with a teacher, and with a KL term to a reference.
+    """
     orchestrator = config.orchestrator
     if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":
         return
@@ -148,7 +152,7 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
     if make_loss(config).reads_a_reference:
         logger.warning(
             "online difficulty filtering drops groups of equal rewards, and their term of trainer.loss.kl_ref_tau with "
-            "them: only the other groups hold the policy near the reference. To have it on all, set "
+            "them: only the other groups hold the policy near the reference. To apply the term to all groups, set "
             "orchestrator.buffer.online_difficulty_filtering = false, and a list of filters without zero_advantage"
         )
     for env in orchestrator.train.env:
@@ -163,7 +167,7 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
 
 
 def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) -> RunSchedule:
-    """How long the run is, and how often it is evaluated and kept."""
+    """The number of steps, and the intervals of evaluations and checkpoints."""
     from verbatim.run.orchestrator.schedule import RunSchedule
     from verbatim.trainer.transport.canary import tolerance_of
 
@@ -188,7 +192,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
 
 
 def make_progress(config: RunConfig) -> EvalProgress:
-    """What follows from the evaluations."""
+    """The state that evaluations update: the best checkpoint, and early stopping."""
     from verbatim.run.orchestrator.eval_progress import BestEvaluation, EarlyStopping, EvalProgress
 
     keep, evaluation = config.checkpoint.keep_best, config.orchestrator.eval
@@ -203,12 +207,16 @@ def make_progress(config: RunConfig) -> EvalProgress:
 
 
 def max_failed(config: RunConfig) -> float:
-    """The largest share of failed episodes with which an evaluation of this configuration is compared."""
+    """The largest share of failed episodes with which an evaluation still counts in comparisons."""
     return config.orchestrator.eval.max_failed if config.orchestrator.eval is not None else MAX_FAILED
 
 
 def _played(config: RunConfig) -> dict[str, Any]:
-    """What says which episodes an evaluation plays. Of environments, whose arguments may hold a key, a digest."""
+    """The settings that decide which episodes an evaluation plays.
+
+    Evaluations are comparable only if these are equal. The environments are stored as a digest because their arguments
+    may contain an API key.
+    """
     evaluation = config.orchestrator.eval
     if evaluation is None:
         return {}
@@ -226,7 +234,7 @@ def _played(config: RunConfig) -> dict[str, Any]:
 
 
 def logprob_models(config: RunConfig) -> dict[str, TeacherConfig]:
-    """The models that score the sampled tokens, by the name of the logprob stream that a loss reads."""
+    """The models that score the sampled tokens, by the name of the logprob stream that the loss reads."""
     orchestrator = config.orchestrator
     if orchestrator.teacher is None or orchestrator.training_mode == "sft":
         return {}
@@ -241,8 +249,8 @@ def make_logprob_models(config: RunConfig) -> dict[str, Teacher]:
 
 
 def frozen_models(config: RunConfig) -> dict[str, str | None]:
-    """The models that the trainer holds beside its own, by the name of the logprob stream that a loss reads: a folder
-    or hub id, None: the model that the run begins with."""
+    """The frozen models that the trainer holds in addition to the policy, by the name of the logprob stream that the
+    loss reads. The value is a folder or hub id, or None for the model that the run starts from."""
     reference = config.trainer.reference
     if reference is None and not make_loss(config).reads_a_reference:
         return {}
@@ -250,14 +258,14 @@ def frozen_models(config: RunConfig) -> dict[str, str | None]:
 
 
 def needs_first_model(config: RunConfig) -> bool:
-    """Whether a trainer that continues a checkpoint reads the model too that the run began with: a checkpoint of
-    adapters does not hold their base, and a reference stays what it was."""
+    """True if a trainer that resumes from a checkpoint also needs the model that the run started from: an adapter
+    checkpoint does not contain its base model, and a reference model is never updated."""
     return config.trainer.lora is not None or None in frozen_models(config).values()
 
 
 def named_weights(config: RunConfig) -> str | None:
-    """The weights that a run begins with, as the trainer names them, where they are there before it prepares; None
-    where it builds or warm-starts a model."""
+    """The initial weights under the name that the trainer records, if they exist before the run is prepared; None if
+    the model is built or warm-started."""
     if config.model.name is None or config.warm_start is not None:
         return None
     path = Path(folder_of(config.model.name))
@@ -265,19 +273,22 @@ def named_weights(config: RunConfig) -> str | None:
 
 
 def needs_rewards(config: RunConfig) -> bool:
-    """Whether a rollout without a reward teaches nothing."""
+    """True if a rollout without a reward cannot be trained on."""
     return config.orchestrator.training_mode == "rl" and bool(make_loss(config).reads_rewards)
 
 
 def follows_a_teacher(config: RunConfig) -> bool:
-    """Whether the loss reads a teacher: then a token teaches also where its advantage is 0."""
+    """True if the loss reads a teacher's logprobs: then tokens have a gradient even where their advantage is 0."""
     return config.orchestrator.training_mode != "rl" or bool(make_loss(config).reads_a_teacher)
 
 
 def make_loss(config: RunConfig) -> Loss:
-    """The loss of the training mode, or the custom one that replaces it, with its parameters; a custom function sees
-    each trajectory whole and is divided by the trained tokens."""
+    """The loss of the training mode with its parameters, or the custom loss that replaces it.
+
+    A custom function receives each trajectory as a whole, and its sum is divided by the number of trained tokens.
+    """
     losses, component, mode = component_tables().losses, config.trainer.loss, config.orchestrator.training_mode
+    # Losses of the other modes are fixed; they keep those parameters of [trainer.loss] that they share with "rl" losses.
     if mode != "rl" and component.custom_path is None:
         name, of_mode = next((name, loss) for name, loss in losses.items() if loss.training_mode == mode)
         read = signature(of_mode.function).parameters

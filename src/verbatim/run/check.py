@@ -1,5 +1,5 @@
-"""Checks a run before weights are loaded: for `verbatim config`, and for every command that trains, before it creates a
-folder."""
+"""Checks a run before weights are loaded: for `verbatim config`, and for every training command before it creates a
+run folder."""
 
 from __future__ import annotations
 
@@ -54,26 +54,28 @@ def check_run(
     plays: bool = True,
     told: Callable[[Renderer], None] | None = None,
 ) -> Environments:
-    """Refuse what could never start; names are looked up already, by `load_config` with its tables.
+    """Refuse a run that could not start. Names of components were already resolved by `load_config`.
 
-    Environments are made, and asked for their examples and, where the run needs some, for its demonstrations; an
-    episode is started. Components are made with their parameters. A file of conversations is read. A model's
-    tokenizer, chat template and renderer are tried on all that (see `check_imitation` and `check_openings`); that
-    there are weights is looked at, but they are not loaded. Only the hub is asked, for an id.
+    Environments are created, their examples are read, and one episode of each is opened. Components are created with
+    their parameters. The file of conversations, or the environments' demonstrations, are read. The model's tokenizer,
+    chat template and renderer are tried on all of these (see `check_imitation` and `check_openings`). Weights are
+    checked for presence, not loaded. The only network request is to the hub, for a model given by id.
 
     Args:
         config: The run's configuration.
-        environments_table: What ids of environments stand for.
-        starts_both: Whether trainer and sampler are started from here: both see the devices that this process sees.
-        plays: Whether episodes are run from here.
-        told: Is given the renderer.
+        environments_table: The environments by id.
+        starts_both: True if this process starts both trainer and sampler, so that both see the same devices.
+        plays: True if this process runs episodes.
+        told: Called with the renderer once all checks have passed.
 
     Returns:
-        The environments, so that they are made once.
+        The environments, so that the caller need not create them again.
 
     Raises:
-        UsageError: says what was found and what was expected.
+        UsageError: a check failed; the message has what was found and what was expected.
     """
+    """
+    # Cheap checks first: those from `_check_devices` on may import torch, which takes seconds.
     environments = make_environments(config, environments_table)
     check_environments(config, environments)
     _check_advantages(config, environments)
@@ -107,7 +109,7 @@ def check_run(
 
 
 def _check_advantages(config: RunConfig, environments: Environments) -> None:
-    """Make the rules of each environment, filters too, and try the advantages that are not ours."""
+    """Make the rules of each environment, filters included, and try each custom advantage."""
     for label, rules in make_rules(config, environments).items():
         env, _ = environments.train[label]
         if (env.advantage or config.orchestrator.advantage).custom_path is not None:
@@ -119,7 +121,7 @@ def _check_advantages(config: RunConfig, environments: Environments) -> None:
 
 def _check_loss(config: RunConfig) -> None:
     if config.trainer.loss.custom_path is None:
-        return  # ours are known to be right, and torch takes seconds to import
+        return  # built-in losses need no trial, and torch takes seconds to import
     from verbatim.algorithms.losses.results import try_loss
 
     try:
@@ -129,9 +131,10 @@ def _check_loss(config: RunConfig) -> None:
 
 
 def warn_of_unread_tables(config: RunConfig) -> None:
-    """Log each table of a backend that is not in use: its keys change nothing."""
+    """Log each table of a backend that is not selected: its keys have no effect."""
     orchestrator = config.orchestrator
     envs = (*orchestrator.train.env, *(orchestrator.eval.env if orchestrator.eval is not None else ()))
+    # An isolated environment uses worker processes even with the local backend.
     isolated = ["processes"] if any(env.isolated for env in envs) else []
     sections = {"inference": (config.inference, []), "orchestrator.rollout": (orchestrator.rollout, isolated)}
     for path, (section, also_read) in sections.items():
@@ -156,7 +159,7 @@ def _check_devices(config: RunConfig) -> None:
         places.append(("orchestrator.teacher.device", teacher.device))
     for where, device in places:
         if device in ("auto", "cpu"):
-            continue  # they are everywhere, and torch takes seconds to import
+            continue  # always available, and torch takes seconds to import
         from verbatim.models.loading import resolve_device
 
         try:
@@ -171,7 +174,7 @@ def _check_teacher(teacher: TeacherConfig) -> None:
 
         check_weights(teacher.model)
         return
-    try:  # a bad address, a variable without a key
+    try:  # fails on an invalid URL, or on an environment variable without a key
         OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
         named_key(teacher.base_url, teacher.api_key_env)
     except UsageError as error:
@@ -188,20 +191,20 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
     except ModelError as error:
         raise ModelError(f"trainer.{name}.model: {error}") from error
     if config.model.name is None:
-        return  # built for its own tokenizer: the trainer compares the two
+        return  # the model is built with its own tokenizer, so only the trainer can compare the two
     from verbatim.models.sizes import vocab_size_of
 
     own, found = (vocab_size_of(find_source(source)) for source in (config.model.name, model))
     if own != found:
         raise ModelError(
             f"trainer.{name}.model: {model!r} has {found} tokens, and model.name = {config.model.name!r} has {own}: it "
-            "cannot score what that one samples; name a model with the same tokenizer, or leave the key out: that is "
+            "cannot score what that one samples; name a model with the same tokenizer, or leave the key out to use "
             "the model that the run begins with"
         )
 
 
 def _check_trainer(config: RunConfig) -> None:
-    """What the trainer is asked for and cannot do with this model."""
+    """Refuse trainer settings that this model does not support."""
     lora, coefficient = config.trainer.lora, config.trainer.router_aux_loss_coef
     if lora is not None:
         model_config = _model_config(config)
@@ -217,10 +220,10 @@ def _check_trainer(config: RunConfig) -> None:
 
 
 def find_routing(config: RunConfig) -> Routing | None:
-    """What recorded experts have to fit; None where none are asked for.
+    """The expert routing that recorded experts must match, or None if routed experts are not recorded.
 
     Raises:
-        ModelError: the model has none that can be recorded and replayed.
+        ModelError: the model has no experts whose routing can be recorded and replayed.
     """
     if not config.inference.return_routed_experts:
         return None
@@ -231,9 +234,9 @@ def find_routing(config: RunConfig) -> Routing | None:
 
 
 def _model_config(config: RunConfig) -> Any:
-    """The configuration of `transformers`."""
+    """The model's `transformers` configuration."""
     if config.model.name is not None:
-        find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
+        find_source(config.model.name)  # refuse a missing folder or id before torch is imported
     from transformers import AutoConfig, Qwen3Config
 
     from verbatim.models.refusal import refusing
@@ -246,21 +249,21 @@ def _model_config(config: RunConfig) -> Any:
 
 
 def renderer_of(config: RunConfig, environments: Environments) -> Renderer:
-    """The renderer of the run's model, which is looked at; of one that is built, with the tokenizer that it will have.
+    """The renderer of the run's model; for a model that is built, with the tokenizer that it will get.
 
     Raises:
-        ModelError: no such model, or one that cannot be trained so.
-        ComponentError: no demonstrations to train a tokenizer on.
+        ModelError: the model does not exist, or cannot be trained with this configuration.
+        ComponentError: there are no demonstrations to train a tokenizer on.
     """
     if config.model.name is not None:
-        find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
+        find_source(config.model.name)  # refuse a missing folder or id before torch is imported
         from verbatim.models.loading import check_model_config, check_weights, load_tokenizer
 
         check_weights(config.model.name)
         check_model_config(config.model.name, context_length=config.orchestrator.seq_len)
         tokenizer = load_tokenizer(config.model.name)
     else:
-        from verbatim.models.trained_tokenizer import build_tokenizer  # torch is not imported
+        from verbatim.models.trained_tokenizer import build_tokenizer  # does not import torch
 
         assert config.model.build is not None
         texts = corpus(demonstrations(environments, CORPUS, config.seed))

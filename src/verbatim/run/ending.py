@@ -1,4 +1,4 @@
-"""Says how a run stands when its process ends: what the monitors are told last, read from the metrics log."""
+"""Summarises a run for the monitors when its process ends, from the metrics log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.run.summary import summary_of
 logger = logging.getLogger(__name__)
 
 RunState = Literal["finished", "stopped", "failed"]
-"""All steps were taken; it was asked to end before; or an error ended it."""
+"""finished: all steps were taken; stopped: ended early on request; failed: ended by an error."""
 
 _LEDGER = "ledger/"
 
@@ -29,10 +29,10 @@ def ending(
     max_failed: float = MAX_FAILED,
     forked_at: int = -1,
 ) -> dict[str, Any]:
-    """What `Monitor.on_end` is told, as plain values.
+    """The argument of `Monitor.on_end`, as plain values.
 
     Args:
-        folder: The run's. Where its metrics log cannot be read, that is logged, and its figures are left out.
+        folder: The run folder. If its metrics log cannot be read, that is logged and its values are left out.
         best_constant: As for `summary_of`.
         state: How the process ended.
         seconds: Wall-clock time of the run, over all its processes.
@@ -40,9 +40,9 @@ def ending(
         forked_at: As for `summary_of`.
 
     Returns:
-        `folder`, absolute; `state`; `steps` done; `seconds`; `metrics` of the last step; `evals`, the metrics of the
-        last evaluation of this run by environment; `ledger`, the tokens of the run by what became of them; `results`,
-        the figures of `summary.json`.
+        `folder`, the absolute path; `state`; `steps`, the number of steps done; `seconds`; `metrics` of the last step;
+        `evals`, the metrics of this run's last evaluation by environment; `ledger`, the sampled tokens by outcome;
+        `results`, the contents of `summary.json`.
     """
     metrics: Mapping[str, Any] = {}
     evals: dict[str, Mapping[str, Any]] = {}
@@ -51,10 +51,11 @@ def ending(
     try:
         history, evaluated = read_history(folder.metrics)
         steps, metrics = history[-1] if history else (0, {})
+        # A fork's log begins with its parent's rows: evaluations up to the fork are not this run's.
         evals = {env: rows[-1][1] for env, rows in evaluated.items() if rows[-1][0] > forked_at}
         results = summary_of(folder.metrics, best_constant, max_failed=max_failed, forked_at=forked_at)
     except (UsageError, OSError) as error:
-        logger.error("the summary for the monitors leaves out what it cannot read: %s", error)
+        logger.error("the summary for the monitors is incomplete: %s", error)
     ledger = {name.removeprefix(_LEDGER): value for name, value in metrics.items() if name.startswith(_LEDGER)}
     return {
         "folder": str(folder.path.resolve()),

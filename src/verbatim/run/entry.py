@@ -1,4 +1,4 @@
-"""Defines `verbatim.run` and `verbatim.train`, which run what `verbatim rl` runs: for scripts, notebooks and tests."""
+"""Defines `verbatim.run` and `verbatim.train`: `verbatim rl` for scripts, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from verbatim.run.result import RunResult, read_result
 from verbatim.run.tables import component_tables
 
 Config = str | Path | Mapping[str, Any] | RunConfig
-"""The TOML file of a run, or its tables."""
+"""A TOML file, or its tables as a mapping or as a loaded configuration."""
 
 _ONE_RUN = threading.Lock()
-"""Held while a run lasts: default dtypes and devices, random states and log handlers belong to the whole process."""
+"""Held during a run. Only one run per process: torch's default dtype and device, random states and log handlers are
+global."""
 
 
 def run(
@@ -45,32 +46,34 @@ def run(
     quiet: bool = False,
     **settings: Any,
 ) -> RunResult:
-    """Run what `verbatim rl` runs, to its end.
+    """Run a configuration to its end, as `verbatim rl` does.
 
-    Where an event loop is running (a notebook), the run has a loop of its own on a thread of its own. The first Ctrl-C
-    ends the run after its step, with a checkpoint; the second cancels it.
+    If an event loop is already running (a notebook), the run gets its own loop on its own thread. The first Ctrl-C
+    ends the run after the current step, with a checkpoint; the second cancels it.
 
     Args:
         config: A TOML file, or the same tables in Python: `{"model": {"name": "..."}, "orchestrator": {...}}`.
-        resume: Continue a run: True for the latest of this name, or a run folder.
+        resume: Continue a run: True for the latest one of this name, or a run folder.
         fork: Begin a new run at a checkpoint of another one: "RUN" or "RUN@STEP", as `--fork` on the command line.
-        fresh: What of that checkpoint is not taken over: "optimizer", "examples".
-        environments: What further ids of environments stand for: classes, functions or instances.
-        monitors: Listeners, with some of the methods of `verbatim.logs.monitors.Monitor`.
+        fresh: Parts of the checkpoint to reset: "optimizer", "examples".
+        environments: Additional environments by id: classes, functions or instances.
+        monitors: Objects with some of the methods of `verbatim.logs.monitors.Monitor`.
         quiet: Print no progress. Warnings are still logged.
-        settings: Tables and keys that replace those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
+        settings: Tables and keys that override those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
 
     Raises:
-        ConfigError: a mistake in the configuration, with the message that the command has for the file.
-        UsageError: a model, environment, component, or run folder that cannot be used; or another run is at work in
-            this process.
-        NothingTrained: the run came to its end and learned from no token.
-        RunStopped: the run cannot go on, or its trainer's process was asked to end it.
-        KeyboardInterrupt: Ctrl-C. As any exception after the first step, it says how to continue the run.
+        ConfigError: a mistake in the configuration; the message is the same as on the command line.
+        UsageError: a model, environment, component or run folder that cannot be used; or another run is active in this
+            process.
+        NothingTrained: the run finished without training on a single token.
+        RunStopped: the run cannot continue, or its trainer process received a request to end it.
+        KeyboardInterrupt: Ctrl-C. Like every exception after the first step, its text has the call that continues the
+            run.
+    """
     """
     if (fork is not None and resume) or (fresh and fork is None):
         raise ConfigError(
-            "verbatim.run(): fork= begins a new run, resume= goes on with one, and fresh= is for fork=; "
+            "verbatim.run(): fork= begins a new run, resume= continues one, and fresh= is for fork=; "
             "give fork, or resume"
         )
     begin = find_fork(str(fork), fresh) if fork is not None else None
@@ -96,18 +99,18 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> RunResult:
-    """Train a model on an environment: `verbatim.run` with a configuration made of the arguments.
+    """Train a model on an environment: `verbatim.run` with a configuration built from the arguments.
 
     Args:
         model: A folder or hub id of a causal language model, or the table [model].
         environment: An id, an import path, a class, an instance, or a table of [[orchestrator.train.env]] with one of
-            these as its `id`; or a list of them. An instance, and a class that cannot be imported, stay in this
-            process: so does the trainer.
-        max_steps: Batches; 100 by default.
+            these as its `id`; or a list of them. With an instance, or a class that cannot be imported by name, the
+            environment and the trainer run in this process.
+        max_steps: Number of steps; 100 by default.
         resume: As for `run`.
         monitors: As for `run`.
         quiet: As for `run`.
-        settings: The other tables and keys: `orchestrator={"batch_size": 64}, seed=1`.
+        settings: Further tables and keys: `orchestrator={"batch_size": 64}, seed=1`.
 
     Raises:
         ConfigError: as `run`.
@@ -150,7 +153,7 @@ def _run(
         raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
     _check_arguments(resume, environments, monitors, caller)
     console = PlainConsole(quiet=quiet)
-    shown_log = PlainConsole(stderr=True) if quiet else console
+    shown_log = PlainConsole(stderr=True) if quiet else console  # quiet: warnings go to stderr, progress nowhere
     with _only_run(caller), log_for_a_while(shown_log, logging.WARNING if quiet else logging.INFO):
         table = makers(environments)
         loaded = keep_here(_load(caller, config, settings, table), environments, f"{caller}()")
@@ -174,12 +177,12 @@ def _run(
                 monitors=monitors,
                 fork=fork,
             )
-        except SystemExit as error:
+        except SystemExit as error:  # from user code; it would end the interpreter, or the notebook's kernel, silently
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
         except NothingTrained:
-            raise  # more of the same would not help
+            raise  # without a note on how to continue: more steps of the same run would not help
         except BaseException as error:
-            if folder and (folder[0] / CONFIG).exists():
+            if folder and (folder[0] / CONFIG).exists():  # a run that never began has removed its folder
                 error.add_note(how_to_go_on(folder[0]))
             raise
     path = training.folder.path.resolve()
@@ -210,7 +213,7 @@ def _load(caller: str, config: Config, settings: Mapping[str, Any], environments
 
 
 def _name(config: Config, loaded: RunConfig) -> str:
-    """The run's name where the configuration has none: the file's, or the first environment's."""
+    """The run's default name: the stem of the file, or the label of the first environment."""
     if isinstance(config, str | os.PathLike):
         return run_file(config).stem
     return loaded.orchestrator.train.env[0].label.replace("/", "-")

@@ -1,7 +1,7 @@
-"""Keeps the episodes of `verbatim eval` as JSON lines, so that the command typed again goes on where it stopped.
+"""Stores the episodes of `verbatim eval` as JSON lines, so that running the command again continues where it stopped.
 
 A line is `{"format": 1, "step": 120, "trajectory": {...}, "evaluation": {"model": ..., "fingerprint": ...,
-"digest": ..., "success": ..., "settings": {...}}}`: whatever reads the trajectories of a run reads these.
+"digest": ..., "success": ..., "settings": {...}}}`. Programs that read the trajectories of a run can read these lines.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What the episodes of a model on an environment depend on."""
+    """Everything that the episodes of one model on one environment depend on."""
 
     model: EvalModel
     env: str
     settings: Mapping[str, Any]
-    """By the configuration's keys: a file holds episodes of one kind for each model and environment."""
+    """The settings by configuration key. For each model and environment a file holds episodes of one set of settings."""
     digests: Mapping[str, str]
-    """Of the content of each example, by its id."""
+    """A digest of each example's content, by example id."""
 
 
 class EpisodeLog:
-    """Knows which episodes are played, and appends what gets played. For one process at a time.
+    """The episodes played so far; new ones are appended. One process at a time may open a file.
 
-    Episodes that failed are taken out when the file is opened: they are played again.
+    Opening the file removes the episodes that failed, so that they are played again.
 
     Args:
-        path: The file, made if it is not there; None keeps nothing.
-        models: Those that are evaluated; what the file holds of others stays as it is.
+        path: The file, created if missing. None: nothing is stored.
+        models: The models being evaluated. Episodes of other models stay in the file untouched.
 
     Raises:
-        UsageError: another process writes it, or it holds something else.
+        UsageError: another process is writing the file, or it contains something else.
     """
 
     def __init__(self, path: Path | None, models: Collection[EvalModel]) -> None:
@@ -54,7 +54,7 @@ class EpisodeLog:
         self._lines: KeptLines | None = None
         self._played: dict[tuple[str, str], dict[tuple[str, int], tuple[str, Mapping[str, Any], EvaluatedEpisode]]] = {}
         self.num_failed_before = 0
-        """Failed episodes that were taken out."""
+        """Number of failed episodes that were removed from the file."""
         if path is None:
             return
         self._models = {model.fingerprint for model in models}
@@ -66,13 +66,13 @@ class EpisodeLog:
 
     def __exit__(self, *_: object) -> None:
         if self._lines is not None:
-            self._lines.close(keeps_empty=False)  # where nothing was played, the command leaves nothing
+            self._lines.close(keeps_empty=False)  # if nothing was played, leave no file behind
 
     def played(self, conditions: Conditions) -> dict[tuple[str, int], EvaluatedEpisode]:
-        """The episodes that need not be played, by example and number.
+        """The stored episodes, by example id and sample index; these need not be played again.
 
         Raises:
-            UsageError: they were played under other conditions; says which.
+            UsageError: they were played under other conditions; the message lists the differences.
         """
         found = {}
         kept = self._played.get((conditions.model.fingerprint, conditions.env), {})
@@ -92,10 +92,10 @@ class EpisodeLog:
         return found
 
     def write(self, conditions: Conditions, trajectory: Trajectory, success: bool) -> EvaluatedEpisode:
-        """Append one; what it came to.
+        """Append an episode, and return its result.
 
         Raises:
-            OSError: the system refused to write.
+            OSError: the file system refused the write.
         """
         record = self._record(trajectory)
         outcome = evaluated_episode_from_json(record, success)
@@ -116,7 +116,7 @@ class EpisodeLog:
         return outcome
 
     def _record(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Its JSON; where its messages or its info are none, the rest of it."""
+        """The trajectory's JSON. Without messages and info if these cannot be written as JSON."""
         record: dict[str, Any] = plain(trajectory_to_json(trajectory))
         try:
             json.dumps(record, allow_nan=False)
@@ -127,7 +127,7 @@ class EpisodeLog:
         return record
 
     def _take_in(self, record: Mapping[str, Any]) -> bool:
-        """Take in what is there; whether it is a failure that is played again."""
+        """Read one stored episode; True if it failed and is to be played again."""
         about = record["evaluation"]
         of, digest, settings = about["fingerprint"], about["digest"], about["settings"]
         outcome = evaluated_episode_from_json(record["trajectory"], about["success"])

@@ -1,4 +1,4 @@
-"""Finds the models that `verbatim eval` is asked to measure: a folder, a hub id, a run's checkpoint, or an API."""
+"""Finds the models that `verbatim eval` measures: a folder, a hub id, a run's checkpoint, or a model behind an API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from verbatim.models.catalog import folder_of
 
 _API = re.compile(r"(?P<model>.+)@(?P<url>https?://.+)")
 _READ = 1 << 16
-"""Bytes of the beginning and of the end of a file that tell it from another: training changes every tensor."""
+"""Bytes read from the start and from the end of each file for the fingerprint. A few are enough to tell two checkpoints
+apart, because training changes every tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,40 +25,40 @@ class EvalModel:
     """One model to measure."""
 
     label: str
-    """As it was typed, for people."""
+    """As typed on the command line."""
     source: str = ""
-    """A folder or hub id; "" where it is behind an API."""
+    """A folder or hub id; "" if the model is behind an API."""
     api: OpenAI | None = None
-    """The server and the model's name there."""
+    """The server, and the model's name on it."""
     step: int = 0
-    """Steps that it was trained for, where a checkpoint says so."""
+    """Number of steps it was trained for; 0 if unknown."""
     fingerprint: str = ""
-    """Tells its weights from others of the same name."""
+    """Tells its weights from other weights under the same name."""
 
     @property
     def where(self) -> str:
-        """What was measured, for reports: the folder behind a checkpoint's name."""
+        """The model as reports show it: the folder that a checkpoint's name stands for, or the API's model and URL."""
         return self.source if self.api is None else f"{self.api.model} at {self.api.base_url}"
 
 
 def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) -> list[EvalModel]:
-    """The models, in order.
+    """The models, in the order given.
 
     Args:
-        typed: "FOLDER", a hub id or a name of `verbatim models`; "RUN", a run's folder, for its trained model or else
-            its newest checkpoint; "RUN@latest", "RUN@best" or "RUN@120" for a checkpoint; "NAME@URL" for a model
-            behind an OpenAI-compatible server.
-        make_api: A server's settings, from the model's name and the address.
+        typed: One text per model. "FOLDER", a hub id, or a name listed by `verbatim models`; "RUN", a run folder, for
+            its trained model or else its newest checkpoint; "RUN@latest", "RUN@best" or "RUN@120" for a checkpoint;
+            "NAME@URL" for a model behind an OpenAI-compatible server.
+        make_api: Makes a server's settings from the model's name and the URL.
 
     Raises:
-        UsageError: no such run, checkpoint or address, or one model twice.
-        ModelError: no such model of the catalog.
+        UsageError: a run, checkpoint or URL is invalid, or a model is given twice.
+        ModelError: the catalog has no such model.
     """
     found = [_find(text, make_api) for text in typed]
     places: dict[tuple[str, str], str] = {}
     for model in found:
         first = places.setdefault((model.where, model.fingerprint), model.label)
-        if first is not model.label:
+        if first is not model.label:  # identity: the same text given twice is a duplicate as well
             raise UsageError(
                 f"--model {model.label} is the same model as --model {first} ({model.where}); leave one of them out"
             )
@@ -72,7 +73,7 @@ def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
     folder, _, which = text.rpartition("@")
     if folder and not Path(text).exists():
         if not holds_run(Path(folder)):
-            found = "no run" if Path(folder).is_dir() else "no folder"
+            found = "not a run" if Path(folder).is_dir() else "not a folder"
             raise UsageError(
                 f"--model {text}: {folder} is {found}; expected the folder of a run "
                 "before @, and latest, best or a step behind it, or NAME@http://... for an "
@@ -99,8 +100,8 @@ def _checkpoint(text: str, run: Path, which: str) -> EvalModel:
 
 
 def _final(text: str, run: Path) -> EvalModel:
-    """The trained model. Its summary says of which step it is: a run that was resumed since then has newer checkpoints,
-    and this model until it ends again."""
+    """The trained model of a run. The step comes from its summary: a run that was resumed since then has newer
+    checkpoints, but `final` is replaced only when it finishes again."""
     summary = run / "summary.json"
     steps = read_record(summary).get("steps") if summary.is_file() else None
     if not isinstance(steps, int):
@@ -109,10 +110,10 @@ def _final(text: str, run: Path) -> EvalModel:
 
 
 def fingerprint(folder: Path) -> str:
-    """A short digest of a model's files: their names, sizes, beginnings and ends.
+    """A short digest of a model's files: their names, sizes, first and last bytes.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: the folder does not exist.
     """
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")

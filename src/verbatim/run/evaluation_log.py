@@ -1,4 +1,4 @@
-"""Keeps the episodes of evaluations: one file for each evaluation, whatever the number of its environments."""
+"""Writes the episodes of evaluations: one file per evaluation, for all its environments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from verbatim.run.outcome_log import OutcomeLog
 
 
 class EvaluationLog:
-    """Gathers the episodes that were played after a step, and writes them when every environment has given its own.
+    """Collects the episodes played after a step, and writes them once every environment has delivered.
 
     Args:
-        files: Where they are written.
-        environments: The labels of those that are evaluated.
+        files: Writes the files.
+        environments: The labels of the evaluated environments.
     """
 
     def __init__(self, files: OutcomeLog, environments: Collection[str]) -> None:
@@ -23,7 +23,7 @@ class EvaluationLog:
         self._played: dict[str, Sequence[TrajectoryRecord]] = {}
 
     def add(self, step: int, env: str, trajectories: Sequence[TrajectoryRecord]) -> None:
-        """The episodes of one environment after this step."""
+        """Add one environment's episodes of the evaluation after this step."""
         if step != self._step:
             self.flush()
         self._step = step
@@ -32,7 +32,7 @@ class EvaluationLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was gathered: all of an evaluation, or of one that did not come to its end what there is."""
+        """Write what was collected: a complete evaluation, or what there is of one that was interrupted."""
         if any(self._played.values()):
             self._files.write(
                 self._step, [TrajectoryOutcome.of_evaluated(t) for played in self._played.values() for t in played]

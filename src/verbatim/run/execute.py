@@ -1,11 +1,9 @@
 """Executes a configuration from start to end: checks, run folder, log, training, summary.
 
 ```
-config -> holding                              a folder that is named is held: no second command goes on in it
-       -> check_run -> environments            what is refused here leaves no folder
-       -> RunFolder                            new, resumed, or joined with the trainer's process
-       -> TrainingRun: trainer side -> sampler, renderer, runner -> dispatcher -> loop -> final model
-```
+config -> holding                              locks the run folder, so that no second command continues the same run
+       -> check_run -> environments            a run that is refused here leaves no folder
+       -> RunFolder                            new, resumed, or shared with the trainer's process
 """
 
 from __future__ import annotations
@@ -53,26 +51,30 @@ def execute(
     """Run the configuration to its end, and return how it ended.
 
     Args:
-        name: Where the configuration has none.
+        config: The run's configuration.
+        name: The run's name if the configuration has none.
         resume: False for a new run; True for the latest of this name, or a run folder.
-        run_loop: Runs its event loop, and handles Ctrl-C meanwhile.
-        how_to_go_on: What to type to continue the run in this folder.
-        environments: What ids of environments stand for.
-        monitors: Listeners beside those of the configuration.
-        trainer_elsewhere: Whether the trainer is a process that is started separately.
-        fork: The checkpoint of another run that this one begins at; then `resume` is False.
+        console: Where progress is printed.
+        run_loop: Runs the event loop, and handles Ctrl-C meanwhile.
+        how_to_go_on: Returns what to type to continue the run in this folder.
+        environments: The environments by id.
+        monitors: Monitors in addition to those of the configuration.
+        trainer_elsewhere: True if the trainer is a process that is started separately.
+        fork: The checkpoint of another run to begin at; requires `resume=False`.
 
     Raises:
-        UsageError: something that can be mended; where the run could not start, there is no run folder.
-        NothingTrained: the run came to its end and learned from no token.
-        StoppedByAlarm, RunStopped: an alarm ended it early; it cannot go on.
+        UsageError: something that the user can correct; if the run could not start, there is no run folder.
+        NothingTrained: the run finished without training on a single token.
+        StoppedByAlarm: an alarm ended the run early.
+        RunStopped: the run cannot continue.
+    """
     """
     started = time.monotonic()
-    config = config.named(name)  # it may be resumed from its own file
+    config = config.named(name)  # stored with the run: a resume may read the stored file, whose name is not the run's
     config, choices = _as_stored(config, resume, fork, trainer_elsewhere)
     origin = check_fork(fork, config) if fork is not None else None
     with holding(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere) as held:
-        with LiveView(console).stage("checking"):  # it imports what the run is made of, which takes seconds
+        with LiveView(console).stage("checking"):  # shown early: importing what a run needs takes seconds
             made = check_run(config, environments, starts_both=not trainer_elsewhere)
         services, watch = make_monitors(config), make_watch(config)
         config, measured = resolve_dtypes(config)
@@ -99,6 +101,8 @@ def execute(
         try:
             training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere)
         except UsageError as error:
+            # Nothing was trained and the user can correct the mistake, so leave no folder. After a machine fault
+            # (a full disk, say) the folder stays: the same command may succeed later.
             if not training.has_begun and not is_machine_fault(error):
                 folder.withdraw()
             raise
@@ -112,10 +116,10 @@ def execute(
 def _as_stored(
     config: RunConfig, resume: bool | Path, fork: Fork | None, trainer_elsewhere: bool
 ) -> tuple[RunConfig, list[PrecisionChoice]]:
-    """A run that goes on, and a fork, compute in what the run was begun in, where the configuration says "auto".
+    """Replace "auto" dtypes of a resumed run or a fork by those that the original run used.
 
     Raises:
-        UsageError: trainer and orchestrator are started one by one, and "auto" is left to choose.
+        UsageError: trainer and orchestrator are started separately, so neither may choose a dtype.
     """
     if not unresolved(config):
         return config, []
@@ -131,14 +135,14 @@ def _as_stored(
 
 
 def _ask_servers(config: RunConfig) -> None:
-    """Ask the servers that the configuration names, if it does, whether they suit the run."""
+    """Query the servers named in the configuration, if any: do they suit the run?"""
     if getattr(inference_settings(config), "urls", ()):
-        with ThreadPoolExecutor(1) as apart:  # this thread may have an event loop already, in a notebook
+        with ThreadPoolExecutor(1) as apart:  # in a notebook this thread already has a running event loop
             apart.submit(asyncio.run, ask_servers_of(config)).result()
 
 
 def _tell_of_the_end(training: TrainingRun) -> None:
-    """Report a run that came to its end; raise what it ended with, where that is not something learned.
+    """Report a run that finished; raise what the run ended with if it trained nothing or an alarm stopped it.
 
     Raises:
         NothingTrained, StoppedByAlarm: as `execute`.

@@ -1,17 +1,17 @@
-"""Begins a run at a checkpoint of another one: with its model, optimizer, examples, logs and step, and with changed
-keys.
+"""Begins a run at a checkpoint of another one: with its model, optimizer, examples, logs and step, and with some keys
+changed.
 
 ```
 runs/a/checkpoints/step_000040     ->  runs/b/checkpoints/step_000040       its files, and the new configuration
-runs/a/metrics.jsonl, ...          ->  runs/b/metrics.jsonl, ...            as far as they were at step 40
+runs/a/metrics.jsonl, ...          ->  runs/b/metrics.jsonl, ...            their content up to step 40
 runs/a/trajectories/, evaluations/ ->  runs/b/trajectories/, evaluations/   the files up to step 40
-runs/a/model, warm_start           ->  runs/b/model, warm_start             what the run began with
-runs/a/precision.json              ->  runs/b/precision.json            why a number format was chosen
+runs/a/model, warm_start           ->  runs/b/model, warm_start             the initial model
+runs/a/precision.json              ->  runs/b/precision.json                how the dtypes were chosen
                                        runs/b/forked_from.json
 ```
 
-From then on the fork is a run that is resumed. Files that are never written to again get a second name, where the file
-system has such; others are copied.
+From then on the fork is an ordinary run that is resumed. Files that are never modified are hard-linked where the file
+system supports it; others are copied.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from verbatim.run.precision import read_choices, write_choices
 from verbatim.run.tables import component_tables
 
 FRESH = ("optimizer", "examples")
-"""What a fork may begin anew: the optimizer's moments; pools, order of the examples and groups in flight."""
+"""What a fork may reset: the optimizer's moments; the examples' order, their pools and the groups in flight."""
 _BEGINNINGS = ("model", "warm_start")
 _FIXED = {
     "model.": "the weights and their tokenizer are the checkpoint's",
@@ -72,7 +72,7 @@ _FIXED = {
 """Keys that a fork cannot change, and why."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
 _LOGS = ("alarms.jsonl", "metrics.jsonl")
-"""The logs of lines."""
+"""The logs in JSON lines, of which the fork keeps only the first part."""
 _FORKED = {
     *_BEGINNINGS,
     TRAJECTORIES,
@@ -82,7 +82,7 @@ _FORKED = {
     *_LOGS,
     "checkpoints",
 }
-"""What a fork puts into its folder."""
+"""Everything that a fork may put into its folder; only these names are removed after a crash."""
 _MOST_NAMED = 5
 
 
@@ -94,7 +94,7 @@ class Fork:
     """The folder of the run that is forked."""
     checkpoint: Checkpoint
     fresh: tuple[str, ...] = ()
-    """What is not taken over, of `FRESH`."""
+    """The parts of `FRESH` that are reset."""
 
     @property
     def config_file(self) -> Path:
@@ -103,7 +103,7 @@ class Fork:
 
     @property
     def toml(self) -> str:
-        """The same, as text."""
+        """The text of `config_file`."""
         try:
             return self.config_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -111,21 +111,21 @@ class Fork:
 
     @property
     def tables(self) -> dict[str, Any]:
-        """The same, read."""
+        """The parsed tables of `config_file`."""
         try:
             return tomllib.loads(self.toml)
         except ValueError as error:
-            raise CheckpointError(f"{self.config_file} is no TOML: {error}") from error
+            raise CheckpointError(f"{self.config_file} is not TOML: {error}") from error
 
 
 def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
-    """The fork that RUN or RUN@STEP stands for; STEP is a step, "best" or "latest", which is the default.
+    """The fork that RUN or RUN@STEP names; STEP is a step number, "best", or "latest" (the default).
 
     Raises:
-        UsageError: no such run or checkpoint, or nothing of that name can be fresh.
+        UsageError: the run or the checkpoint does not exist, or a name in `fresh` is unknown.
     """
     name, at, which = text.rpartition("@")
-    if not at or Path(text).is_dir():
+    if not at or Path(text).is_dir():  # a folder's name may contain @
         name, which = text, "latest"
     run = Path(name).expanduser()
     if not run.is_dir():
@@ -140,12 +140,12 @@ def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
 
 
 def load_forked(fork: Fork, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of the run that is forked, as it was at the checkpoint, with overrides; its folder left out.
+    """The forked run's configuration as of the checkpoint, with overrides and without its run folder.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    search_beside(fork.run / CONFIG)  # the modules that it names
+    search_beside(fork.run / CONFIG)  # the configuration may name modules by path relative to the run
     return load_config(fork.config_file, ["--run-dir", "null", *overrides], component_tables())
 
 
@@ -153,10 +153,10 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
     """Refuse keys that this checkpoint cannot be continued with.
 
     Returns:
-        What `forked_from.json` will say.
+        The contents of `forked_from.json`.
 
     Raises:
-        UsageError: says what was found, and what to type.
+        UsageError: a key cannot be changed; the message says which, and what to type.
         CheckpointError: the checkpoint is damaged.
     """
     run, step = fork.run, fork.checkpoint.step
@@ -195,10 +195,10 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
 
 
 def check_held_examples(fork: Fork, environments: Environments) -> None:
-    """Refuse environments that do not have the examples of the groups in flight, which are run again first.
+    """Refuse environments that lack an example of the groups in flight: a resumed run plays these first.
 
     Raises:
-        UsageError: names them.
+        UsageError: lists the missing examples.
     """
     if "examples" in fork.fresh:
         return
@@ -228,7 +228,7 @@ def open_fork(
     console: Console,
     held: Held | None = None,
 ) -> RunFolder:
-    """The folder of a new run that begins at the checkpoint.
+    """Create the folder of a new run that begins at the checkpoint.
 
     Raises:
         UsageError: as `check_held_examples` and `begin_fork`, or the folder holds a run.
@@ -249,14 +249,15 @@ def open_fork(
 
 
 def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> list[str]:
-    """Put what the fork begins with into the folder of a new run, the checkpoint last: until then it holds no run.
+    """Put everything that the fork begins with into the folder of a new run. The checkpoint comes last: without one, the
+    folder does not count as a run.
 
     Returns:
-        The names of what was put there.
+        The names of the files and folders created.
 
     Raises:
-        UsageError: the folder has something of these names, the run that is forked has a link in the place of one, or
-            the checkpoint was removed meanwhile.
+        UsageError: the folder already has something of these names, the forked run has a symbolic link in the place of
+            one of them, or the checkpoint was removed meanwhile.
     """
     source = CheckpointStore(fork.run / "checkpoints", read_only=True)
     logs = source.logs(fork.checkpoint.step)
@@ -269,6 +270,7 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
     names = [*files, *folders, *parts, ORIGIN, "checkpoints", *([PRECISION] if choices else [])]
     _make_room(path, names)
     try:
+        # FORKING lists what this function creates, so that the next attempt can clean up after a killed process.
         write_file(path / FORKING, "".join(f"{name}\n" for name in names).encode())
         for name, size in files.items():
             shutil.copyfile(fork.run / name, path / name)
@@ -306,6 +308,7 @@ def _write_checkpoints(
     if config.checkpoint.keep_best is None:
         best = None
     other: Checkpoint | None = None
+    # The best checkpoint comes along as well, because early stopping and keep_best compare with it.
     if best is not None and best["step"] != step:
         other = Checkpoint(step=best["step"], folder=source.folder / f"step_{best['step']:06d}")
         if find_damage(other.folder) is not None:
@@ -325,13 +328,13 @@ def _write_checkpoints(
 
 
 def _size(mark: Any) -> int | None:
-    """How many bytes of a log are copied; None: all of them, and a resume finds the place."""
+    """Number of bytes of a log to copy. None: copy all of it, and let the resume find the place."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
 
 
 def _link_outcomes(fork: Fork, marks: Any, target: Path) -> None:
-    """The files that the checkpoint lists."""
+    """Link or copy the files that the checkpoint lists."""
     target.mkdir()
     for step, file in own_files_in(fork.run / target.name).items():
         if isinstance(marks, Mapping) and str(step) in marks:
@@ -340,7 +343,7 @@ def _link_outcomes(fork: Fork, marks: Any, target: Path) -> None:
 
 
 def _make_room(path: Path, names: Sequence[str]) -> None:
-    """Remove what a killed process left of a fork. What is not of one stays, and is refused."""
+    """Remove the remains of a fork that was killed. Anything else in the way is refused."""
     marker = path / FORKING
     if marker.is_file():
         left = marker.read_text(errors="replace").splitlines()

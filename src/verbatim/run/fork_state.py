@@ -1,4 +1,4 @@
-"""Writes what a fork does not take over of a checkpoint as it is: the loop's state, the optimizer, paths."""
+"""Writes those parts of a checkpoint that a fork changes: the loop's state, the optimizer, stored paths."""
 
 from __future__ import annotations
 
@@ -24,41 +24,42 @@ from verbatim.models.source import ADAPTER_CONFIG
 from verbatim.trainer.progress import STATE_FILE
 
 LOOP_FILES = (STATE, *(f"{pool}_examples.jsonl" for pool in POOLS))
-"""The files of the loop's state."""
+"""The files of the training loop's state."""
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""The name in `trainer.optimizer_state`, which imports torch."""
+"""The file's name in `trainer.optimizer_state`, repeated here because that module imports torch."""
 _BASE = "base_model_name_or_path"
 _REFERENCE = "trainer.reference."
 
 
 def write_changed_state(source: Path, target: Path, origin: Origin, *, seed: int, moved: tuple[Path, Path]) -> None:
-    """Write into a copy of a checkpoint what is not the same there.
+    """Write the changed parts into a copy of a checkpoint.
 
     Args:
         source: The checkpoint.
-        target: The copy, without `LOOP_FILES`; its other files may be those of the checkpoint itself, and are replaced,
-            never written to.
-        origin: What is fresh, and which keys have changed.
-        seed: Of the fork's order of examples, where that is fresh.
-        moved: The folder of the run that is forked, and that of the fork.
+        target: The copy, without `LOOP_FILES`. Its other files may be hard links to the checkpoint's, so they are
+            replaced, never modified.
+        origin: Which parts are reset, and which keys have changed.
+        seed: Seed of the order of examples, if that is reset.
+        moved: The folders of the forked run and of the fork.
+    """
     """
     state = read_loop_state(source)
     write_loop_state(target, _fresh_examples(state, seed) if "examples" in origin.fresh else state)
     if "optimizer" in origin.fresh:
         _drop_moments(target / "trainer")
-    if any(change.startswith(_REFERENCE) for change in origin.changes):  # its digest will be another one
+    if any(change.startswith(_REFERENCE) for change in origin.changes):  # the stored digest is of the old reference
         progress = target / "trainer" / STATE_FILE
         write_record(progress, {**read_record(progress), "frozen": {}})
     adapter = target / WEIGHTS / ADAPTER_CONFIG
     if adapter.is_file():
         described, (old, new) = read_json(adapter), moved
         base = Path(described.get(_BASE, ""))
-        if base.is_absolute() and base.is_relative_to(old):  # a model that was built or warm-started in the old folder
+        if base.is_absolute() and base.is_relative_to(old):  # the base was built or warm-started in the old run folder
             write_json(adapter, {**described, _BASE: str(new.absolute() / base.relative_to(old))})
 
 
 def _fresh_examples(state: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The loop's state with nothing in flight, no pools, and a new order of the examples; groups count on."""
+    """The loop's state with nothing in flight, empty pools and a new order of the examples. Group numbers continue."""
     schedule, ledger = state["dispatcher"]["schedule"], state["ledger"]
     drawn = schedule["drawn"]
     fresh = {
@@ -76,7 +77,7 @@ def _fresh_examples(state: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _drop_moments(folder: Path) -> None:
-    """An optimizer that has seen no gradient; how many optimizer steps are done stays, and the schedule with it."""
+    """Reset the optimizer's moments. The count of optimizer steps stays, and with it the learning-rate schedule."""
     from safetensors.numpy import save
 
     for file in folder.glob("*.safetensors"):
