@@ -3,10 +3,10 @@
 Input: a configuration. Output: a trained model, a `RunResult` and the run folder. Start reading at `execute.py`, which
 assembles a run, then `orchestrator/loop.py`, the training loop. Imports every package except `inspection` and `cli`.
 
-This file imports nothing at load time, so `verbatim.run` is always the function below and never a package whose
-The package is also the function `verbatim.run`: `verbatim/__init__.py` binds that name to the function below. This file
-imports no module of the package at load time, because each such import would bind `verbatim.run` to the package again.
-Import modules by their full names: `from verbatim.run.execute import execute`.
+`verbatim/__init__.py` binds the name `verbatim.run` to the function below, in place of this package. Python sets that
+attribute only when the package is first loaded, so later imports of its modules do not undo it. Importing the package
+imports none of its modules; import them by their full names: `from verbatim.run.execute import execute`.
+"""
 
 from __future__ import annotations
 

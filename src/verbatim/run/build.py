@@ -288,7 +288,7 @@ def make_loss(config: RunConfig) -> Loss:
     A custom function receives each trajectory as a whole, and its sum is divided by the number of trained tokens.
     """
     losses, component, mode = component_tables().losses, config.trainer.loss, config.orchestrator.training_mode
-    # Losses of the other modes are fixed; they keep those parameters of [trainer.loss] that they share with "rl" losses.
+    # Losses of other modes are fixed; they read only those parameters of [trainer.loss] that they have themselves.
     if mode != "rl" and component.custom_path is None:
         name, of_mode = next((name, loss) for name, loss in losses.items() if loss.training_mode == mode)
         read = signature(of_mode.function).parameters

@@ -31,7 +31,7 @@ class Conditions:
     model: EvalModel
     env: str
     settings: Mapping[str, Any]
-    """The settings by configuration key. For each model and environment a file holds episodes of one set of settings."""
+    """The settings by configuration key. In a file, all episodes of a model on an environment share them."""
     digests: Mapping[str, str]
     """A digest of each example's content, by example id."""
 

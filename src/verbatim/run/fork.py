@@ -249,7 +249,7 @@ def open_fork(
 
 
 def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> list[str]:
-    """Put everything that the fork begins with into the folder of a new run. The checkpoint comes last: without one, the
+    """Put everything that the fork begins with into the new run folder. The checkpoint comes last: without one, the
     folder does not count as a run.
 
     Returns:
@@ -308,7 +308,7 @@ def _write_checkpoints(
     if config.checkpoint.keep_best is None:
         best = None
     other: Checkpoint | None = None
-    # The best checkpoint comes along as well, because early stopping and keep_best compare with it.
+    # keep_best compares later evaluations with the best checkpoint, so copy that too; if it is damaged, forget it.
     if best is not None and best["step"] != step:
         other = Checkpoint(step=best["step"], folder=source.folder / f"step_{best['step']:06d}")
         if find_damage(other.folder) is not None:

@@ -1,8 +1,8 @@
-"""Names environments that are given as objects: by import path where possible, else they stay in this process.
+"""Handles environments given as Python objects: by import path if possible, otherwise they stay in this process.
 
-The configuration of a run is a file. A class that can be imported stands there by its import path, and everything works
-as if it had been typed. An object that exists only in this process (an instance, or a class of a notebook) stands there
-by an id that only this process knows: its episodes and its trainer stay in this process.
+The configuration of a run is a file. A class that can be imported is written there by its import path, as if the user
+had typed it. An object that exists only in this process (an instance, or a class defined in a notebook) is written as
+an id that only this process can resolve, so its episodes and the trainer run in this process.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _EXPECTED = (
 
 
 def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The tables of [[orchestrator.train.env]] for what was given, and what ids of this process stand for.
+    """The tables of [[orchestrator.train.env]] for the given environments, and the objects behind ids made up here.
 
     >>> environment_tables(["guess_number", {"id": "my_module.Mine", "ratio": 2.0}], "verbatim.train()")
     ([{'id': 'guess_number'}, {'ratio': 2.0, 'import_path': 'my_module.Mine'}], {})
 
     Args:
         given: One environment, or a list: each an id, an import path, a class, an instance, or a table.
-        where: The caller, for errors.
+        where: The caller, for error messages.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: `given` is none of these.
     """
     objects: dict[str, Any] = {}
     tables = []
@@ -72,7 +72,7 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _import_path(given: Any) -> str | None:
-    """The path by which any process can import a class or function, or None."""
+    """The path by which any process can import this class or function, or None if there is none."""
     module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not given:
         return None
@@ -80,8 +80,8 @@ def _import_path(given: Any) -> str | None:
 
 
 def makers(objects: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The table of environments, with these ids beside the bundled ones; an instance is made by a function that gives
-    it, whose arguments are refused as any other's."""
+    """The table of environments: the bundled ones and these. An instance is wrapped in a function that returns it and
+    takes no arguments, so that configured `args` are refused as for any other environment."""
     table: dict[str, Any] = dict(ENVIRONMENTS)
     for name, given in objects.items():
         made = inspect.isclass(given) or inspect.isroutine(given)
@@ -93,16 +93,16 @@ def _giving(environment: Any) -> Callable[[], Any]:
     def give() -> Any:
         return environment
 
-    give.__qualname__ = f"{type(environment).__name__}, an instance"  # in the message that refuses args
+    give.__qualname__ = f"{type(environment).__name__}, an instance"  # shown if `args` are refused
     return give
 
 
 def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunConfig:
-    """The configuration with its trainer in this process, as environments of this process need it.
+    """The configuration with the trainer in this process, if it names an environment that exists only here.
 
     Raises:
-        ConfigError: the configuration names no environment that was given, or says that it or the trainer is in
-            another process.
+        ConfigError: no table of the configuration names one of the given environments, or it puts one of them, or the
+            trainer, into another process.
     """
     names = {name.replace("-", "_") for name in objects}
     orchestrator = config.orchestrator

@@ -22,14 +22,14 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class _Plain(WithoutSecrets):
-    """Escapes control characters, so that a terminal shows what a record quotes and does not obey it."""
+    """Escapes control characters, so that text quoted in a record cannot send commands to the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _LogFileHandler(logging.FileHandler):
-    """Says once that a record could not be written, where Python would print a traceback for each."""
+    """Reports a failed write once, instead of printing a traceback for each record as Python does."""
 
     _failed = False
 
@@ -45,12 +45,12 @@ class _LogFileHandler(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        except OSError:  # what is in its buffer
+        except OSError:  # closing flushes the buffer, which fails on a full disk
             self.handleError(logging.makeLogRecord({}))
 
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
-    """Warnings and notes of ours, from this level on; of libraries only what is worth a look."""
+    """Log to the console from this level on; of chatty libraries only warnings."""
     logging.basicConfig(handlers=[_on_console(console, level)])
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "transformers", "matplotlib"):
@@ -59,8 +59,8 @@ def log_to_console(console: Console, level: int = logging.INFO) -> None:
 
 @contextlib.contextmanager
 def log_for_a_while(console: Console, level: int) -> Iterator[None]:
-    """While the block runs, log records are shown on the console, unless the program has a log handler of its own, and
-    Verbatim's notes count as worth a record. Afterwards logging is as it was."""
+    """While the block runs, show log records on the console, unless the program has installed its own handlers, and
+    record Verbatim's INFO messages. Afterwards logging is as before."""
     root, ours = logging.getLogger(), logging.getLogger("verbatim")
     level_before = ours.level
     handler = None if root.handlers else _on_console(console, level)
@@ -82,9 +82,9 @@ def _on_console(console: Console, level: int) -> logging.Handler:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints records as plain lines, whole however long they are: paths and code can be copied. They go through the
-    console, which keeps its live view below them. A note (INFO) that was shown is not shown again: the check before a
-    run says what the run says too."""
+    """Prints each record as one unwrapped line, so that paths and code can be copied. Records go through the rich
+    console, which redraws its live view below them. An INFO record is printed only once: the check before a run and
+    the run itself log the same notes."""
 
     def __init__(self, console: Console, level: int) -> None:
         super().__init__(level)
@@ -98,18 +98,19 @@ class _ConsoleHandler(logging.Handler):
             self._noted.add(note)
         try:
             text = Text(self.format(record))
-            text.stylize(_STYLES.get(record.levelno, "dim"), 20, 27)  # the name of the level
+            text.stylize(_STYLES.get(record.levelno, "dim"), 20, 27)  # the level name: after the 19-character date
             self._console.print(text, soft_wrap=True)
         except (OSError, ValueError):  # the stream is closed, or cannot write the text
             self.handleError(record)
 
 
 _STARTED = "started (process "
+"""Begins the first record of each process in a log file; `last_lines` looks for it."""
 
 
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """The same into a file, and what ended the block if it was an exception: the other process quotes it."""
+    """Log to a file, and record the exception that ended the block, if any: the run's other process quotes it."""
     handler = _LogFileHandler(path, encoding="utf-8")
     handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()
@@ -124,7 +125,7 @@ def log_to_file(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, VerbatimError | OSError) or is_out_of_memory(error):
             first_line, *_ = describe(error).splitlines() or [""]
-            _write(handler, logger, f"ended: {first_line}")  # more lines would be what the other log says
+            _write(handler, logger, f"ended: {first_line}")  # further lines would repeat the other process's log
         else:
             _write(handler, logger, "ended by a fault", error)
         raise
@@ -134,14 +135,14 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 
 def last_lines(log: Path, count: int = 8) -> str:
-    """The last lines of the process that wrote this log last, as further lines of an error message."""
+    """The last lines logged by the latest process that wrote this log, formatted for the end of an error message."""
     try:
         lines = end_of_file(log)
     except OSError:
         return ""
     started = max((number for number, line in enumerate(lines, start=1) if _STARTED in line), default=0)
     if started == len(lines):
-        return f"\nits log {log} says nothing more"
+        return f"\nits log {log} has no further records"
     return "\n".join([f"\nthe last lines of {log}:", *(f"    {line}" for line in lines[started:][-count:])])
 
 
@@ -153,6 +154,6 @@ def _write(
     *,
     level: int = logging.ERROR,
 ) -> None:
-    """Into the file alone: the console hears of it from the command's shell."""
+    """Write to the file alone; the console gets the exception from the command itself."""
     info = (type(error), error, error.__traceback__) if error is not None else None
     handler.emit(logger.makeRecord(logger.name, level, "", 0, message, (), info))

@@ -1,4 +1,4 @@
-"""Defines what a choice between float32 and bfloat16 asks of the machine that computes."""
+"""Defines what the choice between float32 and bfloat16 needs to know about the machine."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ Kernel = Literal["auto", "torch", "compiled"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The linear layers of a model, output head left out."""
+    """The linear layers of a model, without the output head."""
 
     sizes: Mapping[tuple[int, int], int]
-    """How many have so many inputs and outputs."""
+    """Number of layers by (inputs, outputs)."""
     linear_alone: bool
-    """Whether the decoder layers have no other matrices."""
+    """True if linear layers hold all matrices of the decoder layers."""
     config: Any
-    """The configuration of `transformers`."""
+    """The model's `transformers` configuration."""
 
     @property
     def mean_size(self) -> float:
-        """Numbers in a matrix, in the mean."""
+        """Mean number of elements of a weight matrix."""
         total = sum(inputs * outputs * count for (inputs, outputs), count in self.sizes.items())
         return total / max(1, sum(self.sizes.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """The same work in both, medians of processor time."""
+    """The cost of the same work in both dtypes: median processor time in seconds."""
 
     float32: float
     bfloat16: float
     of: str
-    """What was measured."""
+    """What was measured, for messages."""
 
 
 class Machine(Protocol):
-    """What a choice asks of the machine that computes."""
+    """The questions that the choice asks about a machine."""
 
     def cuda_rounds(self, device: str) -> bool | None:
-        """Whether the CUDA device that `device` means computes in bfloat16; None: it means the CPU."""
+        """True if the CUDA device named `device` computes in bfloat16; None if `device` means the CPU."""
 
     def has_instructions(self) -> bool:
-        """Whether the processor multiplies bfloat16."""
+        """True if the processor has instructions that multiply bfloat16."""
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
-        """Time what one side does with the layers of a model; a sampler by what computes its passes."""
+        """Time one side's work with these layers; `kernel` is the one that the sampler would use."""
 
 
 class OnCuda:
-    """A `Machine` of the table of a plan's devices, which all compute in bfloat16."""
+    """A `Machine` for planning: a CUDA device from the plan's table, all of which compute in bfloat16."""
 
     def cuda_rounds(self, device: str) -> bool | None:
-        """They do; a side that is on the CPU beside them is taken for one of them."""
+        """Always True. A side that runs on the CPU next to such a device is treated alike."""
         return True
 
     def has_instructions(self) -> bool:

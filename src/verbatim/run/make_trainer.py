@@ -1,4 +1,4 @@
-"""Makes the trainer of a run or of its warm start, on every process that trains."""
+"""Makes the trainer of a run or of its warm start, in every process that trains."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def make_trainer(
     ranks: Ranks | None,
     tokenizer: Any = None,
 ) -> Trainer:
-    """The trainer of a run, or of its warm start. Of several processes, rank 0 has the others make theirs.
+    """Make the trainer of a run or of its warm start. With several ranks, rank 0 has the others make theirs.
 
     Args:
-        purpose: Which of both.
-        source: The folder or hub id of its weights.
-        first: Those that the run began with; a frozen model without a name is this one.
-        ranks: The processes that train together; None: this one alone.
-        tokenizer: Saved beside the weights.
+        config: The run's configuration.
+        purpose: What the trainer is for.
+        source: The folder or hub id of its initial weights.
+        first: The model that the run started from; used as the frozen model if that has no name of its own.
+        ranks: The processes that train together. None: this process alone.
+        tokenizer: Saved alongside the weights.
     """
     from verbatim.algorithms.losses import LOSSES
     from verbatim.trainer.trainer import Trainer
@@ -44,13 +45,14 @@ def make_trainer(
     settings, warm_start = config.trainer, config.warm_start
     if purpose == "run":
         loss, steps = make_loss(config), config.max_steps * settings.optimizer_steps_per_batch
-    else:  # all weights, also where low-rank adapters are trained afterwards: they begin at a model that can speak
+    else:  # all weights, even if LoRA follows: adapters need a base that already can speak the format
         assert warm_start is not None
         settings = settings.model_copy(update={"optim": warm_start.optim, "optimizer_steps_per_batch": 1, "lora": None})
         loss, steps = LOSSES["sft"], warm_start.steps
     models = frozen_models(config) if purpose == "run" else {}
     frozen = {name: str(first if model is None else model) for name, model in models.items()}
     together: AbstractContextManager[None] = nullcontext()
+    # Sends the order to the other ranks, which make their trainers while this rank makes its own.
     if ranks is not None and ranks.leads:
         together = ranks.lead("make", purpose=purpose, source=str(source), first=str(first))
     with together:
@@ -68,10 +70,10 @@ def make_trainer(
 
 
 def threads_of(config: RunConfig, own: int | None) -> int | None:
-    """Threads for one side's matrix products; None: torch's own setting, all cores.
+    """Number of threads for one side's matrix products. None: torch's default, all cores.
 
-    Where both sides compute at the same time, each gets its half of the cores: two teams of threads on the same cores
-    wait for each other.
+    If trainer and sampler compute at the same time, each gets half of the cores: two thread pools on the same cores
+    would wait for each other.
     """
     if own is not None:
         return own
@@ -81,7 +83,7 @@ def threads_of(config: RunConfig, own: int | None) -> int | None:
 
 
 def while_both_start(config: RunConfig) -> AbstractContextManager[None]:
-    """For the thread that loads the model: half of its cores, where trainer and sampler do so at the same time."""
+    """Halve the threads of the thread that loads the model, if trainer and sampler load at the same time."""
     import torch
 
     from verbatim.inference.embedded.engine_thread import torch_threads
@@ -90,10 +92,10 @@ def while_both_start(config: RunConfig) -> AbstractContextManager[None]:
 
 
 def shares_cores(config: RunConfig) -> bool:
-    """Whether a trainer and a sampler in two processes on this machine may take each other's free cores.
+    """True if a trainer and a sampler in two processes on this machine may use each other's idle cores.
 
-    Not where either number of threads is set, several processes train, or the sampler is deterministic: bits depend on
-    the number of threads.
+    False if either number of threads is set, if several processes train, or if the sampler is deterministic: results
+    depend on the number of threads in the last bits.
     """
     engine = inference_settings(config)
     if not isinstance(engine, TorchSettings) or engine.urls or engine.num_threads is not None or engine.deterministic:
@@ -104,7 +106,7 @@ def shares_cores(config: RunConfig) -> bool:
 
 
 def set_trainer_threads(config: RunConfig, processes: int) -> None:
-    """Give this process, one of several of the trainer on this machine, its share of the cores."""
+    """Give this process its share of the cores; `processes` trainer ranks run on this machine."""
     from verbatim.trainer.local import set_num_threads
 
     own = config.trainer.num_threads

@@ -1,4 +1,4 @@
-"""Measures what float32 and bfloat16 cost on this machine, with the products and passes that a model takes."""
+"""Measures what float32 and bfloat16 cost on this machine, with the matrix products and decode passes of a model."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from verbatim.trainer.bfloat16 import Products, round_linear
 from verbatim.trainer.linear import use_onednn
 
 REPEATS = 5
-"""Times of each, in turns."""
+"""Measurements per dtype. The dtypes alternate, so that both see the same load on the machine."""
 MOST_NUMBERS = 1 << 29
-"""Multiplications of one product at most: fewer rows of a larger one."""
+"""Maximum number of multiplications in one measured product; larger layers are measured with fewer rows."""
 PASSES = 8
-"""Decode passes of each in a turn."""
+"""Decode passes per measurement."""
 _PROMPT = 8
 _VOCAB = 256
 
 
 class ThisMachine:
-    """A `Machine`: the one that this process runs on."""
+    """The `Machine` that this process runs on."""
 
     def cuda_rounds(self, device: str) -> bool | None:
-        """Whether the CUDA device that `device` means computes in bfloat16; None: it means the CPU."""
+        """True if the CUDA device named `device` computes in bfloat16; None if `device` means the CPU."""
         found = resolve_device(device)
         if found.type != "cuda":
             return None
-        return torch.cuda.get_device_capability(found) >= (8, 0)
+        return torch.cuda.get_device_capability(found) >= (8, 0)  # bfloat16 arithmetic came with Ampere
 
     def has_instructions(self) -> bool:
-        """Whether the processor multiplies bfloat16."""
+        """True if the processor has instructions that multiply bfloat16."""
         return has_bfloat16()
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
-        """Time what one side does with the layers of a model, on one thread."""
-        with torch_threads(1), torch.random.fork_rng(devices=()):  # the caller's random numbers stay as they were
+        """Time one side's work with these layers, on one thread."""
+        with torch_threads(1), torch.random.fork_rng(devices=()):  # keep the caller's random state
             return _products(layers, rows) if side == "trainer" else _passes(layers, rows, kernel)
 
 
 def _products(layers: Layers, rows: int) -> Seconds:
-    """Forward and backward of one layer of each size, weighted by how many of them there are."""
+    """Forward and backward of one layer of each size, weighted by the number of layers of that size."""
     totals = dict.fromkeys(("float32", "bfloat16"), 0.0)
     for (inputs, outputs), count in layers.sizes.items():
         fitting = max(64, min(rows, MOST_NUMBERS // (inputs * outputs) // 64 * 64))
@@ -81,7 +81,7 @@ def _both_ways(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> No
 
 
 def _passes(layers: Layers, rows: int, kernel: Kernel) -> Seconds:
-    """Decode passes of a model with one layer of this shape, random weights and a small vocabulary."""
+    """Decode passes of a model with one such layer, random weights and a small vocabulary."""
     decoders: dict[Dtype, Decoder] = {
         "float32": _decoder(layers.config, rows, "float32", kernel),
         "bfloat16": _decoder(layers.config, rows, "bfloat16", kernel),
@@ -94,7 +94,7 @@ def _passes(layers: Layers, rows: int, kernel: Kernel) -> Seconds:
 
 
 def _decoder(config: Any, rows: int, dtype: Dtype, kernel: Kernel) -> Decoder:
-    """With so many sequences that all decode."""
+    """A decoder with `rows` sequences that are all past prefill."""
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, _VOCAB, None
     if getattr(small, "layer_types", None):
@@ -111,8 +111,8 @@ def _decoder(config: Any, rows: int, dtype: Dtype, kernel: Kernel) -> Decoder:
         ids = rng.integers(0, _VOCAB, _PROMPT).astype(np.int32)
         params = SamplingParams(max_tokens=context - _PROMPT - 1)
         slot = decoder.add(SampleRequest(prompt_ids=ids, params=params, seed=seed))
-        assert slot is not None, "there are as many slots"
-    decoder.step()
+        assert slot is not None, "max_batch_size is the number of rows"
+    decoder.step()  # the prefill, which is not measured
     return decoder
 
 
@@ -122,11 +122,11 @@ def _decode(decoder: Decoder) -> None:
 
 
 def _medians(work: Mapping[Dtype, Callable[[], None]]) -> dict[str, float]:
-    """Seconds of processor time of each, done in turns, after a first time that is not counted."""
+    """Median processor time in seconds by name. The first round is a warm-up and not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(REPEATS + 1):
         for name, do in work.items():
-            began = time.thread_time()
+            began = time.thread_time()  # processor time of this thread: other load on the machine does not count
             do()
             if repeat:
                 seconds[name].append(time.thread_time() - began)

@@ -1,4 +1,4 @@
-"""Looks at the opening prompts of a run's examples, before anything is trained."""
+"""Checks the opening prompts of a run's examples before anything is trained."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from verbatim.run.rollouts import plays_elsewhere
 
 
 def check_openings(config: RunConfig, environments: Environments, renderer: Renderer) -> None:
-    """Refuse a run of which no episode could begin, or of which no opening prompt leaves any room, as quickly as that
-    is known: one example that leaves room is enough. Environments that are played elsewhere are left out.
+    """Refuse a run in which no episode could begin, or no opening prompt leaves room for a completion.
+
+    Stops at the first example that leaves room. Environments whose episodes run in other processes are not checked.
 
     Raises:
-        ConfigError: as said; names the environment and the split.
-        ModelError: the model's chat format cannot show an episode's tools.
+        ConfigError: no episode can begin, or no prompt leaves room; names the environment and the split.
+        ModelError: the model's chat template cannot render an episode's tools.
     """
     for _ in _measured(config, environments, renderer, is_quick=True):
         pass
 
 
 def look_at_openings(config: RunConfig, environments: Environments, renderer: Renderer) -> Iterator[str]:
-    """A sentence for each split of an environment with opening prompts that leave no room, or that were not measured.
+    """A sentence for each split of an environment in which some opening prompts leave no room, or were not measured.
+
+    Measures all examples.
 
     Raises:
-        ConfigError, ModelError: as of `check_openings`, where all examples are looked at.
+        ConfigError, ModelError: as `check_openings`.
     """
     for where, openings in _measured(config, environments, renderer, is_quick=False):
         if openings.found is not None:
@@ -69,9 +72,9 @@ def _measured(
 
 
 def _another(environment: Environment) -> Environment:
-    """A shallow copy, so that what `start` keeps of this event loop (a connection) is not kept for the run's; the
-    environment itself where it cannot be copied."""
+    """A shallow copy, because `start` may store objects of this event loop (a connection) on the environment, and the
+    run has another loop. The environment itself if it cannot be copied."""
     try:
         return copy.copy(environment)
-    except Exception:  # noqa: BLE001  a user's class raises what it likes
+    except Exception:  # noqa: BLE001  user code may raise anything
         return environment

@@ -1,4 +1,4 @@
-"""Refuses two sides of a run on one CUDA device that do not take turns on it, before anything is started."""
+"""Refuses trainer and sampler on one CUDA device unless they take turns on it, before anything is started."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ logger = logging.getLogger(__name__)
 
 
 def check_turns(config: RunConfig, settings: BackendSettings) -> None:
-    """Refuse a sampler that takes turns with a trainer which it does not wait for.
+    """Refuse a sampler that takes turns with the trainer on one device while rollouts run ahead.
 
     Args:
         config: The run's configuration.
-        settings: The inference backend's.
+        settings: The settings of the inference backend.
 
     Raises:
-        UsageError: what to type.
+        UsageError: both are configured; the message has what to type.
     """
     level = config.orchestrator.max_async_level
     if settings.shares_device and level:
         raise UsageError(
             f"inference.{table_of(config.inference.backend)}.colocate: sampler and trainer take turns on one device, "
-            "so rollouts that run ahead of the trainer win no time and are only older; found "
+            "so rollouts that run ahead of the trainer save no time and only make samples stale; found "
             f"orchestrator.max_async_level = {level}, expected 0: type orchestrator.max_async_level = 0, or leave out "
             "colocate"
         )
 
 
 def check_placement(config: RunConfig, settings: BackendSettings) -> None:
-    """Refuse a trainer, or a teacher that is loaded here, on a device of the sampler's servers; the trainer may be
-    there if they take turns. Where there is no CUDA, nothing overlaps.
+    """Refuse a trainer, or a teacher loaded by the run, on a device of the sampler; the trainer may be there if the two
+    take turns. Without CUDA nothing can overlap.
 
-    All of them are started by this process, and see the devices that it sees.
+    Assumes that this process starts all of them, so that they see the same devices.
 
     Args:
         config: The run's configuration.
-        settings: The inference backend's.
+        settings: The settings of the inference backend.
 
     Raises:
-        UsageError: names the device, and what to type.
+        UsageError: two of them are on one device; the message names it and has what to type.
     """
     table = f"inference.{table_of(config.inference.backend)}"
     taken = settings.cuda_devices()
@@ -60,8 +60,8 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
         )
     if settings.shares_device and trainer not in taken:
         logger.warning(
-            "%s.colocate = true, and trainer.device = %r is not among the devices that %s takes (%s): both wait for "
-            "each other for nothing; leave out colocate",
+            "%s.colocate = true, and trainer.device = %r is not among the devices that %s takes (%s): taking turns "
+            "only costs time; leave out colocate",
             table,
             config.trainer.device,
             table,
@@ -77,7 +77,7 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
 
 
 def cuda_device(device: str) -> str | None:
-    """The CUDA device behind a name of torch's, as CUDA_VISIBLE_DEVICES names it; None for another kind of device.
+    """The CUDA device that a torch device name means, as CUDA_VISIBLE_DEVICES lists it; None if it is not CUDA.
 
     Example: with CUDA_VISIBLE_DEVICES=4,5 "cuda:1" is "5", and "auto" is "4".
     """
@@ -99,7 +99,7 @@ def _visible() -> list[str] | None:
 
 
 def _another(key: str, taken: Collection[str]) -> str:
-    """What to type for a device that is free, where this process sees one."""
+    """What to type to move this key to a free device, if one is visible to this process."""
     import torch
 
     visible = _visible() or [str(index) for index in range(torch.cuda.device_count())]

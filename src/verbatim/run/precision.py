@@ -1,10 +1,10 @@
-"""Resolves `dtype = "auto"` of trainer and embedded sampler, before a run has a folder: what is faster here, measured.
+"""Resolves `dtype = "auto"` of the trainer and the embedded sampler, before the run folder is created.
 
 ```
-stored in the run (a resume, a fork)                          -> as it was
-CUDA                                                          -> bfloat16 where the device computes in it
-a tiny model, autocast, no instructions for bfloat16          -> float32, without measuring
-else                                                          -> bfloat16 where it is FASTER times as fast
+stored in the run (a resume, a fork)                           -> as stored
+CUDA                                                           -> bfloat16 if the device computes in it
+a tiny model, autocast, no bfloat16 instructions               -> float32, without measuring
+otherwise                                                      -> bfloat16 if measured FASTER times as fast
 ```
 """
 
@@ -31,26 +31,26 @@ from verbatim.run.rollouts import inference_settings
 logger = logging.getLogger(__name__)
 
 FASTER = 1.25
-"""How many times as fast bfloat16 has to be: all else in a pass stays as it is, and rounding is not free."""
+"""Minimum speed-up of bfloat16: a pass has other costs that stay the same, and rounding costs precision."""
 TINY = 100_000
-"""Numbers in a layer's matrices, in the mean, below which a model is tiny: rounding costs what the product saves."""
+"""Mean number of elements of a weight matrix below which a model is tiny: casting then costs what the product saves."""
 TRAINER_ROWS = 1024
-"""Tokens of a product that is measured for the trainer: with more of them the ratio changes little."""
+"""Tokens per measured product of the trainer; with more of them the ratio hardly changes."""
 MOST_SAMPLER_ROWS = 64
-"""Sequences that are decoded together while the sampler is measured, at most."""
+"""Maximum number of sequences decoded together while the sampler is measured."""
 TRAINER, SAMPLER = "trainer.dtype", "inference.torch.dtype"
 _KEPT = "as the run has it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionChoice:
-    """What `dtype = "auto"` became."""
+    """The dtype chosen for one key that was "auto"."""
 
     key: str
-    """The key of the configuration: "trainer.dtype"."""
+    """The configuration key, such as "trainer.dtype"."""
     dtype: Dtype
     reason: str
-    """A sentence part, with what was measured."""
+    """Why, as a part of a sentence, with the measurements."""
 
     def __str__(self) -> str:
         return f"{self.key} = {self.dtype}: {self.reason}"
@@ -64,18 +64,18 @@ def resolve_dtypes(
     model: str | Path | None = None,
     keys: Collection[str] = (TRAINER, SAMPLER),
 ) -> tuple[RunConfig, list[PrecisionChoice]]:
-    """The configuration without "auto", and what was chosen.
+    """Replace each "auto" by a dtype; the new configuration and the choices.
 
     Args:
-        config: With its keys `trainer.dtype` and `inference.torch.dtype`.
-        stored: The tables of the run that goes on, or is forked: what they say is taken.
-        machine: That computes; None: this one.
-        model: The model's folder or hub id, where it is another one than `model.name`.
-        keys: Which ones.
+        config: The configuration, with the keys `trainer.dtype` and `inference.torch.dtype`.
+        stored: The tables of the run that is resumed or forked; their dtypes take precedence.
+        machine: The machine that will compute. None: this one.
+        model: The model's folder or hub id, if it differs from `model.name`.
+        keys: The keys to resolve.
 
     Raises:
-        UsageError: servers of the sampler are elsewhere.
-        ModelError: no such model.
+        UsageError: the sampler's servers are remote, so their dtype cannot be chosen here.
+        ModelError: the model does not exist.
     """
     asked = [key for key in unresolved(config) if key in keys]
     if not asked:
@@ -84,7 +84,7 @@ def resolve_dtypes(
     if SAMPLER in asked and isinstance(settings, TorchSettings) and settings.urls:
         raise UsageError(
             'inference.torch.dtype = "auto" with urls: the servers have a dtype already; give '
-            'the one that they say when they start, "float32" or "bfloat16"'
+            'their own dtype, which they log when they start, "float32" or "bfloat16"'
         )
     choices: list[PrecisionChoice] = []
     found: list[Layers] = []
@@ -92,7 +92,7 @@ def resolve_dtypes(
         if (kept := _stored(stored, key, config)) is not None:
             choices.append(PrecisionChoice(key=key, dtype=kept, reason=_KEPT))
             continue
-        found = found or [read_layers(config, model)]
+        found = found or [read_layers(config, model)]  # read once, and only if something has to be chosen
         choices.append(_choose(key, config, found[0], machine or _this_machine()))
     for choice in choices:
         config = _with_dtype(config, choice.key, choice.dtype)
@@ -100,14 +100,14 @@ def resolve_dtypes(
 
 
 def unresolved(config: RunConfig) -> list[str]:
-    """The keys that are "auto"."""
+    """The keys whose value is "auto"."""
     settings = inference_settings(config)
     in_torch = isinstance(settings, TorchSettings) and settings.dtype == "auto"
     return [TRAINER] * (config.trainer.dtype == "auto") + [SAMPLER] * in_torch
 
 
 def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
-    """The configuration of a sampler that no run starts, for this model; what was chosen is logged.
+    """Resolve the dtype of a sampler that is started without a run, for this model, and log the choice.
 
     Raises:
         UsageError, ModelError: as `resolve_dtypes`.
@@ -119,20 +119,20 @@ def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
 
 
 def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSettings, PrecisionChoice]:
-    """The settings of a server without "auto", for this model, and what was chosen.
+    """Resolve the dtype of a server for this model; its settings and the choice.
 
     Raises:
-        ModelError: no such model.
+        ModelError: the model does not exist.
     """
     choice = _choose_sampler(settings, _layers(_base(model), str(model)), _this_machine())
     return settings.model_copy(update={"dtype": choice.dtype}), choice
 
 
 def refuse_auto(config: RunConfig, how: str) -> None:
-    """Refuse "auto" where two processes would each choose for itself.
+    """Refuse "auto" where two processes would each choose on their own, perhaps differently.
 
     Raises:
-        UsageError: names the keys.
+        UsageError: a key is "auto"; names the keys.
     """
     if keys := unresolved(config):
         given = " ".join(f"--{key} bfloat16" for key in keys)
@@ -144,7 +144,7 @@ def refuse_auto(config: RunConfig, how: str) -> None:
 
 
 def tell(choices: list[PrecisionChoice], console: Console, folder: Path) -> None:
-    """Say what was chosen, and keep it in the folder of a run, whose file stays where nothing was chosen anew."""
+    """Print the choices, and store them in the run folder. Choices stored before stay unless made again."""
     for choice in choices:
         console.print(f"precision   {choice}", soft_wrap=True)
     if any(choice.reason != _KEPT for choice in choices):
@@ -156,16 +156,17 @@ def tell(choices: list[PrecisionChoice], console: Console, folder: Path) -> None
 
 
 def write_choices(folder: Path, choices: list[PrecisionChoice]) -> None:
-    """Write what "auto" became into the folder of a run."""
+    """Store the choices in the run folder."""
     write_record(folder / PRECISION, {"choices": [asdict(choice) for choice in choices]})
 
 
 def read_choices(folder: Path, config: RunConfig | None = None) -> list[PrecisionChoice]:
-    """What "auto" became in a run; nothing where the file is missing or damaged: the configuration has it too.
+    """The choices stored in a run folder. Empty if the file is missing or damaged: only the reasons are lost then,
+    because the dtypes are in the configuration too.
 
     Args:
-        folder: Of the run.
-        config: That of a fork: keys in which it differs are left out. None: all are taken.
+        folder: The run folder.
+        config: A fork's configuration: choices that it overrides are left out. None: all choices.
 
     Raises:
         FormatError: another version wrote the file.
@@ -178,7 +179,7 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Precisio
         raise
     except (CheckpointError, KeyError, TypeError) as error:
         logger.warning(
-            "%s cannot be read, so that it is not known why a number format was chosen: %s", folder / PRECISION, error
+            "%s cannot be read; the reasons for the choice of dtypes are lost: %s", folder / PRECISION, error
         )
         return []
     if config is None:
@@ -211,7 +212,7 @@ def _choose_side(
     kernel: Kernel = "auto",
     casts: bool = False,
 ) -> PrecisionChoice:
-    """`casts`: whether a trainer in bfloat16 would be autocast on a CPU."""
+    """Choose the dtype of one side. `casts`: whether a bfloat16 trainer on a CPU would run under autocast."""
     key = TRAINER if side == "trainer" else SAMPLER
 
     def chosen(dtype: Dtype, reason: str) -> PrecisionChoice:
@@ -219,7 +220,7 @@ def _choose_side(
 
     if layers.mean_size < TINY:
         return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} numbers in a matrix")
-    rounds = machine.cuda_rounds(device)
+    rounds = machine.cuda_rounds(device)  # None on a CPU
     if rounds is not None:
         return chosen(
             "bfloat16" if rounds else "float32", f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}"
@@ -240,10 +241,10 @@ def _choose_side(
 
 
 def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
-    """The linear layers of a run's model, from its configuration alone.
+    """The linear layers of a run's model, derived from its configuration without loading weights.
 
     Raises:
-        ModelError: no such model, or a configuration that cannot be read.
+        ModelError: the model does not exist, or its configuration cannot be read.
     """
     from verbatim.models.build import build_config
 
@@ -256,7 +257,7 @@ def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
 
 
 def _base(model: str | Path) -> Callable[[], Any]:
-    """Reads the configuration of a model, or of that which an adapter belongs to."""
+    """A function that reads the model's configuration; of an adapter, that of its base model."""
 
     def read() -> Any:
         from transformers import AutoConfig
@@ -277,6 +278,7 @@ def _layers(read: Callable[[], Any], name: str) -> Layers:
     from verbatim.models.tiny import decoder_layers
     from verbatim.trainer.bfloat16 import can_round
 
+    # Built on the meta device: layers get shapes but no memory, so a model of any size can be inspected.
     with refusing(f"the config.json of model {name!r} cannot be read"), torch.device("meta"):
         found = read()
         made = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
@@ -290,7 +292,7 @@ def _layers(read: Callable[[], Any], name: str) -> Layers:
 
 
 def _stored(stored: Mapping[str, Any] | None, key: str, config: RunConfig) -> Dtype | None:
-    """What a stored configuration says; None where that run had another sampler, or where the key was taken out."""
+    """The dtype in a stored configuration; None if that run used another inference backend or did not set the key."""
     backend = config.inference.backend
     if stored is None or (key == SAMPLER and (stored.get("inference") or {}).get("backend", backend) != backend):
         return None

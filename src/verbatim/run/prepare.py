@@ -1,4 +1,4 @@
-"""Prepares the model that a run starts from: built or found, then warm-started."""
+"""Prepares the model that a run starts from: builds or locates it, then warm-starts it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 def prepare_model(
     config: RunConfig, environments: Environments, folder: Path, console: Console, *, ranks: Ranks | None = None
 ) -> Path:
-    """The folder (or hub id) with the weights of policy version 0. `ranks`: the processes that train together.
+    """The folder or hub id of the weights of policy version 0. `ranks`: the processes that train together.
 
     Raises:
-        UsageError: no demonstrations, or a data file that cannot be read.
-        ModelError: no such model.
+        UsageError: there are no demonstrations, or a data file cannot be read.
+        ModelError: the model does not exist.
     """
     name = config.model.name
     source = Path(folder_of(name)) if name is not None else _build(config, environments, folder, console)
@@ -49,7 +49,7 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
     build_config = config.model.build
     assert build_config is not None
     target = folder / "model"
-    if _is_whole(target):  # made by a process that was killed before its first checkpoint
+    if _is_whole(target):  # left by a process of this run that was killed before its first checkpoint
         return target
     texts = corpus(demonstrations(environments, CORPUS, config.seed))
     with making(target) as partial, LiveView(console).stage("building the model"):
@@ -101,7 +101,7 @@ def _warm_start(
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether an earlier process of the run made this folder. A damaged one is kept aside, and made again."""
+    """True if an earlier process of the run completed this folder. A damaged one is moved aside, to be made again."""
     if not folder.exists():
         return False
     damage = find_damage(folder)
@@ -116,7 +116,7 @@ def _is_whole(folder: Path) -> bool:
 def _warm_start_samples(
     config: RunConfig, environments: Environments, renderer: Renderer, console: Console
 ) -> list[list[TrainingSample]]:
-    samples: list[list[TrainingSample]] = []
+    samples: list[list[TrainingSample]] = []  # one list per conversation
     left_out = 0
     conversations = to_imitate(config, environments)
     console.print(f"warm start  rendering {len(conversations)} conversations")

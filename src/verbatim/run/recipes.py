@@ -1,4 +1,4 @@
-"""Finds the recipes that come with the package, whole runs, by name; copies them, and the programs beside them."""
+"""Finds and copies the recipes that come with the package: complete configurations, some with a Python module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from verbatim.core.texts import nearest
 
 
 def about(recipe: Path) -> str:
-    """The comment that a recipe begins with: what it is, what it needs, how long it took."""
+    """The comment at the top of a recipe: what it trains, what it needs, how long it took."""
     lines = takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
     return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
 def run_file(given: str | os.PathLike[str]) -> Path:
-    """The file of a run: a path, also one behind "@" as in prime-rl, or a recipe's name where there is no such file.
+    """The configuration file that was named: a path, optionally with prime-rl's leading "@", or the name of a recipe.
+
+    A file of that name takes precedence over a recipe.
 
     >>> run_file("no/such.toml").as_posix(), run_file("guess_number") == recipes()["guess_number"]
     ('no/such.toml', True)
@@ -34,10 +36,10 @@ def run_file(given: str | os.PathLike[str]) -> Path:
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe, and the module of its name where it has one, or a program, into a folder; the files.
+    """Copy a recipe and the Python module of the same name, if any, or a program; the files written.
 
     Raises:
-        UsageError: no such recipe, or a file that is there already.
+        UsageError: there is no such recipe, or a file to be written already exists.
     """
     known = {**recipes(), **programs()}
     found = known.get(Path(name).stem.replace("-", "_"))

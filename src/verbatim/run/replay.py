@@ -1,8 +1,8 @@
-"""Trains one step of a run again, from what is stored of it, and compares; writes nothing into the run.
+"""Trains one step of a run again from the stored data, and compares; never writes into the run folder.
 
 ```
 checkpoint before the step -> trainer -> the stored steps in between -> the step
-    -> metrics, logprobs, gradients and weights, beside those of then
+    -> metrics, logprobs, gradients and weights, compared with the stored ones
 ```
 """
 
@@ -59,35 +59,35 @@ _BATCH = (
     "seq_len",
     "max_off_policy_steps",
 )
-"""Keys of [orchestrator] and of its environments that say what becomes of a batch that is there."""
+"""Keys of [orchestrator] and of its environments that affect how a batch already sampled is trained."""
 _ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-"""The largest difference between two ways to compute one logprob, by trainer.dtype."""
+"""Tolerance by trainer.dtype: the largest difference between two ways to compute the same logprob."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """A step beside what it was."""
+    """A replayed step, compared with the stored one."""
 
     step: int
     run: Path
     checkpoint: int
-    """The step whose checkpoint it began at."""
+    """The step whose checkpoint the replay started from."""
     changes: tuple[str, ...]
-    """The keys that are not those of then, "key: then -> now"."""
+    """The keys that were overridden, as "key: then -> now"."""
     num_tokens: int
-    """Trained tokens, of the replay."""
+    """Number of tokens trained in the replay."""
     metrics: Mapping[str, MetricDifference]
-    """Every metric of the trainer that both have, by name."""
+    """By name, every trainer metric that is both stored and computed again."""
     logprobs: TokenDifference
     gradients: TokenDifference
     weights: WeightDifference | None
-    """None where the run has no checkpoint of this step."""
+    """None if the run has no checkpoint of this step."""
     rounding: float
-    """Differences up to this are those of rounding."""
+    """Differences up to this count as rounding."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything is the same bit for bit."""
+        """True if everything is bitwise identical."""
         return (
             all(metric.is_exact for metric in self.metrics.values())
             and self.logprobs.is_exact
@@ -97,7 +97,7 @@ class Replay:
 
     @property
     def is_same(self) -> bool:
-        """Whether it is the same up to rounding."""
+        """True if everything is identical up to rounding."""
         return (
             all(metric.is_within(self.rounding) for metric in self.metrics.values())
             and self.logprobs.is_within(self.rounding)
@@ -107,27 +107,28 @@ class Replay:
 
 
 def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
-    """Train the step again.
+    """Train a step again.
 
     Args:
-        run: The run's folder. Nothing in it is written, and the run may be at work.
-        step: Which step; the steps between the checkpoint before it and itself are trained again first.
-        overrides: Keys that change in this step alone, as on the command line: `["--trainer.optim.lr", "1e-5"]`.
+        run: The run folder. It is only read, so the run may still be active.
+        step: The step to replay. The steps since the checkpoint before it are trained again first.
+        overrides: Keys changed for this step only, as on the command line: `["--trainer.optim.lr", "1e-5"]`.
 
     Raises:
-        UsageError: the step cannot be replayed, or such a key changes nothing in a batch that is there.
-        CheckpointError: what is stored is damaged, or does not give the batch of then.
+        UsageError: the step cannot be replayed, or a changed key has no effect on a stored batch.
+        CheckpointError: the stored data is damaged, or does not reproduce the original batch.
     """
     plan = plan_replay(run.resolve(), step)
     search_beside(plan.run / CONFIG)
     config = load_config(plan.config_file, tables=component_tables())
     changed = load_config(plan.config_file, overrides, component_tables()) if overrides else config
-    changed, _ = resolve_dtypes(changed, stored=config.model_dump())
+    changed, _ = resolve_dtypes(changed, stored=config.model_dump())  # a change to "auto" means the run's own dtype
     changes = tuple(changed_keys(changed, dump_config(config)))
     _refuse_idle(changes)
     stored = {number: read_step(plan.run, number) for number in plan.steps}
-    anew = any(change.startswith("orchestrator.") for change in changes)
-    samples = (changed_samples if anew else stored_samples)(stored[step], changed)
+    # Keys of the orchestrator change credit, filters or samples, so these are computed again from the rewards.
+    credited_again = any(change.startswith("orchestrator.") for change in changes)
+    samples = (changed_samples if credited_again else stored_samples)(stored[step], changed)
     with _threads(config), tempfile.TemporaryDirectory(prefix="verbatim-replay-") as scratch:
         trainer = _trainer_before(plan, config, changed if changes else None, stored, Path(scratch))
         tokens: list[TrainedTokens] = []
@@ -167,11 +168,11 @@ def _compared(
         logprobs=compare_tokens(
             stored.outcomes,
             lambda outcome: outcome.trainer_logprobs,
-            {key: said[0] for key, said in found.items()},
+            {key: values[0] for key, values in found.items()},
             ids,
         ),
         gradients=compare_tokens(
-            stored.outcomes, lambda outcome: outcome.gradients, {key: said[1] for key, said in found.items()}, ids
+            stored.outcomes, lambda outcome: outcome.gradients, {key: values[1] for key, values in found.items()}, ids
         ),
         weights=weights,
         rounding=_ROUNDING[config.trainer.dtype],
@@ -179,12 +180,12 @@ def _compared(
 
 
 _NOT_OF_A_STEP = ("lora", "parallel", "separate_process")
-"""Keys of [trainer] that a replay refuses to change: the weights have the adapters' shape, and it trains in one
+"""Keys of [trainer] that a replay refuses to change: the weights have the adapters' shape, and a replay trains in one
 process."""
 
 
 def _refuse_idle(changes: Sequence[str]) -> None:
-    """Keys that cannot change what becomes of a batch that was sampled long ago."""
+    """Refuse changes to keys that have no effect on a batch that is already sampled."""
     for change in changes:
         key = change.partition(":")[0]
         parts = key.split(".")
@@ -192,8 +193,8 @@ def _refuse_idle(changes: Sequence[str]) -> None:
         if not (of_batch or (parts[0] == "trainer" and parts[1] not in _NOT_OF_A_STEP)):
             names = ", ".join(f"orchestrator.{name}" for name in _BATCH)
             raise UsageError(
-                f"--replay trains a batch that is stored, on the weights of then: {change} changes "
-                "nothing in it; keys that may change: trainer.* but for trainer.lora and "
+                f"--replay trains a stored batch on the weights of that time: {change} has no effect "
+                "on it; keys that may change: trainer.* but for trainer.lora and "
                 f"trainer.parallel (it trains in one process), {names}"
             )
 
@@ -201,10 +202,13 @@ def _refuse_idle(changes: Sequence[str]) -> None:
 def _trainer_before(
     plan: ReplayPlan, config: RunConfig, changed: RunConfig | None, stored: Mapping[int, StoredStep], scratch: Path
 ) -> Trainer:
-    """A trainer that is where the run was before the step: with the configuration of then it trains the steps in
-    between, and one with the changed keys takes over its state."""
+    """A trainer in the state that the run was in before the step.
+
+    The steps in between are trained with the original configuration. If keys change, a second trainer with the changed
+    configuration then takes over the first one's state.
+    """
     between = plan.steps[:-1]
-    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as the run went on
+    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as in the run
     if changed is not None and not between:
         return _trainer(plan, changed, plan.checkpoint.folder, left)
     trainer = _trainer(plan, config, plan.checkpoint.folder, left)
@@ -214,18 +218,19 @@ def _trainer_before(
         return trainer
     trainer.save_weights(scratch / "before" / "weights")
     trainer.save_state(scratch / "before" / "trainer")
-    del trainer
+    del trainer  # free its memory before the next one loads
     return _trainer(plan, changed, scratch / "before", left - len(between) * config.trainer.optimizer_steps_per_batch)
 
 
 def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, left: int) -> Trainer:
-    """A trainer in this process with a checkpoint's weights and state; `left`: optimizer steps that the run's schedule
-    had from there on."""
+    """A trainer in this process with a checkpoint's weights and state. `left`: the optimizer steps that the run's
+    learning-rate schedule had left at that point."""
     from verbatim.models.loading import load_tokenizer
 
     weights = state / "weights"
     first = _first_model(config, plan.run) if needs_first_model(config) else weights
     base = first if config.trainer.lora is not None else weights
+    # A replay is one process, however many ranks trained the run.
     alone = config.trainer.parallel.model_copy(update={"processes": 1, "sequence": 1})
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": alone})})
     trainer = make_trainer(config, "run", base, first=first, ranks=None, tokenizer=load_tokenizer(base))
@@ -233,12 +238,13 @@ def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, left: int) -> Tra
         trainer.load_adapters(weights)
     steps = config.trainer.optimizer_steps_per_batch
     trainer.load_state(state / "trainer", left=left)
+    # The step to replay may lie beyond the schedule of the stored configuration.
     trainer.schedule.total = max(trainer.schedule.total, trainer.schedule.num_done + steps)
     return trainer
 
 
 def _first_model(config: RunConfig, run: Path) -> Path:
-    """The model that the run began with, as it lies there: nothing is made."""
+    """The model that the run started from. It must exist already; nothing is built."""
     made = "warm_start" if config.warm_start is not None else "model" if config.model.name is None else None
     if made is None:
         from verbatim.models.catalog import folder_of
@@ -252,7 +258,7 @@ def _first_model(config: RunConfig, run: Path) -> Path:
 
 @contextlib.contextmanager
 def _threads(config: RunConfig) -> Iterator[None]:
-    """As many threads as the trainer had: sums are in the same order."""
+    """Use as many threads as the run's trainer, so that sums are computed in the same order."""
     import torch
 
     from verbatim.trainer.local import set_num_threads
@@ -266,7 +272,7 @@ def _threads(config: RunConfig) -> Iterator[None]:
 
 
 def as_json(replayed: Replay) -> dict[str, Any]:
-    """The replay as plain JSON values; NaN and infinities are texts, as in logs."""
+    """The replay as plain JSON values; NaN and infinities become strings, as in the logs."""
     found: dict[str, Any] = plain(
         {
             "run": str(replayed.run),

@@ -1,4 +1,4 @@
-"""Compares a step that was trained again with what is stored of it: metrics, values of each token, weights."""
+"""Compares a replayed step with the stored one: metrics, per-token values, weights."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from verbatim.core.types import Float32, Int32
 from verbatim.run.replay_data import turns_of
 
 _OF_THE_CLOCK = ("seconds", "tokens_per_second")
+"""Metrics that depend on the machine's speed."""
 
 Turn = tuple[str, int]
-"""A trajectory's id, and the number of a turn."""
+"""A trajectory id, and the index of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricDifference:
-    """One metric."""
+    """The stored and the replayed value of one metric."""
 
     stored: float
     replayed: float
 
     @property
     def is_exact(self) -> bool:
-        """Whether both are the same number, or both NaN."""
+        """True if both are the same number, or both NaN."""
         return self.stored == self.replayed or (math.isnan(self.stored) and math.isnan(self.replayed))
 
     def is_within(self, rounding: float) -> bool:
-        """Whether they differ by no more than this, relative to numbers above 1."""
+        """True if they differ by at most this; relative to the larger value if that is above 1."""
         apart, scale = abs(self.stored - self.replayed), max(1.0, abs(self.stored), abs(self.replayed))
         return self.is_exact or (math.isfinite(apart) and apart <= rounding * scale)
 
 
 def compare_metrics(stored: Mapping[str, float], replayed: Mapping[str, float]) -> dict[str, MetricDifference]:
-    """The metrics that both have, but for those of the clock."""
+    """The metrics that exist in both, except those that measure time."""
     return {
         name: MetricDifference(stored=stored[name], replayed=float(value))
         for name, value in replayed.items()
@@ -50,35 +51,35 @@ def compare_metrics(stored: Mapping[str, float], replayed: Mapping[str, float]) 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDifference:
-    """One value of each trained token."""
+    """The differences of one per-token value over all trained tokens."""
 
     num_compared: int
     num_different: int
-    """Tokens whose values are not the same bit for bit."""
+    """Number of tokens whose values are not bitwise identical."""
     largest: float
-    """The largest difference."""
+    """The largest absolute difference."""
     scale: float
-    """The largest stored value, at least 1: differences are relative to it."""
+    """The largest absolute stored value, at least 1; tolerances are relative to it."""
     trajectory_id: str | None = None
-    """Where that is; None where none differs."""
+    """The trajectory with the largest difference; None if no token differs. The next fields locate the token."""
     turn: int = -1
     position: int = -1
-    """The token's place in the turn's completion, from 0."""
+    """The token's index in the turn's completion."""
     token_id: int = -1
     stored: float = math.nan
     replayed: float = math.nan
     num_only_stored: int = 0
-    """Tokens that were trained then, and not now."""
+    """Number of tokens trained in the run but not in the replay."""
     num_only_replayed: int = 0
-    """Tokens that are trained now, and were not then."""
+    """Number of tokens trained in the replay but not in the run."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every token is there in both, with the same value."""
+        """True if both trained the same tokens, with the same values."""
         return not (self.num_different or self.num_only_stored or self.num_only_replayed)
 
     def is_within(self, rounding: float) -> bool:
-        """Whether the same tokens differ by no more than this."""
+        """True if both trained the same tokens, and their values differ by at most this relative to `scale`."""
         return (
             not (self.num_only_stored or self.num_only_replayed)
             and math.isfinite(self.largest)
@@ -86,7 +87,7 @@ class TokenDifference:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as plain JSON values; NaN becomes None."""
         values = dataclasses.asdict(self).items()
         return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values}
 
@@ -97,13 +98,13 @@ def compare_tokens(
     replayed: Mapping[Turn, Float32],
     ids: Mapping[Turn, Int32],
 ) -> TokenDifference:
-    """Compare a value of each token.
+    """Compare one value of each token.
 
     Args:
-        outcomes: The stored ones.
-        value: Which value of theirs: an array for each turn.
-        replayed: The values of now, of each trained turn.
-        ids: The turns' completions.
+        outcomes: The stored outcomes.
+        value: Returns the stored value of an outcome: one array per turn.
+        replayed: The replayed value of each trained turn.
+        ids: The completion ids of these turns.
     """
     stored = turns_of(outcomes, value)
     both = [turn for turn in replayed if turn in stored]
@@ -115,6 +116,7 @@ def compare_tokens(
         if not differs.any():
             continue
         num_different += int(differs.sum())
+        # A NaN or infinity on one side is an infinite difference. In float64, because float32 could overflow.
         apart = np.nan_to_num(np.abs(stored[turn].astype(np.float64) - replayed[turn]), nan=math.inf, posinf=math.inf)
         at = int(np.where(differs, apart, -1.0).argmax())
         if place is None or apart[at] > largest:
@@ -143,24 +145,24 @@ def compare_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDifference:
-    """The weights after the step."""
+    """The difference between the stored and the replayed weights after the step."""
 
     num_different: int
-    """Parameters that are not the same bit for bit."""
+    """Number of parameter tensors that are not bitwise identical."""
     num_parameters: int
     largest: float
-    """The largest difference of a weight."""
+    """The largest absolute difference of a single weight."""
     parameter: str | None
-    """The one that has it; None where none differs."""
+    """The parameter with the largest difference; None if none differs."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether all are the same bit for bit."""
+        """True if all weights are bitwise identical."""
         return not self.num_different
 
 
 def compare_weights(stored: Path, replayed: Path) -> WeightDifference:
-    """Compare two folders of weights of one model, tensor by tensor."""
+    """Compare two folders with weights of the same model, tensor by tensor."""
     then, now = _tensors(stored), _tensors(replayed)
     assert then.keys() == now.keys(), f"parameters of two models: {sorted(then.keys() ^ now.keys())[:3]}"
     num_different, largest, parameter = 0, 0.0, None
@@ -180,6 +182,6 @@ def _tensors(folder: Path) -> dict[str, tuple[Any, str]]:
 
     found: dict[str, tuple[Any, str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file: Any = safe_open(path, framework="pt")
-        found |= {key: (file, key) for key in file.keys()}  # noqa: SIM118  (no mapping)
+        file: Any = safe_open(path, framework="pt")  # reads single tensors: both models need not fit
+        found |= {key: (file, key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
     return found

@@ -1,8 +1,8 @@
-"""Finds what a stored step can be trained again from: a checkpoint before it, the files of trajectories, its metrics.
+"""Finds the data to replay a step from: a checkpoint before it, the stored trajectories, the logged metrics.
 
-A step's file has the batch: every trajectory with ids, logprobs, versions, experts, advantages, the teacher's
-logprobs and the outcome of each turn, in the order of the batch. Samples follow from these, micro-batches from the
-samples, and the trainer draws no random numbers: with the state of the checkpoint before it, the step is what it was.
+A step's file holds the batch: every trajectory with its ids, logprobs, versions, experts, advantages, teacher logprobs
+and the outcome of each turn, in batch order. Samples follow from these, micro-batches from the samples, and the trainer
+draws no random numbers. So the state of the checkpoint before the step determines the step.
 """
 
 from __future__ import annotations
@@ -34,42 +34,43 @@ from verbatim.run.orchestrator.assemble import assemble_group
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredStep:
-    """A step as a run left it."""
+    """What the run stored of a step."""
 
     step: int
     outcomes: Sequence[TrajectoryOutcome]
-    """Of its file, in order: the batch, and behind it what was dropped before it came into one."""
+    """The outcomes in the step's file, in order: the batch, then those dropped before they reached a batch."""
     metrics: Mapping[str, float] | None
-    """Its line of the metrics; None where there is none."""
+    """The step's row of the metrics log; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlan:
-    """What a step is trained again from."""
+    """The data to replay a step from."""
 
     run: Path
     step: int
     checkpoint: Checkpoint
-    """The newest undamaged one before the step."""
+    """The newest undamaged checkpoint before the step."""
 
     @property
     def steps(self) -> range:
-        """The steps to train: those between checkpoint and step, and the step."""
+        """The steps to train, in order: those after the checkpoint up to `step`."""
         return range(self.checkpoint.step + 1, self.step + 1)
 
     @property
     def config_file(self) -> Path:
-        """The configuration of the step: that of the first checkpoint that has it behind it, or the run's."""
+        """The configuration under which the step was trained: that of the first checkpoint at or after it, else the
+        run's current one."""
         store = CheckpointStore(self.run / "checkpoints", read_only=True)
         copies = [store.folder / f"step_{step:06d}" / CONFIG for step in store.steps() if step >= self.step]
         return next((copy for copy in copies if copy.is_file()), self.run / CONFIG)
 
 
 def plan_replay(run: Path, step: int) -> ReplayPlan:
-    """What this step can be trained again from.
+    """Find the data to replay this step from.
 
     Raises:
-        UsageError: no such run, or a checkpoint or a file is missing; says which steps can be replayed.
+        UsageError: there is no such run, or a checkpoint or file is missing; lists the steps that can be replayed.
     """
     if not (run / CONFIG).is_file() and not (run / "checkpoints").is_dir():
         raise UsageError(f"there is no run in {run}; expected its folder: --run-dir runs/NAME/latest")
@@ -90,7 +91,7 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
             f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the files of "
             f"trajectories from there to it; {there}{keep}"
         )
-    damages = []
+    damages = []  # a damaged checkpoint is skipped: an older one may do
     for base in reversed([number for number in steps if number < step]):
         folder = store.folder / f"step_{base:06d}"
         if (damage := find_damage(folder)) is None:
@@ -104,10 +105,10 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
 
 
 def read_step(run: Path, step: int) -> StoredStep:
-    """What is stored of a step.
+    """Read what is stored of a step.
 
     Raises:
-        UsageError: its file, or the log of metrics, is missing or damaged; or the file has not all that was trained.
+        UsageError: its file, or the metrics log, is missing or damaged; or the file lacks some of the trained tokens.
     """
     file = own_files_in(run / TRAJECTORIES)[step]
     outcomes = [outcome for _, outcome in read_outcomes(file)]
@@ -126,10 +127,10 @@ def read_step(run: Path, step: int) -> StoredStep:
 
 
 def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
-    """The samples that the step was trained on, in the order of its batch.
+    """The samples that the step was trained on, in batch order.
 
     Raises:
-        CheckpointError: the trajectories do not give the samples of then.
+        CheckpointError: the stored trajectories no longer give the original samples.
     """
     rules = make_rules(config, _labels(config))
     samples: list[TrainingSample] = []
@@ -144,19 +145,19 @@ def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample
             if now == then:
                 continue
             raise CheckpointError(
-                f"step {stored.step}: the samples of trajectory {outcome.trajectory.trajectory_id} are "
-                f"not those of then: turn {turn} was {then!r} and is {now!r} now; the configuration, or the "
-                "version of Verbatim, was another one"
+                f"step {stored.step}: the samples of trajectory {outcome.trajectory.trajectory_id} differ from those "
+                f"that were trained: turn {turn} was {then!r} and is {now!r} now; the configuration, or the "
+                "version of Verbatim, has changed"
             )
         samples += with_teacher(built.samples, outcome, needs=TEACHER in logprob_models(config))
     return samples
 
 
 def with_teacher(samples: Sequence[TrainingSample], outcome: TrajectoryOutcome, *, needs: bool) -> list[TrainingSample]:
-    """The samples with the teacher's logprobs that are stored beside them.
+    """Add the stored teacher logprobs to the samples, if they are needed.
 
     Raises:
-        UsageError: they are needed, and not stored.
+        UsageError: they are needed, but not stored.
     """
     if not needs:
         return list(samples)
@@ -164,19 +165,19 @@ def with_teacher(samples: Sequence[TrainingSample], outcome: TrajectoryOutcome, 
     for sample in samples:
         stream = np.full(len(sample), np.nan, dtype=np.float32)
         for turn in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
-            said = outcome.teacher_logprobs[turn] if outcome.teacher_logprobs else None
-            if said is None:
+            logprobs = outcome.teacher_logprobs[turn] if outcome.teacher_logprobs else None
+            if logprobs is None:
                 raise UsageError(
-                    f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not stored: it was "
-                    "not asked"
+                    f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not stored: the "
+                    "run did not compute them"
                 )
-            stream[sample.chunk_ids == turn] = said
+            stream[sample.chunk_ids == turn] = logprobs
         found.append(dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, TEACHER: stream}))
     return found
 
 
 def changed_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
-    """The samples that this configuration makes of the batch: credit, filters and strategy again, from the rewards.
+    """The samples that this configuration makes of the stored batch: credit, filters and strategy are applied again.
 
     Groups that online difficulty filtering dropped stay dropped.
     """
@@ -198,7 +199,7 @@ def _uncredited(trajectory: Trajectory) -> Trajectory:
 
 
 def _labels(config: RunConfig) -> Environments:
-    """The environments by label alone: rules read their tables, and play nothing."""
+    """The environments by label, without objects: the rules read only their tables."""
     nothing = cast(Any, None)
     return Environments(train={env.label: (env, nothing) for env in config.orchestrator.train.env}, eval={})
 
@@ -206,10 +207,10 @@ def _labels(config: RunConfig) -> Environments:
 def turns_of(
     outcomes: Sequence[TrajectoryOutcome], value: Callable[[TrajectoryOutcome], Sequence[Any]]
 ) -> dict[tuple[str, int], Any]:
-    """What is stored of each trained turn, by trajectory and turn."""
+    """The stored value of each trained turn, by trajectory id and turn index."""
     return {
-        (outcome.trajectory.trajectory_id, turn): said
+        (outcome.trajectory.trajectory_id, turn): stored
         for outcome in outcomes
-        for turn, said in enumerate(value(outcome))
-        if said is not None and outcome.turns[turn] == TRAINED
+        for turn, stored in enumerate(value(outcome))
+        if stored is not None and outcome.turns[turn] == TRAINED
     }

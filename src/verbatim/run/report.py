@@ -1,4 +1,4 @@
-"""Reports a finished run on the console: learning curve, an episode before and after, figures, and where things are."""
+"""Reports a finished run on the console: learning curve, an episode before and after, results, paths."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from verbatim.run.summary import best_constants
 logger = logging.getLogger(__name__)
 
 WIDTH = 79
-"""Columns of `summary.txt`, and the most of a learning curve on a terminal."""
+"""Width of `summary.txt` in columns, and maximum width of the learning curve on a terminal."""
 
 
 def report(
     summary: Mapping[str, Any], title: str, folder: RunFolder, environments: Mapping[str, Environment], console: Console
 ) -> None:
-    """Print what the run came to, and keep it as `summary.txt`: without colour, `WIDTH` columns wide.
+    """Print the final results, and store them as `summary.txt`: without colour, `WIDTH` columns wide.
 
-    A log that cannot be read any more costs what would have been shown of it, and a report that fails costs itself: the
-    run is over, and its figures are in `summary.json`.
+    If a log cannot be read, its part is left out; if the report fails, that is logged. Neither fails the run, which is
+    over: its results are in `summary.json`.
 
     Args:
-        summary: The figures, as in `summary.json`.
+        summary: The results, as in `summary.json`.
         title: The run's name.
-        folder: Has the logs.
-        environments: Those that were evaluated, by label.
+        folder: The run folder, with the logs.
+        environments: The evaluated environments by label.
         console: Where to print.
     """
     try:
         _report(summary, title, folder, environments, console)
-    except Exception as error:  # an environment's `is_success` is asked, and texts of episodes are drawn
+    except Exception as error:  # runs user code: an environment's `is_success`
         logger.error(
             "the report of the run could not be made: %s; its results are in %s",
             error_text(error),
@@ -64,7 +64,7 @@ def _report(
         curve = read_curve(folder.metrics)
         comparisons = compare(folder.path, environments)
     except (UsageError, OSError) as error:
-        logger.error("the report leaves out what it cannot read: %s", error)
+        logger.error("the report is incomplete: %s", error)
     text = PlainConsole(file=io.StringIO(), width=WIDTH)
     for out in (console, text):
         drawn = text_curve(
