@@ -70,7 +70,6 @@ def run(
         KeyboardInterrupt: Ctrl-C. Like every exception after the first step, its text has the call that continues the
             run.
     """
-    """
     if (fork is not None and resume) or (fresh and fork is None):
         raise ConfigError(
             "verbatim.run(): fork= begins a new run, resume= continues one, and fresh= is for fork=; "

@@ -68,7 +68,6 @@ def execute(
         StoppedByAlarm: an alarm ended the run early.
         RunStopped: the run cannot continue.
     """
-    """
     started = time.monotonic()
     config = config.named(name)  # stored with the run: a resume may read the stored file, whose name is not the run's
     config, choices = _as_stored(config, resume, fork, trainer_elsewhere)

@@ -42,7 +42,6 @@ def write_changed_state(source: Path, target: Path, origin: Origin, *, seed: int
         seed: Seed of the order of examples, if that is reset.
         moved: The folders of the forked run and of the fork.
     """
-    """
     state = read_loop_state(source)
     write_loop_state(target, _fresh_examples(state, seed) if "examples" in origin.fresh else state)
     if "optimizer" in origin.fresh:
