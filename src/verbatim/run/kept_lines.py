@@ -1,4 +1,4 @@
-"""Holds a file of JSON lines that a command typed again goes on with: `verbatim eval`'s and `verbatim rollout`'s."""
+"""A JSON lines file from which a repeated command continues: `verbatim eval` and `verbatim rollout`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _BEGINNING = json.dumps(stamped(LINES, {"step": 0})).removesuffix("0}")
 
 
 class KeptLines:
-    """The file, for one process at a time. What an earlier process left torn, or what failed there, is taken out when
-    it is opened: that is done again.
+    """The file, for one process at a time.
+
+    Opening it removes a torn last line and the records of failures, so that these are done again.
 
     Args:
-        path: The file; made if it is not there.
-        what: What a line is, for messages.
-        take_in: Told of each record that is there; whether it is of something that failed.
+        path: The file, created if missing.
+        what: What a line holds, for messages.
+        take_in: Called with each record in the file; returns True if the record is of a failure.
 
     Raises:
-        FormatError: it has another number of its format.
-        UsageError: another process writes it, or it holds something else.
+        FormatError: the file has another version of the format.
+        UsageError: another process is writing the file, or it contains something else.
     """
 
     def __init__(self, path: Path, *, what: str, take_in: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -52,7 +53,7 @@ class KeptLines:
             raise
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record, which begins with its `step`. Raises as `JsonlWriter.write`."""
+        """Append a record, whose first key must be `step`. Raises as `JsonlWriter.write`."""
         self.writer.write(stamped(LINES, record))
 
     def close(self, *, keeps_empty: bool = True) -> None:
@@ -67,7 +68,7 @@ class KeptLines:
         self._lock.release()
 
     def _take_over(self) -> None:
-        """Read what is there; where something failed, write the file anew without it."""
+        """Read the existing records. If some are failures, rewrite the file without them."""
         rewritten = temporary_beside(self.path)
         try:
             with self.path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:

@@ -1,6 +1,6 @@
-"""Writes outcomes into the run folder, a file for each step, and brings them back to a checkpoint.
+"""Writes outcomes into the run folder, one file per step, and restores the files to a checkpoint.
 
-A thread of its own writes, so that neither the next step nor a checkpoint of another log waits for a large file.
+A separate thread writes, so that neither the next step nor another log's part of a checkpoint waits for a large file.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 
 _MOST_WAITING = 2
-"""Steps that may wait for the writer; their trajectories stay in memory. Then whoever brings another one waits."""
+"""Number of steps that may be queued for writing, each in memory; beyond that, `write` blocks."""
 
 
 class OutcomeLog:
-    """The outcome files of a run, and what its checkpoints say of them.
+    """The outcome files of a run, and their entries in its checkpoints.
 
-    `write` returns before the file is there; all else waits for it.
+    `write` returns before the file is complete; all other methods wait for it.
 
     Args:
-        path: The folder of the files. By its name a checkpoint's manifest lists them.
+        path: The folder of the files. Its name is the key under which a checkpoint lists them.
         store: The run's checkpoints.
-        first_step: Steps that earlier processes did; what they wrote beyond them is removed. What is missing or damaged
-            is told, and the run goes on without it.
-        retention: How much is kept; None: nothing is written.
-        what: What is in the files, for people.
+        first_step: Number of steps done by earlier processes; files beyond them are removed. Missing or damaged files
+            are reported, and the run continues without them.
+        retention: How much to keep. None: nothing is written.
+        what: What the files contain, for messages.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class OutcomeLog:
             self._forget(first_step)
 
     def write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """The file of this step. Where the system refuses, that is logged, and the run goes on."""
+        """Queue the file of this step. If the file system refuses, that is logged, and the run continues."""
         if not self._writes:
             return
         self.wait(_MOST_WAITING)
         self._waiting.append(self._writer.submit(self._write, step, outcomes))
 
     def wait(self, most: int = 0) -> None:
-        """Wait until at most so many steps are not written yet. Several threads may wait at once; a bug in the writing
-        of a step is raised to each that waits for it, and not again."""
+        """Wait until at most `most` steps are still queued. Several threads may wait at once. An exception in writing a
+        step is raised in every thread that waits for that step, then dropped with it."""
         while len(self._waiting) > most:
             try:
                 oldest = self._waiting[0]
@@ -119,7 +119,7 @@ class OutcomeLog:
             )
 
     def marks(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the files."""
+        """The entries of the files for a checkpoint."""
         self.wait()
         return self._files.marks()
 
@@ -130,7 +130,7 @@ class OutcomeLog:
         return self._files.num_incomplete
 
     def _forget(self, step: int) -> None:
-        """The checkpoints no longer list what is missing or damaged: it is told once."""
+        """Remove missing and damaged files from the checkpoints' lists, so that they are reported only once."""
         there, name = self._files.marks(), self._files.path.name
         for number in (number for number in self._store.steps() if number <= step):
             with contextlib.suppress(CheckpointError):  # a damaged one further back, which is not gone on from
@@ -142,7 +142,7 @@ class OutcomeLog:
 
 
 def _are_marks(value: Any) -> TypeGuard[Mapping[str, Mapping[str, int]]]:
-    """Whether a manifest says this of the files."""
+    """True if this is a manifest's list of outcome files."""
     return isinstance(value, Mapping) and all(
         isinstance(mark, Mapping) and set(mark) == {"size", "crc32"} for mark in value.values()
     )

@@ -1,4 +1,4 @@
-"""Gives the result of a run that was started from Python: folder, summary, metrics as columns, model."""
+"""The result of a run that was started from Python: folder, summary, metrics as columns, model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from verbatim.core.errors import UsageError
 from verbatim.logs.monitors.metrics_log import read_history
 
 STEP = "step"
-"""The column of step numbers."""
+"""The name of the column of step numbers."""
 
 
 class MetricColumns(dict[str, NDArray[Any]]):
-    """Logged metrics as columns: `metrics["reward/mean"]` is float64 [num_records], NaN where a record does not have
-    it, and `metrics["step"]` is int64 [num_records].
+    """Logged metrics as columns: `metrics["reward/mean"]` is float64 [num_records], with NaN where a record lacks the
+    metric; `metrics["step"]` is int64 [num_records].
 
     >>> columns = MetricColumns([(1, {"loss": 0.5}), (2, {"loss": "NaN", "lr": 0.1})])
     >>> columns["step"].tolist(), columns["loss"].tolist(), columns["lr"].tolist()
     ([1, 2], [0.5, nan], [nan, 0.1])
 
     Args:
-        records: Step and metrics of each, in order; a value is a number, or "NaN", "Infinity" or "-Infinity".
+        records: Step and metrics of each record, in order; a value is a number, "NaN", "Infinity" or "-Infinity".
     """
 
     def __init__(self, records: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
@@ -40,7 +40,7 @@ class MetricColumns(dict[str, NDArray[Any]]):
         return f"<{len(self[STEP])} records of {len(self) - 1} metrics: {', '.join(list(self)[1:6])}, ...>"
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame with one row for each record, indexed by step.
+        """A pandas.DataFrame with one row per record, indexed by step.
 
         Raises:
             UsageError: pandas is not installed.
@@ -57,36 +57,36 @@ class MetricColumns(dict[str, NDArray[Any]]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunResult:
-    """A run that has taken all its steps."""
+    """A run that has completed all its steps."""
 
     folder: Path
     """The run folder, absolute."""
     summary: Mapping[str, Any]
-    """The figures of `summary.json`: `success_before_rl`, `steps`, `trained_tokens`, ..."""
+    """The contents of `summary.json`: `success_before_rl`, `steps`, `trained_tokens`, ..."""
     metrics: MetricColumns = field(repr=False)
-    """One record for each step."""
+    """One record per step."""
     evals: Mapping[str, MetricColumns] = field(repr=False)
-    """By environment, one record for each evaluation; `step` is the number of batches trained before it."""
+    """By environment, one record per evaluation; `step` is the number of steps trained before it."""
     model_path: Path
     """The trained model, a folder that `from_pretrained` loads."""
     again: Callable[..., RunResult] = field(repr=False)
-    """Runs the folder's configuration in the folder."""
+    """Resumes the run with the configuration stored in its folder; takes the arguments of `resume`."""
 
     def resume(self, **settings: Any) -> RunResult:
         """Continue the run in its folder, usually for more steps: `result.resume(max_steps=200)`.
 
         Args:
-            settings: Keys that change, as for `verbatim.run`, and its `monitors` and `quiet`. The environments that
-                the run was started with are used again.
+            settings: Keys to change, as for `verbatim.run`, and its `monitors` and `quiet`. The run keeps the
+                environments that it was started with.
 
         Raises:
-            UsageError: as `verbatim.run`; another model is refused.
+            UsageError: as `verbatim.run`; the model cannot be changed.
         """
         return self.again(**settings)
 
 
 def read_result(folder: Path, summary: Mapping[str, Any], again: Callable[..., RunResult]) -> RunResult:
-    """The result of a finished run, its metrics read from its folder."""
+    """The result of a finished run, with the metrics read from its folder."""
     steps, evals = read_history(folder / "metrics.jsonl")
     return RunResult(
         folder=folder,

@@ -1,4 +1,4 @@
-"""Builds the parts that run episodes: sampler, renderer, limits, and the local or remote episode runner."""
+"""Builds the parts that run episodes: sampler, renderer, limits, and the episode runner."""
 
 from __future__ import annotations
 
@@ -43,9 +43,21 @@ def make_setups(
     *,
     trains: bool = False,
 ) -> dict[str, RolloutSetup]:
-    """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `runner` runs them
-    elsewhere, and one `episode_stats` counts the episodes of all environments. Recorded experts have to fit `routing`.
-    Where it `trains` on them, tokens come with the ids among which they were drawn."""
+    """The setup of each environment's rollouts, by label.
+
+    Args:
+        orchestrator: Sampling parameters and limits.
+        environments: The environments with their tables, by label.
+        sampler: The policy's sampler.
+        renderer: The renderer of the policy's model.
+        slots: Limits the number of episodes that run at once, over all environments.
+        teacher: A chat server that generates the turns instead of the sampler.
+        runner: Runs the episodes. None: in this process.
+        episode_stats: Counts the episodes of all environments.
+        run_id: The run's name, for the episodes.
+        routing: The expert routing that recorded experts must match.
+        trains: True if the samples are trained on: then tokens are sampled with their kept sets.
+    """
     episode_stats = episode_stats or EpisodeStats()
     return {
         label: RolloutSetup(
@@ -67,7 +79,7 @@ def make_setups(
 
 
 def limits_of(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits:
-    """Where an environment's episodes are cut off."""
+    """The limits of an environment's episodes."""
     return EpisodeLimits(
         max_turns=env.max_turns,
         max_total_completion_tokens=env.max_total_completion_tokens,
@@ -94,15 +106,15 @@ async def open_runner(
     teacher: OpenAI | None = None,
     logs: Path | None = None,
 ) -> AsyncIterator[EpisodeRunner]:
-    """Context manager for the episode runner.
+    """Open the episode runner.
 
     Args:
         orchestrator: Its `rollout` table says where episodes run.
-        environments: By purpose ("train", "eval") and label.
+        environments: The environments by purpose ("train", "eval") and label.
         sampler: The policy's sampler.
         renderer: The renderer of the policy's model.
-        teacher: A chat server that writes the training episodes instead of the sampler.
-        logs: The folder for what environments in processes of this machine print; None keeps nothing of it.
+        teacher: A chat server that generates the training episodes instead of the sampler.
+        logs: The folder for the output of environments that run in other processes on this machine. None: discard it.
 
     Raises:
         UsageError: Ray, its actors or a worker process cannot be started.
@@ -127,7 +139,8 @@ async def open_runner(
         )
         for (purpose, label), env in elsewhere.items()
     }
-    name = "processes" if rollout.backend == "local" and elsewhere else rollout.backend  # isolated environments
+    # Isolated environments need worker processes, also where the backend is "local".
+    name = "processes" if rollout.backend == "local" and elsewhere else rollout.backend
     backend = find_backend(name, RUNNERS, what=rollout.what)
     inputs = RunnerInputs(setups=setups, sampler=sampler, renderer=renderer, workers=rollout.workers, logs=logs)
     async with backend.function(inputs, settings_for(rollout, name, backend)) as runner:
@@ -135,16 +148,16 @@ async def open_runner(
 
 
 def plays_elsewhere(orchestrator: OrchestratorConfig, env: EnvConfig) -> bool:
-    """Whether this environment's episodes run in other processes."""
+    """True if this environment's episodes run in other processes."""
     return orchestrator.rollout.backend != "local" or env.isolated
 
 
 def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
-    """The configured renderer.
+    """Make the configured renderer.
 
     Raises:
-        UsageError: no such renderer.
-        ModelError: the model's tokenizer or chat template does not fit it.
+        UsageError: there is no such renderer.
+        ModelError: the model's tokenizer or chat template does not fit the renderer.
     """
     from verbatim.models.renderers import create_renderer
 
@@ -172,21 +185,20 @@ async def make_sampler(
     cores: CoreShare | None = None,
     kept_sets: bool = True,
 ) -> Sampler:
-    """The configured rollout engine with the weights in `source`.
+    """Make the configured sampler with the weights in `source`.
 
     Args:
         config: The run's configuration.
         source: A folder in Hugging Face format, or a hub id.
-        policy_version: The version of these weights.
-        num_threads: Threads for an engine that computes in this process, where its settings do not say; None: torch's
-            own setting.
-        logs: The folder for what an engine in other processes prints.
-        sender: The trainer, where it sends its weights to the engine's servers.
-        cores: What an engine in this process shares with the trainer.
-        kept_sets: Whether what is sampled may be trained: then it comes with its kept sets, if the run needs them.
+        policy_version: The policy version of these weights.
+        num_threads: Number of threads for a sampler in this process, if its settings have none. None: torch's default.
+        logs: The folder for the output of sampler processes.
+        sender: The trainer, if it sends its weights to the sampler's servers.
+        cores: The cores that a sampler in this process shares with the trainer.
+        kept_sets: True if the samples may be trained on: then they carry their kept sets, if the run needs them.
 
     Raises:
-        ComponentError: the backend gave something that is not a sampler.
+        ComponentError: the backend did not return a sampler.
     """
     inference = config.inference
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
@@ -241,12 +253,13 @@ def backend_inputs(
 
 
 async def ask_servers_of(config: RunConfig) -> None:
-    """Ask servers that exist whether this run can sample from them: before a warm start, not after it. A model that the
-    run builds itself is not there yet, and neither are its servers.
+    """Query existing servers whether this run can sample from them, so that it is not found out after a warm start.
+
+    A model that the run builds does not exist yet, so its servers are not queried.
 
     Raises:
-        UsageError: a server that it cannot sample from; says what to type.
-        SamplerFault: a server that does not answer.
+        UsageError: the run cannot sample from a server; the message has what to type.
+        SamplerFault: a server does not respond.
     """
     settings = inference_settings(config)
     if config.model.name is None or not isinstance(settings, ServerSettings) or not settings.urls:
@@ -259,14 +272,13 @@ async def ask_servers_of(config: RunConfig) -> None:
 
 
 def inference_settings(config: RunConfig) -> BackendSettings:
-    """The inference backend's own settings."""
+    """The settings of the configured inference backend."""
     inference = config.inference
     return settings_for(inference, inference.backend, find_backend(inference.backend, SAMPLERS, what=inference.what))
 
 
 def check_backend(config: RunConfig) -> BackendSettings:
-    """The inference backend's own settings, checked on this machine (its Python, its keys, its addresses) and for this
-    run.
+    """The settings of the inference backend, after checks against this machine (Python, keys, addresses) and this run.
 
     Raises:
         UsageError: names the key, what was found, and what to type.
@@ -282,6 +294,6 @@ def check_backend(config: RunConfig) -> BackendSettings:
 
 
 def rollout_settings(config: RunConfig) -> BackendSettings:
-    """The rollout backend's own settings."""
+    """The settings of the configured rollout backend."""
     rollout = config.orchestrator.rollout
     return settings_for(rollout, rollout.backend, find_backend(rollout.backend, RUNNERS, what=rollout.what))

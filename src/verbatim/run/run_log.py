@@ -43,24 +43,28 @@ from verbatim.trainer.transport import TrainerLink
 logger = logging.getLogger(__name__)
 
 ALARMS = "alarms"
-"""The key of a checkpoint's state that holds what the detector remembers."""
+"""The key under which a checkpoint's state holds the alarm detector's state."""
 
 
 class RunLog:
-    """An `Observer` and a `Checkpointer`: the loop tells it what happens, it tells files and people.
+    """The `Observer` and `Checkpointer` of the training loop: passes events on to files, console and monitors.
 
     Args:
+        folder: The run folder.
         title: The learning curve's title.
-        max_steps: Steps in all.
-        first_step: Steps that an earlier process did; what that process logged beyond them is dropped. What is
-            missing or damaged in its logs is told, and the run goes on without it.
-        trajectories: How many trajectories are kept; None: none. Of evaluations all are kept, unless none are.
-        monitors: Those that listen beside the console, the logs and the learning curve.
-        detector: What raises alarms; what a checkpoint holds of it is loaded already.
-        environments: Those that are evaluated, by label; with none no evaluated episodes are kept.
-        earlier_seconds: What earlier processes of this run took.
+        max_steps: Total number of steps.
+        first_step: Number of steps done by earlier processes. Anything logged beyond them is dropped. Missing or
+            damaged parts of the logs are reported, and the run continues without them.
+        trajectories: How many trajectories to keep. None: none are stored. Evaluated episodes are all stored, unless
+            this is None.
+        console: Where progress is printed.
+        monitors: Monitors in addition to console, logs and learning curve.
+        detector: Raises alarms; its state has been loaded from the checkpoint already.
+        store: The run's checkpoints.
+        environments: The evaluated environments by label. If empty, no evaluated episodes are stored.
+        earlier_seconds: Wall-clock time of the run's earlier processes.
         started: `time.monotonic()` when this process began.
-        max_failed: Largest share of failed episodes with which evaluations are compared.
+        max_failed: The largest share of failed episodes with which an evaluation still counts in comparisons.
     """
 
     def __init__(
@@ -103,13 +107,13 @@ class RunLog:
         self._evaluations = EvaluationLog(self._evaluated, environments)
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self.results: dict[str, Any] = {}
-        """What the loop says of its end, beside the figures of the metrics."""
+        """Final results of the loop, in addition to those computed from the metrics."""
         standing = standing_alarms(read_alarms(folder.alarms)) if detector is not None else ()
         self._console = Console(max_steps, console=console, first_step=first_step, alarms=standing)
         self._monitors = Monitors([metrics, alarms, self._console, curve, *monitors])
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
-        """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
+        """Truncate a log to the checkpoint of this step. Damage is reported once: the marks are updated."""
         logs = self._store.logs(step) if step else {}
         checkpoints = [number for number in self._store.steps() if number <= step]
         found = restore(
@@ -124,7 +128,7 @@ class RunLog:
         if found.fault is not None:
             logger.warning("%s", found.fault)
             for number, mark in found.earlier.items():
-                with contextlib.suppress(CheckpointError):  # a damaged one further back, which is not gone on from
+                with contextlib.suppress(CheckpointError):  # an older, damaged checkpoint, which is not resumed from
                     self._store.set_logs(number, {**self._store.logs(number), path.name: dataclasses.asdict(mark)})
         return found.mark
 
@@ -136,15 +140,15 @@ class RunLog:
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
     ) -> AbstractContextManager[object]:
-        """A bar below the lines of a terminal, as long as the block runs."""
+        """Show a progress bar below the terminal's last line while the block runs."""
         return self._console.view.stage(what, total, count=count)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Tell the monitors that the run begins; `config` has no secrets."""
+        """Tell the monitors that the run begins. `config` must not contain secrets."""
         self._monitors.on_start(config)
 
     def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """The batch of this step was trained."""
+        """Log a trained batch."""
         trajectories = [outcome.trajectory for outcome in outcomes]
         self._monitors.on_step(step, metrics, rollout_distributions(trajectories, step - 1))
         self._monitors.on_trajectories(step, outcomes)
@@ -152,14 +156,14 @@ class RunLog:
         self._outcomes.write(step, outcomes)
 
     def _detect(self, look: Callable[[Detector], Iterable[Alarm]]) -> None:
-        """Tell the monitors of the alarms that the detector raises now."""
+        """Pass the alarms that the detector raises now to the monitors."""
         if self._detector is None:
             return
         try:
             alarms = list(look(self._detector))
-        except Exception as error:  # as with monitors: it must not cost hours of training
+        except Exception as error:  # as with monitors: a bug here must not cost hours of training
             if is_out_of_memory(error):
-                raise  # nothing of the rules' own
+                raise  # not the detector's fault, and the process cannot be trusted any more
             logger.exception("alarms: %s failed; the run goes on without alarms", type(self._detector).__name__)
             self._detector = None
             return
@@ -167,7 +171,7 @@ class RunLog:
             self._monitors.on_alarm(alarm)
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
-        """The policy after this step was evaluated; 0 is before the first."""
+        """Log an evaluation of the policy after this step; step 0 is before training."""
         self._monitors.on_eval(step, evaluation.env, evaluation.metrics)
         self._detect(lambda detector: detector.on_eval(step, evaluation.env, evaluation.metrics))
         self._evaluations.add(step, evaluation.env, evaluation.trajectories)
@@ -175,7 +179,13 @@ class RunLog:
     async def save(
         self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
     ) -> None:
-        """A checkpoint of what continues: weights and optimizer from the trainer, everything else as JSON.
+        """Write a checkpoint: weights and optimizer from the trainer, everything else as JSON.
+
+        Args:
+            step: The number of steps done.
+            trainer: Saves the trainer's part.
+            state: The loop's state.
+            trainer_state: A folder with the trainer's part, if it is saved already.
 
         Raises:
             CheckpointNotWritten: the disk or the trainer refused.
@@ -196,6 +206,7 @@ class RunLog:
             )
 
     def _write_checkpoint(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
+        # The logs are synced first, so that they are never shorter than the checkpoint says.
         try:
             best = state["evaluations"]["best"]
             with self._store.writing(step, self._sync_logs(), best) as temporary:
@@ -209,16 +220,16 @@ class RunLog:
         self.link_best(best)
 
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
-        """The evaluation after this step, whose checkpoint is there, is the best so far."""
+        """Record that the evaluation after this step, which has a checkpoint, is the best so far."""
         self._store.mark_best(step, best)
         self.link_best(best)
 
     def link_best(self, best: Mapping[str, Any] | None) -> None:
-        """Have the run's folder point to the best checkpoint; None: there is none."""
+        """Point the run folder's link at the best checkpoint; None removes it."""
         self._folder.link_best(best["step"] if best is not None else None)
 
     def without_missing_best(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The loop's state in a checkpoint, without a best evaluation whose checkpoint is gone."""
+        """The loop's state from a checkpoint, without the best evaluation if its checkpoint no longer exists."""
         evaluations = state["evaluations"]
         best = evaluations["best"]
         if best is None or best["step"] in self._store.steps():
@@ -229,7 +240,7 @@ class RunLog:
         return {**state, "evaluations": {**evaluations, "best": None}}
 
     def _sync_logs(self) -> dict[str, Any]:
-        """Wait until the logs are on disk; how long each is. One that cannot be synced costs no checkpoint."""
+        """Sync the logs to disk and return their lengths. A log that cannot be synced does not prevent a checkpoint."""
         outcomes = {self._folder.trajectories: self._outcomes, self._folder.evaluations: self._evaluated}
         marks: dict[str, Any] = {folder.name: log.marks() for folder, log in outcomes.items()}
         for name, writer in self._writers.items():
@@ -240,8 +251,8 @@ class RunLog:
         return marks
 
     def close(self, state: RunState = "stopped") -> None:
-        """Tell the monitors how this process of the run ended, close files, draw the curve."""
-        said = ending(
+        """Tell the monitors how this process ended, close the files, and draw the learning curve."""
+        told = ending(
             self._folder,
             self._best_constant,
             state=state,
@@ -249,9 +260,9 @@ class RunLog:
             max_failed=self._max_failed,
             forked_at=self._forked_at,
         )
-        self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
+        self._monitors.on_end({**told, "results": {**told["results"], **self.results}})
         self._monitors.close()
-        with contextlib.ExitStack() as stack:  # a bug in the writing of one leaves the other one whole
+        with contextlib.ExitStack() as stack:  # if closing one raises, the other is still closed
             for log in (self._outcomes, self._evaluated):
                 stack.callback(log.close)
             self._evaluations.flush()
@@ -259,7 +270,7 @@ class RunLog:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON", incomplete)
 
     def summarize(self) -> dict[str, Any]:
-        """The run's figures, also written to `summary.json`."""
+        """The final results, which are also written to `summary.json`."""
         figures = summary_of(
             self._folder.metrics, self._best_constant, self._folder.path, self._max_failed, self._forked_at
         )
@@ -270,7 +281,7 @@ class RunLog:
 
 
 def _mark(value: Any) -> LogMark | None:
-    """The mark in a manifest, or None."""
+    """The mark stored in a manifest; None if it is missing or malformed."""
     names = [field.name for field in dataclasses.fields(LogMark)]
     if not isinstance(value, dict) or not all(type(value.get(name)) is int for name in names):
         return None

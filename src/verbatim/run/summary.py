@@ -1,4 +1,4 @@
-"""Summarises a run in a few figures, computed from the metrics log."""
+"""Computes the final results of a run from its metrics log."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from verbatim.run.evaluation.stored import read_evaluated_episodes
 logger = logging.getLogger(__name__)
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
-"""Left out where they mean nothing: no call was tried, or no environment says what a policy without replies reaches."""
+"""Omitted where they have no value: no tool call was tried, or no environment knows its best constant policy."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-"""Of several environments the summary has the means of these; everything else of an evaluation stands with each."""
+"""With several environments, the top level of the summary has means of these; other values appear per environment."""
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
-    """Success of the best policy that ignores what it observes, by label, where an environment knows it."""
+    """Success rate of the best policy that ignores its observations, by label, for environments that know it."""
     return {
         label: float(environment.best_constant_policy_success())
         for label, environment in environments.items()
@@ -42,17 +42,17 @@ def summary_of(
     max_failed: float = MAX_FAILED,
     forked_at: int = -1,
 ) -> dict[str, Any]:
-    """Before, after, and how much it took, read from a metrics log.
+    """The results before and after training, and the amount of work, from a metrics log.
 
-    With several environments the top-level figures are means over them, and `environments` has each.
+    With several environments the top-level values are means over them, and `environments` has the values of each.
 
     Args:
         metrics_path: The metrics log.
-        best_constant: As `best_constants` gives it.
-        run: The folder with the evaluated episodes, for the interval of what success gained.
-        max_failed: Largest share of failed episodes with which an evaluation is compared with another one.
-        forked_at: The step after which a fork went on; the evaluations up to it are those of another run, and are not
-            what this one came to. -1: the run is no fork.
+        best_constant: As returned by `best_constants`.
+        run: The folder with the evaluated episodes, for the confidence interval of the gain. None: no interval.
+        max_failed: The largest share of failed episodes with which an evaluation still counts in comparisons.
+        forked_at: The step at which the run was forked; evaluations up to it belong to the original run and do not
+            count as results of this one. -1: the run is not a fork.
 
     Raises:
         UsageError: the metrics log cannot be read.
@@ -62,7 +62,7 @@ def summary_of(
         (env, step, metrics)
         for env, rows in evaluated.items()
         for step, metrics in rows
-        if metrics.get("episodes") != 0  # it was left out
+        if metrics.get("episodes") != 0  # the evaluation was skipped
     ]
     first = {env: metrics for env, step, metrics in evals if step == 0}
     last = {env: metrics for env, step, metrics in evals if step > forked_at}
@@ -92,7 +92,7 @@ def summary_of(
         "trained_tokens": final.get("ledger/trained", 0),
     }
     missing = steps - len(dict(history))
-    if missing > 0:  # lines that a resume found damaged: these steps are in no sum
+    if missing > 0:  # lines that a resume found damaged; these steps are missing from the sums
         summary["steps_missing_in_log"] = missing
     if len(each) > 1:
         summary["environments"] = each
@@ -100,8 +100,11 @@ def summary_of(
 
 
 def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, max_failed: float) -> dict[str, Any]:
-    """Success before and after; the reward and its parts too, where success does not tell them; what success gained,
-    unless an evaluation is missing or was left out, or too many episodes of one failed, which `not_compared` says."""
+    """One environment's success before and after, and the gain. Also reward and its parts, if they differ from success.
+
+    There is no gain if an evaluation is missing or was skipped, or if too many of its episodes failed; then
+    `not_compared` has the reason.
+    """
     sides = {"before": before or {}, "after": after or {}}
     found: dict[str, Any] = {
         "success_before_rl": sides["before"].get("success"),
@@ -123,13 +126,13 @@ def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, 
 
 
 def _number(value: Any) -> float | None:
-    """None for what was not measured."""
+    """The value as a float; None if it is missing or NaN."""
     return None if value is None or math.isnan(float(value)) else float(value)
 
 
 def _gain_intervals(run: Path | None, last_step: int, max_failed: float) -> dict[str, list[float]]:
-    """The 95% interval of that, by environment: over the pairs of episodes of the same example and seed that the first
-    evaluation and the last one have in common. Episodes that cannot be read cost the intervals."""
+    """The 95% confidence interval of the gain, by environment, over the episodes that the first and the last evaluation
+    have in common (same example and seed). Without intervals if the episodes cannot be read."""
     before: dict[str, list[EvaluatedEpisode]] = {}
     after: dict[str, list[EvaluatedEpisode]] = {}
     if run is None or not last_step:
@@ -138,7 +141,7 @@ def _gain_intervals(run: Path | None, last_step: int, max_failed: float) -> dict
         for step, outcome in read_evaluated_episodes(run, {0, last_step}):
             (after if step else before).setdefault(outcome.env, []).append(outcome)
     except (UsageError, OSError) as error:
-        logger.error("the summary leaves out the interval of what was gained: %s", error)
+        logger.error("the summary lacks the confidence interval of the gain: %s", error)
         return {}
     found = {env: difference(env, before[env], after[env], max_failed) for env in before if env in after}
     return {

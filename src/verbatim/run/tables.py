@@ -1,4 +1,4 @@
-"""Collects the tables of built-in components, in which the names of a configuration are looked up."""
+"""Collects the tables of built-in components, which resolve the component names in a configuration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from verbatim.config import ComponentTables
 
 
 def component_tables(environments: Mapping[str, Any] | None = None) -> ComponentTables:
-    """Every table of a run; `environments` replaces that of the bundled ones.
+    """All component tables of a run. `environments`, if given, replaces the table of bundled environments.
 
-    Imports no torch: components load it when they are called.
+    Does not import torch: components import it when they are called.
     """
     from verbatim.algorithms.credit import ADVANTAGES
     from verbatim.algorithms.filters import FILTERS

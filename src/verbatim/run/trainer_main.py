@@ -1,4 +1,4 @@
-"""Builds the trainer of a run, and runs it in a process of its own: serves one orchestrator until it ends the run."""
+"""Builds the trainer of a run, and runs it as a process that serves one orchestrator until the run ends."""
 
 from __future__ import annotations
 
@@ -43,13 +43,16 @@ def open_trainer(
     ranks: Ranks | None = None,
     sends_from: str | None = None,
 ) -> tuple[TrainerWorker, TrainerReady]:
-    """A trainer that holds the newest checkpoint of the run, or the model the run begins with.
+    """Open a trainer with the newest checkpoint of the run, or with the model that the run starts from.
 
     Args:
-        environments: Asked only where a model has to be built or warm-started.
-        states: Where the trainer leaves its parts of checkpoints.
-        ranks: The processes that train together; None: this one alone.
-        sends_from: The address on which it meets the sampler's servers to send them weights; None: it sends none.
+        config: The run's configuration.
+        environments: Called only if a model has to be built or warm-started.
+        folder: The run folder.
+        console: Where progress is printed.
+        states: The folder for the trainer's parts of checkpoints.
+        ranks: The processes that train together. None: this process alone.
+        sends_from: The address at which the sampler's servers connect to receive weights. None: no weights are sent.
     """
     from verbatim.models.loading import load_tokenizer
     from verbatim.trainer.device_memory import DeviceMemory
@@ -84,17 +87,18 @@ def open_trainer(
         ),
         broadcaster=WeightBroadcaster(trainer, sends_from) if sends_from is not None else None,
     )
-    if found is not None and trainer.adapters is not None:  # published anew: the folder of a run may have been moved
+    # A resumed run's adapters are published again: their base path in the checkpoint is stale if the folder was moved.
+    if found is not None and trainer.adapters is not None:
         base = worker.weights.publish(worker.version, trainer.save_weights)
     ready = TrainerReady(
         version=worker.version,
-        weights=str(base.resolve() if base.exists() else base),  # the other process may stand elsewhere
+        weights=str(base.resolve() if base.exists() else base),  # the other process may have another working directory
         checkpoint=found.folder.resolve() if found is not None else None,
         probes=worker.probe(),
         store=worker.broadcaster.store if worker.broadcaster is not None else None,
     )
     if worker.memory is not None:
-        worker.memory.leave()  # the sampler starts now
+        worker.memory.leave()  # free the device for the sampler, which starts next
     return worker, ready
 
 
@@ -107,11 +111,12 @@ def _sources(
     *,
     ranks: Ranks | None,
 ) -> tuple[Path, Path]:
-    """The model that the run began with (the checkpoint, where it is not needed), and the weights to load: of adapters,
-    those they belong to.
+    """The model that the run started from, and the weights to load.
+
+    The first is the checkpoint itself if the original model is not needed. With adapters, the second is their base.
 
     Raises:
-        CheckpointError: the checkpoint holds an adapter, and this run trains none.
+        CheckpointError: the checkpoint holds an adapter, but this run does not train one.
     """
     from verbatim.models.source import is_adapter
     from verbatim.run.prepare import prepare_model
@@ -128,7 +133,7 @@ def _sources(
 
 
 AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[], bool]]]
-"""Hears of Ctrl-C and SIGTERM while the block runs; what it gives says whether one came."""
+"""Handles Ctrl-C and SIGTERM while the block runs; yields a function that returns True once one arrived."""
 
 
 def serve_trainer(
@@ -140,13 +145,15 @@ def serve_trainer(
     session: str | None,
     parent: int | None,
 ) -> bool:
-    """Whether the process was asked to end.
+    """Serve an orchestrator until the run ends; True if this process was asked to end.
 
     Args:
-        console: Is told how the preparation goes on; of a trainer that was started by itself, each batch too.
+        config: The run's configuration.
+        folder: The run folder.
+        console: Where preparation is reported, and each step if this process was started separately.
         asked_to_end: Handles Ctrl-C and SIGTERM.
-        session: The folder below the exchange where both processes meet; None where this process was started by itself.
-        parent: The process that started this one: without it, this one ends.
+        session: The subfolder of the exchange in which both processes meet. None: this process was started separately.
+        parent: The id of the process that started this one; when it ends, so does this one.
     """
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
@@ -155,7 +162,7 @@ def serve_trainer(
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode(), private=True)
     if parent is not None:
-        end_with_parent(parent)  # what this process holds is of no use without it, in the middle of a step too
+        end_with_parent(parent)  # at once, even within a step: nobody would use the result
     with (
         Heartbeat(exchange.trainer_beat) as heartbeat,
         open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
@@ -172,12 +179,12 @@ def serve_trainer(
             )
         if ranks is None:
             set_num_threads(threads_of(config, config.trainer.num_threads))
-        if session is not None and shares_cores(config):  # the orchestrator is on this machine
+        if session is not None and shares_cores(config):  # started by the orchestrator, so on the same machine
             worker.share(CoreShare(exchange.cores, "trainer", own_cores()))
         exchange.ready(ready)
         look = ranks.look if ranks is not None else lambda: None
         with asked_to_end(exchange, heartbeat) as stopped:
-            if session is not None:  # the orchestrator has started this process, and watches it
+            if session is not None:  # started by the orchestrator, which watches this process
                 serve(worker, exchange, heartbeat, look=look)
             else:
                 _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, look)
@@ -219,7 +226,7 @@ def _serve_by_itself(
 
 
 def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[[], None]:
-    """Raises when the orchestrator that was there is gone; waits for one that was not there yet."""
+    """A check to call regularly: waits for the orchestrator to appear, and raises once it is gone."""
     watch: PeerWatch | None = None
 
     def look() -> None:

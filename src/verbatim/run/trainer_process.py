@@ -1,4 +1,4 @@
-"""Starts or finds the trainer for the orchestrator: on a thread, in a child process, or started elsewhere."""
+"""Provides the trainer to the orchestrator: on a thread, in a child process, or in a process started separately."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _LITTLE_PATIENCE = 2.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainerSide:
-    """A trainer that is ready."""
+    """A trainer that is ready to train."""
 
     ready: TrainerReady
     link: TrainerLink
@@ -73,7 +73,7 @@ class TrainerSide:
 def trainer_inside(
     config: RunConfig, environments: Environments, folder: RunFolder, console: Console
 ) -> Iterator[TrainerSide]:
-    """On a thread of this process."""
+    """Run the trainer on a thread of this process."""
     from verbatim.trainer.local import LocalTrainer
 
     if config.trainer.parallel.processes > 1:
@@ -94,22 +94,24 @@ def trainer_inside(
 
 
 def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None]) -> None:
-    """Where this process may be forked, import what both trainer and sampler need, once, and keep a copy for the
-    trainer.
+    """Import what both trainer and sampler need, then keep a forked copy of this process for the trainer.
+
+    Does nothing if this process must not be forked, or needs no trainer process.
 
     Args:
         config: The run's configuration.
-        told: Entered while modules are imported, which takes seconds. Leaves no thread to the fork.
+        told: Entered while modules are imported, which takes seconds. It must leave no thread behind, because threads
+            do not survive a fork.
 
     Raises:
-        ModelError: there is no such model; that is said before PyTorch is imported.
+        ModelError: the model does not exist; raised before PyTorch is imported.
     """
     if not spare.is_allowed() or not config.trainer.separate_process:
         return
     kind = "qwen3"  # of models that are built
     if config.model.name is not None:
         found = Path(find_source(config.model.name)) / "config.json"
-        with contextlib.suppress(OSError, ValueError, KeyError):  # an id of the hub; what is wrong is said by a check
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a hub id, or a fault that a later check reports
             kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
     with told, imports_that_stay():
         for module in (f"transformers.models.{kind}.modeling_{kind}", "verbatim.models.loading"):
@@ -139,7 +141,7 @@ def trainer_child(
             None if status is None else f"the trainer (process {process.pid}) {how_it_ended(status)}{last_lines(log)}"
         )
 
-    patience = 0.0  # before it is ready, and when the user cannot wait
+    patience = 0.0  # seconds to wait for the child: none before it is ready, or after a Ctrl-C that cancels the run
     try:
         with LiveView(console).stage("starting the trainer"):  # until it draws bars of its own
             while not exchange.trainer_beat.exists() and ended() is None:
@@ -163,7 +165,7 @@ def trainer_child(
         raise
     finally:
         end(process, patience)
-        console.show_cursor()  # a bar of that process may have hidden it
+        console.show_cursor()  # the child's progress bar may have hidden it
         exchange.remove_temporary()
 
 
@@ -184,7 +186,7 @@ def _start_trainer(folder: RunFolder, session: str, errors: IO[bytes], *, quiet:
 
 @contextlib.contextmanager
 def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
-    """In a process that is started with `verbatim trainer` in the same run folder."""
+    """Use a trainer that was started separately with `verbatim trainer`, in the same run folder."""
     exchange, ready = _find_ready(config, folder, console)
     with _side(ready, exchange, config, lambda: None, folder.log(TRAINER)) as side:
         yield side
@@ -195,7 +197,7 @@ class _StartedAgain(Exception):
 
 
 def _unless_gone(look: Callable[[], T]) -> T:
-    """What the look at a file of a session gives. The next trainer removes the session of the one before."""
+    """Return `look()`. A missing file means that a new trainer has removed the old one's session."""
     try:
         return look()
     except FileNotFoundError:
@@ -228,7 +230,7 @@ def _find_ready(config: RunConfig, folder: RunFolder, console: Console) -> tuple
 def _side(
     ready: TrainerReady, exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
 ) -> Iterator[TrainerSide]:
-    """The trainer, while this side gives signs of life."""
+    """The trainer's side of the exchange, with this process's heartbeat while the block runs."""
     watch = _watch(exchange, config, config.orchestrator.stall_timeout)
 
     def wants_to_stop() -> bool:
@@ -245,7 +247,7 @@ def _side(
 
 
 def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path) -> str | None:
-    """What is wrong with the trainer."""
+    """What is wrong with the trainer, or None."""
     if (gone := ended()) is not None:
         return gone
     seen = watch.fault()
@@ -274,7 +276,7 @@ def _wait_until_ready(
 
 
 def _find_session(folder: RunFolder, console: Console) -> Exchange:
-    """The session of a trainer that lives: its heartbeat counts up while we look."""
+    """The session of a running trainer. A stale session's heartbeat does not count up while this function waits."""
     first: dict[Path, int] = {}
     told = False
     while True:
@@ -298,7 +300,8 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
     exits: list[BaseException] = []
 
     async def held() -> bool:
-        """An exit that left this task would end the event loop, which takes it for one of an environment's tasks."""
+        """Keep exits inside this task: asyncio re-raises a SystemExit of a task from the event loop itself, where it
+        would be mistaken for an environment's."""
         try:
             return await work
         except (SystemExit, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""The process of a rank that another one has started: `python -m verbatim.run.trainer_rank`."""
+"""The process of a trainer rank other than 0: `python -m verbatim.run.trainer_rank`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from verbatim.core.redaction import WithoutSecrets
 
 def main() -> None:
     """Follow rank 0 until it ends."""
-    end_with_parent(int(os.environ["VERBATIM_TRAINER_LEADER"]))  # what this process holds is of no use without it
+    end_with_parent(int(os.environ["VERBATIM_TRAINER_LEADER"]))  # a rank without rank 0 would only hold memory
     handler = logging.StreamHandler()
     handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.info("started (process %d)", os.getpid())
-
+    # After the parent check and the first log record: this imports torch, which takes seconds.
     from verbatim.run.trainer_ranks import follow_leader
 
     follow_leader()

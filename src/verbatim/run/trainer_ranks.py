@@ -1,7 +1,7 @@
-"""Starts the processes that train one model together, or joins those that a launcher (`torchrun`) has started.
+"""Starts the trainer's ranks, or joins those that a launcher (`torchrun`) has started.
 
 Rank 0 is the trainer's own process. It starts the others on this machine, one interpreter each, watches them, and ends
-them with itself. They run `python -m verbatim.run.trainer_rank`, which ends in `follow_leader`.
+them with itself. They run `python -m verbatim.run.trainer_rank`, which ends up in `follow_leader`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PATIENCE = 20.0
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of several."""
+    """True if a launcher started this process as one of several ranks."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -57,10 +57,10 @@ def is_led() -> bool:
 
 
 def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
-    """Processes that train together.
+    """Number of processes that train together.
 
     Raises:
-        UsageError: more than there are CUDA devices here, or not as many as were launched.
+        UsageError: more than there are CUDA devices here, or a different number than was launched.
     """
     wanted = config.trainer.parallel.processes
     several = wanted > 1 or (may_be_launched and is_launched())
@@ -123,7 +123,7 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
 
 @contextlib.contextmanager
 def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None) -> Iterator[Ranks]:
-    """Rank 0, while the block runs. Where the block fails, the other ranks hear of it, and end."""
+    """Lead the other ranks while the block runs. If the block fails, they are told, and end."""
     from verbatim.trainer.parallel.failures import Failures
 
     assert rank == 0
@@ -141,7 +141,7 @@ def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Ot
             ranks.end()
     except BaseException as error:
         failures.tell(error)
-        if others is None:  # those that were started here are ended here
+        if others is None:  # launched ranks end by themselves; `open_ranks` ends those that it started
             failures.wait_until_left()
         raise
 
@@ -173,10 +173,10 @@ def _connected(
 
 
 def follow_leader() -> None:
-    """Another rank: do what rank 0 orders, until it ends. Returns when all is done.
+    """Follow rank 0's orders as another rank, until it ends. Returns when all work is done.
 
-    Never raises: where this process cannot go on, it tells rank 0 and ends, because the others wait for it in the
-    middle of something that they do together.
+    Never raises. If this process cannot continue, it tells rank 0 and exits, because the other ranks may be waiting for
+    it in a collective.
     """
     from verbatim.trainer.parallel.failures import Failures, is_lost, kind_of
 
@@ -190,7 +190,7 @@ def follow_leader() -> None:
     except BaseException as error:
         logger.exception("rank %d ends", rank)
         failures.tell(error)
-        if is_lost(error):  # the status is that of the rank which was lost
+        if is_lost(error):  # the error only follows from another rank's failure: exit with that rank's status
             _end_for(failures.wait_for_first(), failures)
         failures.leave()
         _exit(_STATUS[kind_of(error)])  # at once: as long as this process lives, the others wait for it
@@ -204,7 +204,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
     from verbatim.run.tables import component_tables
 
     store.set(f"ready/{rank}", "")
-    store.wait(["config"], timedelta(days=1))
+    store.wait(["config"], timedelta(days=1))  # longer than any start: if rank 0 dies, this process is ended with it
     config = make_config(tomllib.loads(store.get("config").decode()), tables=component_tables())
     trainer: Any = None
 
@@ -221,7 +221,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
 
 
 def _end_for(failure: Failure | None, failures: Failures) -> None:
-    """End this process for the failure of another rank, where that is known."""
+    """End this process because another rank failed. None: the cause is unknown."""
     if failure is None:
         logger.error("the trainer's processes end: the others do not answer any more")
         _exit(1)
@@ -232,6 +232,7 @@ def _end_for(failure: Failure | None, failures: Failures) -> None:
 
 
 def _exit(status: int) -> None:
+    """Exit without running exit handlers, which would wait for threads blocked in a collective."""
     sys.stderr.flush()
     os._exit(status)
 
@@ -251,7 +252,7 @@ def _rendezvous() -> tuple[Any, int, int]:
 
 
 class _Others:
-    """The processes of the other ranks, started by this one."""
+    """The other ranks' processes, started by this one."""
 
     def __init__(self, size: int, logs: Path) -> None:
         self._size = size
@@ -266,7 +267,8 @@ class _Others:
         """
         import torch.distributed as dist
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        # Bind the port here and hand the socket over: a port picked in advance could be taken by another process.
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -310,7 +312,7 @@ class _Others:
         }
 
     def wait(self) -> None:
-        """Until they have ended by themselves."""
+        """Wait until they have ended by themselves, at most `_PATIENCE` seconds."""
         until = time.monotonic() + _PATIENCE
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -326,7 +328,7 @@ class _Others:
 
 
 def _processes_here(size: int) -> int:
-    """Processes of this machine, which share its cores."""
+    """Number of ranks on this machine, which share its cores."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
 
 

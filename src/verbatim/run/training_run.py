@@ -1,4 +1,4 @@
-"""Assembles and runs one training run, after the trainer is ready."""
+"""Assembles and runs one training run around the trainer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ what to print where the process ends at once."""
 
 @dataclass(kw_only=True, eq=False)
 class TrainingRun:
-    """The orchestrator of one run, with the trainer that is started for it or found."""
+    """The orchestrator of one run, with the trainer that is started or found for it."""
 
     config: RunConfig
     """The run's configuration, with its name."""
@@ -99,7 +99,7 @@ class TrainingRun:
     def run(self, run_loop: RunLoop, how_to_go_on: str, *, trainer_elsewhere: bool = False) -> None:
         """Take all steps.
 
-        The trainer prepares the model outside the event loop, so that Ctrl-C ends it at once.
+        The trainer prepares the model outside the event loop, so that Ctrl-C ends the process at once.
         """
         from verbatim.run import trainer_process as places
 
@@ -121,8 +121,8 @@ class TrainingRun:
             self.summary = self._log.summarize()
 
     def _start_sampler(self, cores: CoreShare | None) -> None:
-        """Where the weights that the run begins with are there already, load them on a thread while the trainer does.
-        What goes wrong is said when the trainer is ready."""
+        """Load the initial weights into the sampler on a thread while the trainer loads them too, if they exist already.
+        Errors are raised once the trainer is ready."""
         from verbatim.run.make_trainer import while_both_start
 
         settings = inference_settings(self.config)
@@ -137,7 +137,7 @@ class TrainingRun:
             try:
                 with while_both_start(self.config):
                     starting.set_result(asyncio.run(self._make_sampler(weights, 0, cores)))
-            except BaseException as error:  # noqa: BLE001  raised where the sampler is asked for
+            except BaseException as error:  # noqa: BLE001  raised where the future is awaited
                 starting.set_exception(error)
 
         threading.Thread(target=start, name="verbatim-starting", daemon=True).start()
@@ -168,7 +168,7 @@ class TrainingRun:
         return True
 
     def _watched(self, loop: asyncio.AbstractEventLoop) -> AlarmWatch | None:
-        """What raises alarms; the first one that is to end the run asks the loop to end after this step."""
+        """The alarms. The first one that stops the run asks the loop to end after this step."""
 
         def end(alarm: Alarm) -> None:  # on the thread of the monitors
             if self.alarm is None and self._stop is not None:
@@ -244,7 +244,7 @@ class TrainingRun:
             else:
                 sampler = await asyncio.wrap_future(self._starting)
                 self._starting = None
-        stack.push_async_callback(side.link.close)
+        stack.push_async_callback(side.link.close)  # pushed first, so closed last: the sampler may still read weights
         stack.push_async_callback(sampler.close)
         made = {"train": self.environments.train, "eval": self.environments.eval}
         runner = await stack.enter_async_context(
@@ -333,8 +333,8 @@ class TrainingRun:
         return await while_telling(side, orchestrator, train())
 
     def _keep_final(self, weights: Path) -> None:
-        """The last version as a folder that `from_pretrained` loads, or that `peft` loads; where it is asked for, also
-        merged."""
+        """Save the last version as a folder that `from_pretrained` loads; of adapters, one that `peft` loads, with the
+        merged model if [trainer.lora] merge_final is set."""
         lora = self.config.trainer.lora
         with making(self.folder.final) as partial:
             shutil.copytree(weights, partial, dirs_exist_ok=True)

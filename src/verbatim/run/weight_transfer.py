@@ -1,4 +1,4 @@
-"""Finds out where and how a trainer sends its weights to the sampler's servers, and refuses what cannot work."""
+"""Determines where and how the trainer sends its weights to the sampler's servers, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ANY_PORT = 9
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:
-    """How weights are sent; None where the sampler reads what the trainer publishes.
+    """How weights are sent. None: the sampler reads the files that the trainer publishes.
 
     Args:
         config: The run's configuration.
-        is_trainers_host: Whether the trainer runs on this host, with the devices that this process sees.
+        is_trainers_host: True if the trainer runs on this host and sees the devices that this process sees.
 
     Raises:
-        UsageError: it cannot work; says what to type.
+        UsageError: the configuration cannot work; the message has what to type.
     """
     settings = inference_settings(config).broadcast
     if settings is None:
@@ -49,10 +49,11 @@ def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSe
 
 
 def own_address(config: RunConfig) -> str | None:
-    """The address on which the trainer meets the sampler's servers; None where it sends nothing.
+    """The address at which the sampler's servers connect to the trainer; None if no weights are sent.
 
     Raises:
-        UsageError: as `check_broadcast`; there is no address, there are several, or it is not one of this host.
+        UsageError: as `check_broadcast`; or there is no such address, there are several, or the configured one is not
+            an address of this host.
     """
     settings = check_broadcast(config, is_trainers_host=True)
     if settings is None:
@@ -90,10 +91,10 @@ def own_address(config: RunConfig) -> str | None:
 
 
 def refuse_unreachable(store: WeightStore) -> None:
-    """Refuse a trainer on another host that can only be reached from there.
+    """Refuse a trainer on another host whose address is a loopback address there.
 
     Raises:
-        UsageError: what to type.
+        UsageError: the message has what to type.
     """
     if _is_loopback(store.host) and store.on != socket.gethostname():
         raise UsageError(
