@@ -87,7 +87,7 @@ class OutcomeLog:
                     self._waiting.remove(oldest)
 
     def close(self) -> None:
-        """Wait until everything is written, and end the writer, also where a bug in writing one step is raised."""
+        """Wait until everything is written, then end the writer thread, even if writing raised an exception."""
         try:
             self.wait()
         finally:
@@ -125,7 +125,7 @@ class OutcomeLog:
 
     @property
     def num_incomplete(self) -> int:
-        """Trajectories that were written without their messages and info."""
+        """Number of trajectories written without their messages and info, because these are not JSON."""
         self.wait()
         return self._files.num_incomplete
 
@@ -133,7 +133,7 @@ class OutcomeLog:
         """Remove missing and damaged files from the checkpoints' lists, so that they are reported only once."""
         there, name = self._files.marks(), self._files.path.name
         for number in (number for number in self._store.steps() if number <= step):
-            with contextlib.suppress(CheckpointError):  # a damaged one further back, which is not gone on from
+            with contextlib.suppress(CheckpointError):  # an older, damaged checkpoint, which is not resumed from
                 logs = self._store.logs(number)
                 listed = logs.get(name)
                 if _are_marks(listed):

@@ -252,7 +252,7 @@ class RunLog:
 
     def close(self, state: RunState = "stopped") -> None:
         """Tell the monitors how this process ended, close the files, and draw the learning curve."""
-        told = ending(
+        outcome = ending(
             self._folder,
             self._best_constant,
             state=state,
@@ -260,7 +260,7 @@ class RunLog:
             max_failed=self._max_failed,
             forked_at=self._forked_at,
         )
-        self._monitors.on_end({**told, "results": {**told["results"], **self.results}})
+        self._monitors.on_end({**outcome, "results": {**outcome["results"], **self.results}})
         self._monitors.close()
         with contextlib.ExitStack() as stack:  # if closing one raises, the other is still closed
             for log in (self._outcomes, self._evaluated):

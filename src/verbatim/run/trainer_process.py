@@ -45,14 +45,14 @@ from verbatim.trainer.transport.remote_trainer import RemoteTrainer
 T = TypeVar("T")
 
 _USAGE = 2
-"""The exit status of a trainer that refuses what was configured (`verbatim.cli.exit_status`)."""
+"""Exit status of a trainer that refuses its configuration (see `verbatim.cli.exit_status`)."""
 _IMPORTS = ("verbatim.trainer.worker", "verbatim.trainer.serve", "verbatim.models.build", "verbatim.run.prepare")
-"""What only the trainer needs: its process imports it while this one checks the run."""
+"""Modules that only the trainer needs. Its process imports them while this one checks the run."""
 _POLL = 0.02
 _PATIENCE = 20.0
-"""Seconds that a trainer which was told to end may take."""
+"""Seconds that the trainer has to end by itself after a run."""
 _LITTLE_PATIENCE = 2.0
-"""The same where the run has failed: its work is not needed any more."""
+"""Seconds that it has after a failed run, when its remaining work is no longer needed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,11 +62,11 @@ class TrainerSide:
     ready: TrainerReady
     link: TrainerLink
     progress: Callable[[str], None]
-    """Tells the trainer that this process goes on, and what it does."""
+    """Tells the trainer that this process is alive, and what it is doing."""
     wants_to_stop: Callable[[], bool]
-    """Whether the trainer was asked to end."""
+    """True once the trainer process was asked to end."""
     cores: CoreShare | None = None
-    """What the sampler shares with the trainer; None: each side has its number of threads."""
+    """The cores that sampler and trainer share. None: each side has a fixed number of threads."""
 
 
 @contextlib.contextmanager
@@ -83,7 +83,8 @@ def trainer_inside(
             "made again in another process); use one process"
         )
     states = folder.path / "states"
-    if not is_locked(folder.path / f"{TRAINER}.lock"):  # what an earlier process and its trainer left
+    # Clean up after an earlier process and its trainer, unless that trainer is still running.
+    if not is_locked(folder.path / f"{TRAINER}.lock"):
         folder.remove_left_overs(TRAINER)
         shutil.rmtree(folder.exchange, ignore_errors=True)
     worker, ready = open_trainer(
@@ -108,7 +109,7 @@ def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None
     """
     if not spare.is_allowed() or not config.trainer.separate_process:
         return
-    kind = "qwen3"  # of models that are built
+    kind = "qwen3"  # the architecture of models that a run builds
     if config.model.name is not None:
         found = Path(find_source(config.model.name)) / "config.json"
         with contextlib.suppress(OSError, ValueError, KeyError):  # a hub id, or a fault that a later check reports
@@ -124,11 +125,14 @@ def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None
 def trainer_child(
     config: RunConfig, folder: RunFolder, console: Console, meanwhile: Callable[[CoreShare | None], None]
 ) -> Iterator[TrainerSide]:
-    """In a process that is started here, and ends with this block. It searches for modules where this one does, and
-    prints where this one does, unless the console is quiet.
+    """Run the trainer in a child process, which ends with this block. It imports modules from where this process does,
+    and prints where this process prints, unless the console is quiet.
 
     Args:
-        meanwhile: Called when that process prepares, with the cores that both sides share; must not block.
+        config: The run's configuration.
+        folder: The run folder.
+        console: Where progress is printed.
+        meanwhile: Called once while the child prepares, with the cores that both sides share; must not block.
     """
     session, log = secrets.token_hex(8), folder.log(TRAINER)
     exchange = Exchange(folder.exchange / session)
@@ -143,7 +147,7 @@ def trainer_child(
 
     patience = 0.0  # seconds to wait for the child: none before it is ready, or after a Ctrl-C that cancels the run
     try:
-        with LiveView(console).stage("starting the trainer"):  # until it draws bars of its own
+        with LiveView(console).stage("starting the trainer"):  # until the child draws its own progress bars
             while not exchange.trainer_beat.exists() and ended() is None:
                 time.sleep(_POLL)
         cores = None
@@ -170,7 +174,7 @@ def trainer_child(
 
 
 def _start_trainer(folder: RunFolder, session: str, errors: IO[bytes], *, quiet: bool) -> StartedChild:
-    """The copy that was kept for it, or else a new program."""
+    """Start the copy kept by `keep_trainer`, or else a new interpreter."""
     where = [str(folder.path / CONFIG), "--resume", str(folder.path)]
     arguments = ["trainer", *where, "--session", session, "--parent", str(os.getpid())]
     if (kept := spare.take()) is not None:
@@ -193,7 +197,7 @@ def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) ->
 
 
 class _StartedAgain(Exception):
-    """Another trainer has come instead of one that was preparing."""
+    """The trainer that was preparing has been replaced by a new one."""
 
 
 def _unless_gone(look: Callable[[], T]) -> T:
@@ -205,7 +209,7 @@ def _unless_gone(look: Callable[[], T]) -> T:
 
 
 def _find_ready(config: RunConfig, folder: RunFolder, console: Console) -> tuple[Exchange, TrainerReady]:
-    """The session of a trainer that is ready; whoever is started again while it prepares has another one."""
+    """The session of a trainer that is ready. If the trainer is restarted meanwhile, follow it to its new session."""
     while True:
         exchange = _find_session(folder, console)
 
@@ -234,7 +238,7 @@ def _side(
     watch = _watch(exchange, config, config.orchestrator.stall_timeout)
 
     def wants_to_stop() -> bool:
-        watch.fault()  # looks anew, also where nothing waits for the trainer
+        watch.fault()  # updates the watch, in case nothing else is waiting for the trainer
         return watch.wants_to_stop
 
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:
@@ -266,7 +270,7 @@ def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerW
 def _wait_until_ready(
     exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
 ) -> TrainerReady:
-    """Wait without a limit: a warm start may take hours before the first step."""
+    """Wait until the trainer is ready, without a time limit: a warm start may take hours."""
     watch = _watch(exchange, config, math.inf)
     while (ready := exchange.read_ready()) is None:
         if (fault := _fault(watch, ended, log)) is not None:
@@ -291,11 +295,11 @@ def _find_session(folder: RunFolder, console: Console) -> Exchange:
 
 
 async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[Any, Any, bool]) -> bool:
-    """Run the work and return its result, while the trainer hears of its progress.
+    """Run the work and return its result, while reporting progress to the trainer.
 
     Raises:
-        BaseException: what the work raised, or what went wrong as its progress was told: a trainer that hears of none
-            would take this process for stuck.
+        BaseException: raised by the work, or by the reporting: a trainer that hears nothing would conclude that this
+            process is stuck.
     """
     exits: list[BaseException] = []
 
@@ -325,7 +329,7 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
 
 
 async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
-    """Tell the trainer that the event loop turns, and hear from it whether the run was asked to end."""
+    """Report to the trainer that the event loop is running, and learn from it whether the run was asked to end."""
     while True:
         side.progress(f"at work, after {orchestrator.step} steps")
         if side.wants_to_stop():

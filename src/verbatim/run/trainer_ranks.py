@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STORE = "VERBATIM_TRAINER_STORE"
-"""Tells a process that was started here the address where rank 0 serves the store."""
+"""Environment variable of a rank started here: the address of rank 0's key-value store."""
 PARENT = "VERBATIM_TRAINER_LEADER"
-"""The process id of rank 0."""
+"""Environment variable of a rank started here: the process id of rank 0."""
 _STATUS = {"run": 1, "usage": 2, "component": 2, "sampler": 1, "interrupted": 130}
-"""What a process ends with (`verbatim.cli.exit_status`), by the kind of the failure."""
+"""Exit status by the kind of failure (see `verbatim.cli.exit_status`)."""
 _START_SECONDS = 600.0
-"""Seconds that a process may take to import what it needs, also where the deadline is shorter."""
+"""Minimum timeout for a rank to start, in seconds: imports alone may take longer than a short deadline."""
 _POLL = 0.02
 _PATIENCE = 20.0
-"""Seconds that the other processes have to end by themselves."""
+"""Seconds that the other ranks have to end by themselves."""
 
 
 def is_launched() -> bool:
@@ -52,7 +52,7 @@ def is_launched() -> bool:
 
 
 def is_led() -> bool:
-    """Whether this process was launched, and another one leads."""
+    """True if a launcher started this process as a rank other than 0."""
     return is_launched() and os.environ["RANK"] != "0"
 
 
@@ -91,17 +91,17 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
 
 @contextlib.contextmanager
 def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) -> Iterator[Ranks | None]:
-    """The processes that train together, seen from rank 0, while the block runs; None: this one alone.
+    """Open the ranks, seen from rank 0, while the block runs. Yields None if this process trains alone.
 
     Args:
-        config: The run's configuration; the others get it from here.
-        logs: A folder for what they log.
-        may_be_launched: Whether a launcher may have started this process and its fellows. Not so for the trainer of
-            `verbatim rl`, which inherits the variables of its parent.
+        config: The run's configuration, which the other ranks receive from this process.
+        logs: The folder for their logs.
+        may_be_launched: True if a launcher may have started this process as one of several ranks. False for the trainer
+            of `verbatim rl`, which may inherit a launcher's environment variables from its parent.
 
     Raises:
         UsageError: as `num_processes`.
-        RunStopped: one of them ended before it was ready; quotes its log.
+        RunStopped: a rank ended before it was ready; the message quotes its log.
     """
     size = num_processes(config, may_be_launched=may_be_launched)
     if size == 1:
@@ -131,7 +131,7 @@ def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Ot
     store.set("config", dump_config(config))
 
     def end(failure: Failure | None, seen: Failures) -> None:
-        if not ranks.are_broken:  # the main thread is in a collective that does not come to an end
+        if not ranks.are_broken:  # then the main thread is stuck in a collective, so only an exit ends it
             _end_for(failure, seen)
 
     try:
@@ -168,7 +168,7 @@ def _connected(
     try:
         yield ranks
     finally:
-        with contextlib.suppress(Exception):  # where the others are gone, there is nothing to take leave of
+        with contextlib.suppress(Exception):  # the other ranks may be gone
             dist.destroy_process_group()
 
 
@@ -180,7 +180,7 @@ def follow_leader() -> None:
     """
     from verbatim.trainer.parallel.failures import Failures, is_lost, kind_of
 
-    ignore_presses()  # of a launcher: they are for rank 0, which ends the run in order
+    ignore_presses()  # Ctrl-C reaches all ranks of a launcher; rank 0 alone handles it, and ends the run in order
     store, rank, size = _rendezvous()
     failures = Failures(store, rank, size)
 
@@ -193,7 +193,7 @@ def follow_leader() -> None:
         if is_lost(error):  # the error only follows from another rank's failure: exit with that rank's status
             _end_for(failures.wait_for_first(), failures)
         failures.leave()
-        _exit(_STATUS[kind_of(error)])  # at once: as long as this process lives, the others wait for it
+        _exit(_STATUS[kind_of(error)])  # without cleanup: the other ranks wait as long as this process lives
 
 
 def _follow(store: Any, rank: int, size: int) -> None:
@@ -204,14 +204,14 @@ def _follow(store: Any, rank: int, size: int) -> None:
     from verbatim.run.tables import component_tables
 
     store.set(f"ready/{rank}", "")
-    store.wait(["config"], timedelta(days=1))  # longer than any start: if rank 0 dies, this process is ended with it
+    store.wait(["config"], timedelta(days=1))
     config = make_config(tomllib.loads(store.get("config").decode()), tables=component_tables())
     trainer: Any = None
 
     def obey(order: dict[str, Any]) -> None:
         nonlocal trainer
         if order["do"] == "make":
-            trainer = None  # before the next one takes its memory
+            trainer = None  # free its memory before the next one is loaded
             trainer = make_trainer(config, order["purpose"], order["source"], first=order["first"], ranks=ranks)
         else:
             trainer.obey(order)
@@ -223,7 +223,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
 def _end_for(failure: Failure | None, failures: Failures) -> None:
     """End this process because another rank failed. None: the cause is unknown."""
     if failure is None:
-        logger.error("the trainer's processes end: the others do not answer any more")
+        logger.error("the trainer's processes end: the other ranks do not answer any more")
         _exit(1)
     else:
         logger.error("the trainer's processes end: %s failed: %s", failures.name(failure.rank), failure.said)
@@ -232,13 +232,13 @@ def _end_for(failure: Failure | None, failures: Failures) -> None:
 
 
 def _exit(status: int) -> None:
-    """Exit without running exit handlers, which would wait for threads blocked in a collective."""
+    """Exit at once, without exit handlers: this process may have a thread that is stuck in a collective."""
     sys.stderr.flush()
     os._exit(status)
 
 
 def _rendezvous() -> tuple[Any, int, int]:
-    """The store, this process's rank, and how many there are."""
+    """The store, this process's rank, and the number of ranks."""
     import torch.distributed as dist
 
     if STORE in os.environ:
@@ -260,10 +260,10 @@ class _Others:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, config: RunConfig) -> Any:
-        """Start them, and return the store where they are met, once all of them are there.
+        """Start them, and return the shared store once all of them have reported in.
 
         Raises:
-            RunStopped: one of them ended, or did not come in time; names it, and quotes its log.
+            RunStopped: a rank ended or did not start in time; names it, and quotes its log.
         """
         import torch.distributed as dist
 
@@ -303,7 +303,7 @@ class _Others:
         return store
 
     def ended(self) -> dict[int, str]:
-        """Those that have ended, and how."""
+        """How each process that has ended did so, by rank."""
         statuses = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: f"{how_it_ended(status)}{last_lines(self._log(rank))}"
@@ -319,7 +319,7 @@ class _Others:
                 process.wait(timeout=max(0.0, until - time.monotonic()))
 
     def kill(self) -> None:
-        """End those that are left."""
+        """End those that are still running."""
         for process in self._processes.values():
             end(process, patience=0.0)
 

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
 
 RunLoop = Callable[[Coroutine[Any, Any, bool], Ask, str], bool]
-"""Runs a coroutine on an event loop to its end, and returns its result. It is given what to do at the first Ctrl-C, and
-what to print where the process ends at once."""
+"""Runs a coroutine on an event loop to completion, and returns its result. Arguments: the coroutine, what to do at the
+first Ctrl-C, and what to print if the process ends at once."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,34 +65,34 @@ class TrainingRun:
     config: RunConfig
     """The run's configuration, with its name."""
     environments: Environments
-    """Those of the configuration."""
+    """The environments of the configuration."""
     services: Mapping[str, OpenMonitor]
     """The monitors of the configuration, not yet started."""
     monitors: Sequence[Monitor]
-    """Further listeners."""
+    """Additional monitors."""
     watch: AlarmWatch | None
-    """Raises alarms; None: nothing is looked for."""
+    """Raises alarms. None: there are no alarms."""
     folder: RunFolder
     console: Console
-    """Is told how the run goes on."""
+    """Where progress is printed."""
     started: float
     """`time.monotonic()` when this process began."""
     has_begun: bool = False
-    """Whether the loop is at work: what fails from then on may be mended, and the run go on."""
+    """True once the training loop runs. A run that fails before that leaves no folder."""
     finished: bool = False
-    """Whether all steps were taken; False after Ctrl-C, or where the trainer was asked to end."""
+    """True if all steps were taken; False after Ctrl-C, or if the trainer process was asked to end."""
     was_interrupted: bool = False
-    """Whether this process was asked to end the run after a step."""
+    """True if this process was asked to end the run after a step."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """After a run that took all its steps: its results, as in `summary.json`."""
+    """After a run that took all its steps: the final results, as in `summary.json`."""
     alarm: Alarm | None = None
-    """The alarm that asked for the end of the run; None: none has."""
+    """The alarm that stopped the run, if any."""
     nothing_trained: str | None = None
-    """After a run that came to its end and learned nothing: why."""
+    """After a run that finished without training a token: the reason."""
     _stop: Callable[[], None] | None = None
-    """Asks the loop to end; None before it is at work."""
+    """Asks the loop to end. None: it is not running yet."""
     _starting: Future[Sampler] | None = field(default=None, init=False)
-    """The sampler that is started while the trainer prepares."""
+    """The sampler that is being started while the trainer prepares."""
     _store: CheckpointStore = field(init=False)
     _log: RunLog = field(init=False)
 
@@ -115,13 +115,13 @@ class TrainingRun:
             with place as side:
                 self.finished = run_loop(self._orchestrate(side), self._ask_to_end, how_to_go_on)
         finally:
-            if self._starting is not None:  # it came to nothing
+            if self._starting is not None:  # the run failed before it took over the sampler
                 self._starting.add_done_callback(_close)
         if self.finished:
             self.summary = self._log.summarize()
 
     def _start_sampler(self, cores: CoreShare | None) -> None:
-        """Load the initial weights into the sampler on a thread while the trainer loads them too, if they exist already.
+        """Load the initial weights into the sampler on a thread while the trainer loads them, if they exist already.
         Errors are raised once the trainer is ready."""
         from verbatim.run.make_trainer import while_both_start
 
@@ -131,7 +131,7 @@ class TrainingRun:
         if not is_here or weights is None or self._store.steps():
             return
         self._starting = starting = Future[Sampler]()
-        starting.set_running_or_notify_cancel()  # a loop that is cancelled while it waits does not cancel this
+        starting.set_running_or_notify_cancel()  # so that cancelling the loop while it waits does not cancel the load
 
         def start() -> None:
             try:
@@ -158,7 +158,7 @@ class TrainingRun:
         )
 
     def _ask_to_end(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """The first Ctrl-C or SIGTERM: end after this step. False where there is no step yet."""
+        """Handle the first Ctrl-C or SIGTERM: end after this step. False if the loop is not running yet."""
         if self._stop is None:
             return False
         self.was_interrupted = True
@@ -234,7 +234,7 @@ class TrainingRun:
             side = replace(side, link=sending)
         teacher, chat_teacher = settings.teacher, None
         if settings.training_mode == "sft":
-            assert teacher is not None and teacher.base_url is not None  # the configuration sees to it
+            assert teacher is not None and teacher.base_url is not None  # ensured by the configuration
             api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
             chat_teacher = await stack.enter_async_context(api.connect())
         renderer = make_renderer(settings.renderer, load_tokenizer(ready.weights))
@@ -244,7 +244,7 @@ class TrainingRun:
             else:
                 sampler = await asyncio.wrap_future(self._starting)
                 self._starting = None
-        stack.push_async_callback(side.link.close)  # pushed first, so closed last: the sampler may still read weights
+        stack.push_async_callback(side.link.close)
         stack.push_async_callback(sampler.close)
         made = {"train": self.environments.train, "eval": self.environments.eval}
         runner = await stack.enter_async_context(
@@ -259,7 +259,7 @@ class TrainingRun:
         )
         slots = asyncio.Semaphore(settings.max_concurrent)
         all_stats = {purpose: EpisodeStats(purpose) for purpose in made}
-        for episode_stats in reversed(all_stats.values()):
+        for episode_stats in reversed(all_stats.values()):  # callbacks run in reverse order: "train" is logged first
             stack.callback(episode_stats.log_summary)
         routing = find_routing(config)
         setups, eval_setups = (

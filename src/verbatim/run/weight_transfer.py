@@ -14,6 +14,7 @@ from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import is_launched
 
 _ANY_PORT = 9
+"""Used to find this host's address towards a server. Any port does: nothing is sent."""
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:
@@ -33,7 +34,7 @@ def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSe
     if (parallel.processes > 1 or is_launched()) and settings.seconds >= parallel.deadline:
         raise UsageError(
             f"{table}.update_timeout = {settings.seconds:g}, trainer.parallel.deadline = {parallel.deadline:g}: while "
-            "rank 0 waits for the servers, the other processes of the trainer wait for it, and would give it up; "
+            "rank 0 waits for the servers, the other ranks of the trainer wait for it, and would time out; "
             "expected update_timeout below deadline"
         )
     if settings.kind == "nccl" and is_trainers_host:
@@ -61,7 +62,7 @@ def own_address(config: RunConfig) -> str | None:
     setting = f"inference.{table_of(config.inference.backend)}.transfer_address"
     if settings.address is not None:
         family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
-        try:  # before a model is prepared
+        try:  # listen once now, so that a wrong address is found before a model is prepared
             socket.create_server((settings.address, 0), family=family).close()
         except OSError as error:
             raise UsageError(
@@ -108,7 +109,7 @@ def _host(url: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether this names the host itself.
+    """True if this is a name or address of the host itself.
 
     >>> _is_loopback("127.0.0.1"), _is_loopback("localhost"), _is_loopback("10.0.0.7"), _is_loopback("a-host")
     (True, True, False, False)
