@@ -1,11 +1,11 @@
-"""Lets sampler and trainer take turns on one device: the sampler sleeps from the hand-over of a batch until its update.
+"""Lets sampler and trainer take turns on one device: the sampler sleeps from a batch's hand-over to the weight update.
 
 ```
 sampler    samples batch n | sleeps                          | loads version n+1, samples, is evaluated | sleeps
 trainer    (in host memory)| trains batch n, publishes, leaves | (in host memory)                       | ...
 ```
 
-Where each side has a device of its own, nothing here waits.
+If each side has its own device, nothing here waits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from verbatim.inference.sampler import Sampler, SleepingSampler
 
 
 class DeviceHandoff:
-    """Whose turn it is.
+    """Passes the device back and forth.
 
     Args:
-        sampler: Has `sleep` where the device is shared.
-        is_shared: Whether both sides are on one device.
+        sampler: Must have `sleep` if the device is shared.
+        is_shared: True if both sides use one device.
     """
 
     def __init__(self, sampler: Sampler, *, is_shared: bool) -> None:
@@ -33,14 +33,14 @@ class DeviceHandoff:
         self._asleep_since = 0.0
 
     async def until_step_is_over(self) -> None:
-        """Wait until the step of the batch before is finished, with its evaluation, which needs the sampler."""
+        """Wait until the previous step is finished, including its evaluation, which needs the sampler."""
         await self._step_is_over.wait()
 
     async def to_trainer(self) -> None:
-        """The sampler leaves the device.
+        """Put the sampler to sleep, so that the trainer can use the device.
 
         Raises:
-            SamplerFault: the sampler failed for good.
+            SamplerFault: the sampler failed permanently.
         """
         if self._sleeper is None:
             return
@@ -51,12 +51,12 @@ class DeviceHandoff:
         self._falling_asleep = self._asleep_since - began
 
     def to_sampler(self) -> dict[str, float]:
-        """The trainer has left the device. The seconds of the sampler's sleep, as metrics."""
+        """Note that the trainer has left the device. Returns the time the sampler slept, in seconds, as metrics."""
         if self._sleeper is None:
             return {}
         asleep = time.perf_counter() - self._asleep_since
         return {"time/sampler_falling_asleep": self._falling_asleep, "time/sampler_asleep": asleep}
 
     def step_is_over(self) -> None:
-        """The step is finished: the next batch may be handed over."""
+        """Note that the step is finished: the next batch may be handed over."""
         self._step_is_over.set()

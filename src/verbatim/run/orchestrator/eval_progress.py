@@ -1,4 +1,4 @@
-"""Follows one figure over the evaluations of a run: which of them was the best, and whether they still get better."""
+"""Tracks a metric over the evaluations of a run: which evaluation was the best, and whether they still improve."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def measured(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) -> float | None:
-    """The figure of a criterion; None where it was not measured in one of the environments: it was left out, or the
-    metric is missing, NaN or infinite there."""
+    """The criterion's value, averaged over its environments. None if one of them has none: it was not evaluated, or the
+    metric is missing, NaN or infinite."""
     values = []
     for evaluation in _counted(criterion, evaluations):
         value = float(evaluation.metrics.get(criterion.metric, math.nan))
@@ -29,13 +29,12 @@ def measured(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) 
 
 
 def _counted(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
-    """Those of the environments that count."""
+    """The evaluations of the environments that the criterion refers to."""
     return [evaluations[criterion.env]] if criterion.env is not None else list(evaluations.values())
 
 
 def improves(criterion: CriterionConfig, value: float, best: float | None, by: float = 0.0) -> bool:
-    """Whether a value is better than the best before, by more than this. An equal one is not: what differs by rounding
-    alone is equal."""
+    """True if `value` is better than `best` by more than `by`. A difference within rounding does not count."""
     if best is None:
         return True
     gain = value - best if criterion.mode == "max" else best - value
@@ -43,13 +42,13 @@ def improves(criterion: CriterionConfig, value: float, best: float | None, by: f
 
 
 def _named(criterion: CriterionConfig) -> dict[str, Any]:
-    """What is measured, as plain JSON values."""
+    """What the criterion measures, as plain JSON values."""
     return {"metric": criterion.metric, "mode": criterion.mode, "env": criterion.env}
 
 
 @dataclass(kw_only=True)
 class BestEvaluation:
-    """The best evaluation so far; of equal ones the first.
+    """The best evaluation so far; the first one of equals.
 
     Example:
         >>> best = BestEvaluation(criterion=CriterionConfig(metric="success"))
@@ -61,18 +60,18 @@ class BestEvaluation:
 
     criterion: CriterionConfig
     step: int | None = None
-    """The step that it came after; None: nothing was measured yet."""
+    """The step after which it was made. None: nothing was measured yet."""
     value: float | None = None
 
     def observe(self, step: int, value: float) -> bool:
-        """An evaluation was measured. Returns whether it is the best."""
+        """Add a measured evaluation. Returns True if it is the best so far."""
         if not improves(self.criterion, value, self.value):
             return False
         self.step, self.value = step, value
         return True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Plain JSON values: the step, the value, and what it is the best of; None before the first."""
+        """Plain JSON values: step, value and criterion; None before the first measured evaluation."""
         if self.step is None:
             return None
         return {"step": self.step, "value": self.value, **_named(self.criterion)}
@@ -80,7 +79,7 @@ class BestEvaluation:
 
 @dataclass(kw_only=True)
 class EarlyStopping:
-    """Counts evaluations in a row that are no improvement (Prechelt 1998, "Early stopping, but when?").
+    """Counts consecutive evaluations without an improvement (Prechelt 1998, "Early stopping, but when?").
 
     Example:
         >>> stopping = EarlyStopping(rule=EarlyStoppingConfig(metric="success", patience=2, min_delta=0.1))
@@ -94,12 +93,12 @@ class EarlyStopping:
     best: float | None = None
     """The value of the last improvement."""
     best_step: int | None = None
-    """The step that it came after."""
+    """The step of the last improvement."""
     since: list[int] = field(default_factory=list)
-    """The steps of the evaluations after it."""
+    """The steps of the evaluations since then."""
 
     def observe(self, step: int, value: float) -> None:
-        """An evaluation was measured. Those after the run was to end change nothing."""
+        """Add a measured evaluation. Ignored once there is a reason to stop."""
         if self.reason is not None:
             return
         if improves(self.rule, value, self.best, self.rule.min_delta):
@@ -109,7 +108,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ends; None where it goes on."""
+        """Why the run should end; None if it should continue."""
         if len(self.since) < self.rule.patience:
             return None
         assert self.best is not None
@@ -122,29 +121,29 @@ class EarlyStopping:
         return f"{which} did not {verb}{by} {beyond} {self.best:.3f} (step {self.best_step}) in the {name} {steps}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The state as plain JSON values."""
         return {"best": self.best, "best_step": self.best_step, "since": list(self.since), **_named(self.rule)}
 
 
 @dataclass(kw_only=True)
 class EvalProgress:
-    """What follows from the evaluations of a run: the best of them, and whether the run ends early."""
+    """The state that a run's evaluations update: the best evaluation, and early stopping."""
 
     best: BestEvaluation | None = None
-    """None: it is not asked for."""
+    """None: the best evaluation is not tracked."""
     early_stopping: EarlyStopping | None = None
-    """None: it is not asked for."""
+    """None: the run never stops early."""
     played: Mapping[str, Any] = field(default_factory=dict)
-    """What says which episodes an evaluation plays, by name; plain JSON values."""
+    """The settings that decide which episodes an evaluation plays, by name; plain JSON values."""
     max_failed: float = MAX_FAILED
-    """Largest share of failed episodes of an environment with which an evaluation is compared."""
+    """The largest share of failed episodes in an environment with which an evaluation still counts."""
     _warned: set[str] = field(default_factory=set)
 
     def observe(self, step: int, evaluations: Mapping[str, Evaluation]) -> bool:
-        """Every environment was evaluated after this step. Returns whether this is the best evaluation so far.
+        """Add the evaluations of all environments after this step. Returns True if they are the best so far.
 
-        One that was not measured, or of which too many episodes failed, is neither the best, nor does it count for
-        early stopping; that is logged.
+        An evaluation without a value, or with too many failed episodes, counts neither as the best nor for early
+        stopping; that is logged.
         """
         if self.best is not None and (value := self._value(self.best.criterion, step, evaluations)) is not None:
             is_best = self.best.observe(step, value)
@@ -160,12 +159,12 @@ class EvalProgress:
             one.env: too_many_failed(one.num_failed, one.num_episodes, self.max_failed)
             for one in _counted(criterion, evaluations)
         }
-        if said := [f"{clause} in {env}" for env, clause in failed.items() if clause is not None]:
+        if clauses := [f"{clause} in {env}" for env, clause in failed.items() if clause is not None]:
             logger.warning(
                 "the evaluation after step %d is not counted as the best, nor for early stopping: %s, and "
                 "%s would be that of the survivors (orchestrator.eval.max_failed = %g)",
                 step,
-                ", ".join(said),
+                ", ".join(clauses),
                 criterion.metric,
                 self.max_failed,
             )
@@ -184,12 +183,12 @@ class EvalProgress:
         return value
 
     @property
-    def stop_reason(self) -> str | None:
+        """Why the run ends before its last step; None if it does not."""
         """Why the run ends before its last step; None where it does not."""
         return self.early_stopping.reason if self.early_stopping is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The state as plain JSON values."""
         return {
             "best": self.best.state_dict() if self.best is not None else None,
             "early_stopping": self.early_stopping.state_dict() if self.early_stopping is not None else None,
@@ -197,8 +196,8 @@ class EvalProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. What was measured by another criterion, or on other episodes, is left out: it
-        compares with nothing."""
+        """Continue from `state_dict`. Values of another criterion, or of other episodes, are not comparable and are
+        left out."""
         best, stopping, played = state["best"], state["early_stopping"], state["played"]
         if others := sorted(name for name in {*played, *self.played} if played.get(name) != self.played.get(name)):
             if best is not None or stopping is not None:

@@ -1,4 +1,4 @@
-"""Evaluates the policy: the same episodes, with the same seeds, every time."""
+"""Evaluates the policy, each time on the same episodes with the same seeds."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from verbatim.run.evaluation.results import env_result
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """The result for one environment."""
+    """The result of evaluating one environment."""
 
     env: str
     num_episodes: int
     num_failed: int
-    """How many of them failed with an error; they count as no success."""
+    """Episodes that ended with an error; they count as failures."""
     metrics: dict[str, float]
-    """`success`, `reward/mean`, `turns`, `valid_format`, ...; `success/low` and `success/high` are the 95% interval
-    over examples, `reward/low` and `reward/high` that of the mean reward, NaN where all rewards are equal."""
+    """`success`, `reward/mean`, `turns`, `valid_format`, ... The 95% confidence intervals are over examples:
+    `success/low` and `success/high`, and of the mean reward `reward/low` and `reward/high`, NaN if all are equal."""
     trajectories: tuple[Trajectory, ...]
 
 
 Plan = tuple[Sequence[Example], int]
-"""The examples that are played of one environment, none where it failed to give them; and the episodes of each."""
+"""The examples to play, empty if the environment could not provide them; and the number of episodes per example."""
 
 
 def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
-    """The examples of the "eval" split as `chosen` takes them."""
+    """The examples of the "eval" split that `chosen` selects."""
     try:
         examples = examples_of(setup.environment, setup.env, "eval")
     except UsageError as error:
@@ -48,17 +48,18 @@ def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
 
 
 async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluation:
-    """Run these episodes.
+    """Run the planned episodes.
 
-    Where the environment failed to give its examples, nothing is measured: the evaluation has no episodes, its success
-    is NaN, and it counts in `errors/environment`.
+    If the environment could not provide examples, the evaluation has no episodes, its success is NaN, and it counts in
+    `errors/environment`.
     """
     examples, size = planned
     if not examples:
         metrics = {"success": math.nan, "examples": 0.0, "episodes": 0.0, "failed": 0.0, "errors/environment": 1.0}
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
 
-    line = asyncio.Semaphore(math.ceil(MOST_IN_LINE / size))  # of groups: training takes places between them
+    # Limits how many groups wait for episode slots, so that training rollouts get slots in between.
+    line = asyncio.Semaphore(math.ceil(MOST_IN_LINE / size))
 
     async def play(index: int, example: Example) -> Group:
         def placed() -> None:

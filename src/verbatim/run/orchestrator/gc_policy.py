@@ -1,4 +1,4 @@
-"""Has Python's cyclic garbage collector look at few of a run's records: they hold no cycles, and there are millions."""
+"""Tunes the cyclic garbage collector: a run holds millions of records without cycles, which it need not traverse."""
 
 from __future__ import annotations
 
@@ -11,48 +11,47 @@ from dataclasses import dataclass
 from mmap import PAGESIZE
 
 THRESHOLDS = (50_000, 10, 50)
-"""New objects before the youngest are looked at, and how often that happens before older ones are. With 10,000 episodes
-in flight a pass over the youngest takes 27 ms and one over the next half a million 340 ms: none of what they touch is
-in the processor's caches. See `spot_checks`."""
+"""The thresholds of `gc.set_threshold`: new objects before a collection of the youngest generation, and collections of
+one generation before one of the next. With 10,000 episodes in flight a collection of the youngest takes 27 ms and one
+of the next half a million objects 340 ms, because none of them is in the processor's caches. See `spot_checks`."""
 CHECK_EVERY = 0.05
-"""Seconds between two looks of `spot_checks`. The collector counts new objects less freed ones: where as
-many end as begin it makes no pass, and the one that comes at last looks at all that began meanwhile. With 100,000
-episodes in flight that took 9 s."""
+"""Seconds between two rounds of `spot_checks`. The collector counts new objects minus freed ones: where as many end as
+begin it never runs, and when it does at last, it traverses everything created meanwhile. With 100,000 episodes in
+flight that took 9 s."""
 ONE_IN, FEW = 16, 50
-"""While a look finds fewer cyclic objects than `FEW`, only each `ONE_IN`th is made."""
+"""While collections find fewer than `FEW` cyclic objects, only every `ONE_IN`th round collects."""
 GROWTH, SLACK = 1.25, 100_000
-"""Everything is looked through when there are this many times as many objects for each held episode, and so many
-objects more, as the last time. With 10,000 episodes in flight that takes 2 s and with 100,000 more than a minute, in
-which the event loop stands still."""
+"""A full collection runs once the number of objects per held episode has grown by this factor, plus this many objects
+in total, since the last one. With 10,000 episodes in flight it takes 2 s and with 100,000 more than a minute, and it
+blocks the event loop."""
 MEMORY_GROWTH, MEMORY_SLACK = 1.5, 1 << 30
-"""The same of the bytes of resident memory: a few cyclic objects may hold large arrays, which are no objects of the
-collector."""
+"""The same for resident memory, in bytes: a few cyclic objects may hold large arrays, whose size the collector does not
+count."""
 
 
 @dataclass
 class _Known:
-    """What is no sign of garbage."""
+    """Baselines: up to these, growth is not a sign of garbage."""
 
     at_start: int
-    """Objects before the first episode."""
+    """Number of objects before the first episode."""
     memory: int
-    """Bytes of resident memory then; later, at the end of the first step, or after everything was looked through."""
+    """Resident memory in bytes: at the start, then after the first step, then after each full collection."""
     per_episode: float | None = None
-    """Objects for each held episode: at the end of the first step, or after everything was looked through; None before
-    that."""
+    """Objects per held episode, after the first step or the last full collection. None: neither has happened yet."""
 
 
 _known: list[_Known] = []
-"""One within `seldom_collected`, else empty."""
+"""One entry inside `seldom_collected`, else empty."""
 
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Leave what exists already (modules, models, tokenizers) out of all collections meanwhile, and look at what is new
-    less often. References still free everything at once; only cycles wait longer, at most until `step_is_over` or
+    """While the block runs, exclude existing objects (modules, models, tokenizers) from collections, and check new ones
+    less often. Reference counting still frees objects at once; only cycles live longer, until `step_is_over` or
     `group_is_over` notices the growth."""
     before = gc.get_threshold()
-    if not before[0] or not gc.isenabled():  # the collector is switched off
+    if not before[0] or not gc.isenabled():  # the user has switched the collector off
         yield
         return
     gc.collect()
@@ -68,8 +67,9 @@ def seldom_collected() -> Iterator[None]:
 
 
 async def spot_checks() -> None:
-    """Within `seldom_collected`: look at the youngest objects from time to time, and leave them out of all collections
-    in between, so that no pass finds many. Where a look finds cycles, the next one follows at once. Without end."""
+    """Inside `seldom_collected`: collect the youngest objects now and then, and exclude them from later collections, so
+    that no collection has many to traverse. After a round that found cycles, the next one collects too. Never returns
+    while the block runs."""
     num_left_out = ONE_IN
     while _known:
         await asyncio.sleep(CHECK_EVERY)
@@ -81,13 +81,13 @@ async def spot_checks() -> None:
 
 
 def step_is_over(num_held: int) -> None:
-    """Within `seldom_collected`: leave out what is alive, the episodes in flight above all. References free it as ever;
-    of cycles among it, the growth is noticed.
+    """Inside `seldom_collected`: exclude all live objects, above all the episodes in flight, from collections. They are
+    still freed by reference counting; garbage cycles among them show up as growth.
 
     Args:
-        num_held: Episodes in flight, and those that ended and are not settled: what there is beyond their share is
-            garbage. Their share is what there is at the end of the first step, so that a run with many episodes does
-            not stand still there.
+        num_held: Number of episodes in flight or ended but not settled. More objects than their usual share are
+            garbage. The share is measured at the end of the first step without a full collection, which would block a
+            run with many episodes.
     """
     if not _known:
         return
@@ -102,7 +102,7 @@ def step_is_over(num_held: int) -> None:
 
 
 def group_is_over() -> None:
-    """Within `seldom_collected`, where there are no steps: look through everything where memory has grown."""
+    """Inside `seldom_collected` in a program without steps: run a full collection if memory has grown."""
     if _known and _has_grown_in_memory(_known[0]):
         _look_through_everything(_known[0])
 
@@ -119,7 +119,7 @@ def _has_grown_in_memory(known: _Known) -> bool:
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not say."""
+    """Resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read().split()[1]) * PAGESIZE
@@ -128,5 +128,6 @@ def resident() -> int:
 
 
 def _num_objects() -> int:
-    """Objects alive, as Python's allocator counts them: to count what is left out one by one takes 0.1 s a million."""
+    """Number of live objects, from the allocator's counter: counting the excluded objects one by one takes 0.1 s per
+    million."""
     return sys.getallocatedblocks() or gc.get_freeze_count()

@@ -1,4 +1,4 @@
-"""Records of launched groups; which of them are in flight is counted at a cost that hardly grows with them."""
+"""Records of launched groups, with counts of those in flight that stay cheap when there are many."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from verbatim.rollouts import GroupRun
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Launched:
-    """A group in flight. At first only its example is drawn: its episodes do not exist yet."""
+    """A group in flight. At first only its example is drawn; its episodes are not created yet."""
 
     drawn: ScheduledExample
-    """Its `index` counts launches, so a smaller one was launched earlier."""
+    """The group's example. Its `index` counts launches, so a smaller one was launched earlier."""
     version: int
-    """The weights in use when it was launched: none of its tokens is older."""
+    """The policy version in use at the launch: none of the group's tokens is older."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Begun(Launched):
-    """A group whose episodes run, or wait in line for their places."""
+    """A group whose episodes run, or wait for a slot."""
 
     run: GroupRun
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return self.run.num_sampled_tokens
 
 
@@ -45,7 +45,7 @@ class FinishedGroup(Begun):
 
 
 class InFlight:
-    """The numbers of the groups in flight, sorted, for each policy version that launched some.
+    """The launch indices of the groups in flight, sorted, by the policy version at their launch.
 
     Example:
         >>> groups = InFlight()
@@ -63,11 +63,11 @@ class InFlight:
         return sum(map(len, self._indices.values()))
 
     def add(self, index: int, version: int) -> None:
-        """A group is launched with weights of this version."""
-        insort(self._indices.setdefault(version, []), index)  # at the end: later groups have higher numbers
+        """Add a group that was launched with this policy version."""
+        insort(self._indices.setdefault(version, []), index)  # mostly at the end; groups run again have lower indices
 
     def remove(self, index: int, version: int) -> None:
-        """A group that was added is in flight no more."""
+        """Remove a group that is no longer in flight."""
         indices = self._indices[version]
         place = bisect_left(indices, index)
         assert indices[place] == index
@@ -76,21 +76,21 @@ class InFlight:
             del self._indices[version]
 
     def num_since(self, version: int) -> int:
-        """Groups of this version and newer ones."""
+        """Number of groups launched with this policy version or a newer one."""
         return sum(len(indices) for launched, indices in self._indices.items() if launched >= version)
 
     def first(self, version: int) -> int | None:
-        """The lowest number among the groups of this version; None without any."""
+        """The lowest index among the groups of this version; None if there are none."""
         return self._indices[version][0] if version in self._indices else None
 
     def first_since(self, version: int) -> int | None:
-        """The lowest number among the groups of this version and newer ones; None without any."""
+        """The lowest index among the groups of this version and newer ones; None if there are none."""
         return min((indices[0] for launched, indices in self._indices.items() if launched >= version), default=None)
 
     def num_later(self, index: int) -> int:
-        """Groups with higher numbers."""
+        """Number of groups with a higher index."""
         return sum(len(indices) - bisect_right(indices, index) for indices in self._indices.values())
 
     def clear(self) -> None:
-        """Nothing is in flight."""
+        """Remove all groups."""
         self._indices.clear()

@@ -1,4 +1,4 @@
-"""Adds the logprobs that other models give to the sampled tokens, before a batch goes to the trainer."""
+"""Adds other models' logprobs of the sampled tokens to a batch before the trainer receives it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from verbatim.inference.teacher import Teacher
 from verbatim.run.orchestrator.assemble import AssembledGroup
 
 MOST_REQUESTS = 32
-"""Samples that one model is asked about at one time."""
+"""Maximum number of concurrent requests to one model, one per sample."""
 
 
 async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[str, Teacher]) -> list[AssembledGroup]:
-    """The batch with one logprob stream per model on its samples: the trained tokens, each at its own temperature and
-    over its kept set. Models are given by the name of their stream ("teacher").
+    """Add one logprob stream per model to the batch's samples: the trained tokens, each scored at its own temperature
+    and over its kept set. `models` is keyed by the name of the stream ("teacher").
 
     Raises:
-        RunStopped: a model failed for good.
+        RunStopped: a model failed permanently.
     """
     slots = {name: asyncio.Semaphore(MOST_REQUESTS) for name in models}
 
     async def stream(sample: TrainingSample, name: str) -> Float32:
         scored = np.full(len(sample), np.nan, dtype=np.float32)
+        # One request per temperature, because a request scores the whole sequence at one temperature.
         for temperature in np.unique(sample.temperatures[sample.loss_mask]).tolist():
             here = sample.loss_mask & (sample.temperatures == np.float32(temperature))
             async with slots[name]:

@@ -1,4 +1,4 @@
-"""Measures how late the event loop runs what is due, and finds the code that blocks it when it is very late."""
+"""Measures the event loop's lag, and finds the code that blocks the loop if the lag is long."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ INTERVAL = 0.05
 """Seconds between two measurements."""
 
 BLOCKED_AFTER = 20.0
-"""Seconds after which the code that blocks the loop is named."""
+"""Seconds after which the code that blocks the loop is logged."""
 
 
 class LoopLag:
     """Measures the lag of the running event loop until it is closed.
 
-    A second thread watches the first: where the loop stands still for `BLOCKED_AFTER` seconds, the line of code that it
-    stands in is logged, once for each time.
+    A second thread watches the loop: each time it is blocked for `blocked_after` seconds, the line of code that blocks
+    it is logged once.
 
     Args:
         blocked_after: Seconds.
-        clock: Seconds, of any beginning; it is read by both threads.
+        clock: Seconds since any fixed time; called from both threads.
     """
 
     def __init__(self, *, blocked_after: float = BLOCKED_AFTER, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,8 @@ class LoopLag:
         self._watcher.start()
 
     def read(self) -> dict[str, float]:
-        """The metrics since the last call: `loop/lag_mean` and `loop/lag_max`, seconds of delay; 0 without any."""
+        """The lag in seconds since the last call: `loop/lag_mean` and `loop/lag_max`; 0 if there was none."""
+        # Count a measurement that is overdue right now, because the loop has been busy since the last one.
         late_now = max(0.0, self._clock() - self._ticked - INTERVAL)
         mean = self._sum / self._count if self._count else 0.0
         lag = {"loop/lag_mean": mean, "loop/lag_max": max(self._longest, late_now)}
@@ -66,7 +67,8 @@ class LoopLag:
     def _watch(self) -> None:
         named = -1.0
         while not self._ended.wait(min(1.0, self._blocked_after / 4)):
-            now = self._clock()  # before the tick is read: where this thread stands still in between, nobody is accused
+            # Read the clock before the tick: if this thread is suspended in between, the lag is too small, not too big.
+            now = self._clock()
             ticked = self._ticked
             blocked = now - ticked
             if blocked > self._blocked_after and ticked != named:
@@ -74,7 +76,7 @@ class LoopLag:
                 frame = sys._current_frames().get(self._loop_thread)
                 where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
                 logger.warning(
-                    "the event loop has stood still for %.0f s: nothing else can go on. It is in\n%s"
+                    "the event loop has been blocked for %.0f s, and the run with it. It is in\n%s"
                     "code that takes long belongs into `await asyncio.to_thread(...)`, or its environment "
                     "into processes of its own (isolated = true)",
                     blocked,

@@ -1,4 +1,4 @@
-"""Explains why a finished run has trained nothing, and what to do about it."""
+"""Explains why a finished run trained no token, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from verbatim.rollouts import EpisodeStats
 _REMEDIES = {
     "filter:zero_advantage": "the rewards of each group were equal, so that every advantage was 0: give partial "
     "reward, or take examples that the model solves sometimes",
-    "filter:gibberish": "the model hardly believes what it says: give it a [warm_start], or list "
+    "filter:gibberish": "the model itself finds its completions improbable: give it a [warm_start], or list "
     "[[orchestrator.filters]] without it",
     "filter:repetition": "list [[orchestrator.filters]] with a higher threshold, or without it",
     "filter:truncated": "every rollout was cut off: raise orchestrator.sampling.max_tokens, orchestrator.seq_len or "
@@ -18,13 +18,13 @@ _REMEDIES = {
     "stale": "rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps",
     "over_length": "every turn ends beyond orchestrator.seq_len: raise it",
     "untrained": "every turn was sampled with trained=False: leave it out for the agent that is to learn",
-    "missing_logprobs": "the sampler gave no logprobs: let it give those of the distribution that it samples from",
+    "missing_logprobs": "the sampler returned no logprobs: have it return those of the distribution it samples from",
 }
-"""What to do, by the reason that took most tokens."""
+"""What to do, by the reason for which most tokens were dropped."""
 
 
 def why_nothing_was_trained(ledger: Ledger, episode_stats: EpisodeStats, *, num_steps: int) -> str:
-    """Which reason took the tokens of the whole run, which failures there were in this process, and what to do.
+    """The reasons for which the run's tokens were dropped, the failures in this process, and what to do.
 
     Example:
         >>> ledger, episode_stats = Ledger(), EpisodeStats()

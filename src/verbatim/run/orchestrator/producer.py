@@ -1,4 +1,4 @@
-"""Builds batches from finished groups and hands them to the trainer."""
+"""Assembles batches from finished groups and hands them to the trainer."""
 
 from __future__ import annotations
 
@@ -30,53 +30,53 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, eq=False)
 class Submitted:
-    """A batch that the trainer has."""
+    """A batch that the trainer has received."""
 
     number: int
-    """Counted from 0: step `number + 1` trains it."""
+    """The batch's number, from 0; it is trained in step `number + 1`."""
     batch: list[AssembledGroup]
     report: asyncio.Task[StepReport]
     wait_for_batch: float
-    """Seconds that the producer waited for its rollouts."""
+    """Time that the producer waited for rollouts, in seconds."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Producer:
     """Collects groups, assembles batches and hands them to the trainer, in order.
 
-    The dispatcher decides how far it may be ahead.
+    How far it may run ahead is up to the dispatcher.
     """
 
     schedule: RunSchedule
     dispatcher: Dispatcher
     trainer: TrainerLink
     rules: Mapping[str, GroupRules]
-    """How groups become samples, by environment."""
+    """For each environment, the rules by which its groups become training samples."""
     logprob_models: Mapping[str, Teacher]
-    """Score the samples, by the name of their logprob stream."""
+    """The models that score the samples, by the name of their logprob stream."""
     episode_stats: EpisodeStats
-    """Is told of episodes that credit finds unusable."""
+    """Records episodes for which no advantage can be computed."""
     turns: DeviceHandoff
-    """Says when the trainer may have the device."""
+    """Tells when the trainer may use a shared device."""
     stopping: asyncio.Event
-    """Ends it before the next batch is handed over."""
+    """Set to end `run` before the next hand-over."""
     submitted: deque[Submitted] = field(default_factory=deque)
-    """Batches that the trainer has and that are not settled, oldest first."""
+    """Batches that the trainer has but that are not settled, oldest first."""
     more: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a batch is handed over."""
+    """Set when a batch has been handed over."""
     handover: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a batch is handed over, and while new weights are published: the last tokens of a batch may be of
-    weights that the canary has not seen yet."""
+    """Held during a hand-over, and while new weights are loaded: a batch may end with tokens of weights that the canary
+    has not checked yet, so it waits for the result."""
     may_hand_over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared from the end of a step on whose evaluation may end the run, until it is done: which step is the last one
-    of a synchronous run does not depend on how long that takes."""
+    """Cleared after a step whose evaluation may end the run, until that evaluation is done. Otherwise the number of
+    steps before an early stop would depend on how long the evaluation takes."""
     _warned_of_turn_rewards: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.may_hand_over.set()
 
     async def run(self, first: int) -> None:
-        """Hand over the batches from number `first` on, as they fill up."""
+        """Hand over the batches from number `first` on, as they become complete."""
         for number in range(first, self.schedule.max_steps):
             began = time.perf_counter()
             groups = await self._unless_stopping(self.dispatcher.next_batch())
@@ -87,11 +87,13 @@ class Producer:
             if self.logprob_models:
                 batch = await add_logprob_streams(batch, self.logprob_models)
             samples = [sample for group in batch for sample in group.samples]
+            # With a shared device, the previous step's evaluation must be over before the sampler sleeps.
             await self._unless_stopping(self.turns.until_step_is_over())
             if not self.may_hand_over.is_set():
                 await self._unless_stopping(self.may_hand_over.wait())
             due = self.schedule.may_be_kept(number + 1)
             async with self.handover:
+                # Checked twice: the sampler takes a while to fall asleep, and the run may be stopped meanwhile.
                 if not self.stopping.is_set():
                     await self.turns.to_trainer()
                 if self.stopping.is_set():
@@ -103,7 +105,7 @@ class Producer:
             self.more.set()
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What the work gives; None where the run stops: groups that are not settled are run again after a resume."""
+        """The result of the work, or None if the run stops first. Groups not settled then run again after a resume."""
         working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -126,7 +128,7 @@ class Producer:
         return batch
 
     def _warn_of_turn_rewards(self, group: Group, rules: GroupRules) -> None:
-        """Say once for each environment that rewards are given which change nothing."""
+        """Warn once per environment that its turn rewards have no effect."""
         if rules.reads_turn_rewards or group.env in self._warned_of_turn_rewards:
             return
         if any(
@@ -136,8 +138,8 @@ class Producer:
         ):
             self._warned_of_turn_rewards.add(group.env)
             logger.warning(
-                "environment %r rewards turns, and the advantage %s does not read turn rewards: beside what `score` "
-                'says they change nothing. Take [orchestrator.advantage] type = "chunk_returns"; or let `score` return '
+                "environment %r rewards turns, and the advantage %s does not read turn rewards: next to the reward "
+                'of `score` they have no effect. Take [orchestrator.advantage] type = "chunk_returns"; or let `score` return '
                 "None, then the reward is their sum; or add them up in `score` and set turn_rewards_sum_to_reward = "
                 "True on the episode",
                 group.env,

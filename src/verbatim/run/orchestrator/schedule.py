@@ -15,81 +15,80 @@ from verbatim.trainer.transport import TrainerLink
 
 
 class Observer(Protocol):
-    """Is told of each step and evaluation. Called on a thread, one call at a time."""
+    """Receives each step and evaluation. Called on a thread, one call at a time."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """The batch of this step was trained.
+        """A batch was trained.
 
         Args:
-            step: Steps done.
-            metrics: The step's.
-            outcomes: Of the batch's trajectories, and of those that were dropped before they came into one.
+            step: Number of steps done.
+            metrics: The metrics of this step.
+            outcomes: The outcomes of the batch's trajectories, and of those dropped before they reached a batch.
         """
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
-        """The policy after this step was evaluated; 0 is before the first."""
+        """The policy after this step was evaluated; step 0 is before training."""
 
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
     ) -> AbstractContextManager[object]:
-        """Something that may take a while goes on as long as the block runs; `count` gives what is done of it. Called
-        on the event loop."""
+        """Show progress while the block runs; `count` returns how much of `total` is done. Called on the event loop."""
 
 
 class Checkpointer(Protocol):
-    """Keeps what a run needs to continue."""
+    """Stores what a run needs to resume."""
 
     async def save(
         self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None = None
     ) -> None:
-        """Keep the state after this step. `state["evaluations"]["best"]` names the step of the best evaluation so far,
-        whose checkpoint stays.
+        """Store the state after this step. `state["evaluations"]["best"]` has the step of the best evaluation so far;
+        that step's checkpoint must be kept.
 
         Args:
-            step: Steps done: batches trained and settled.
-            trainer: Asked for its part, where `trainer_state` is None.
+            step: Number of steps done: batches trained and settled in the ledger.
+            trainer: Saves its part, if `trainer_state` is None.
             state: The loop's own part.
-            trainer_state: Where the trainer left its part already, to be moved away.
+            trainer_state: The folder in which the trainer left its part already; it is moved.
         """
 
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
-        """The evaluation after this step, whose state was kept before it, is the best so far."""
+        """Record that the evaluation after this step, whose checkpoint exists, is the best so far."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSchedule:
-    """How many steps a run has, and what happens between them."""
+    """The number of steps, and when to evaluate and to write checkpoints."""
 
     max_steps: int
     eval_setups: Sequence[RolloutSetup]
-    """What is evaluated; empty: nothing."""
+    """The environments to evaluate; may be empty."""
     eval_interval: int
     eval_episodes: int
-    """Most episodes of each evaluation, for each environment."""
+    """Maximum number of episodes per evaluation and environment."""
     eval_examples: int | None
-    """Most examples of each environment; None: as many as there are episodes."""
+    """Maximum number of examples per environment. None: as many as there are episodes."""
     eval_seed: int
     checkpoint_interval: int
     keeps_best: bool = False
-    """Whether the state of the best evaluation is kept."""
+    """True if the checkpoint of the best evaluation is kept."""
     learns_from_advantages: bool = True
-    """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
+    """True if a token with advantage 0 has no gradient: there is no teacher, and the loss is a built-in one."""
     canary_tolerance: float = 1e-4
-    """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""
+    """Largest allowed mean difference between the sampler's and the trainer's logprobs after a weight update."""
     checks_kept_sets: bool = False
-    """Whether kept sets are compared there too: something that is trained is drawn from a cut distribution."""
+    """True if kept sets are compared as well: some trained tokens come from a truncated distribution."""
     shares_device: bool = False
-    """Whether sampler and trainer take turns on one device."""
+    """True if sampler and trainer take turns on one device."""
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation after this step, the last one's included."""
+        """True if the policy is evaluated after this step. The last step always is."""
         return step % self.eval_interval == 0 or step == self.max_steps
 
     def is_kept(self, step: int) -> bool:
-        """Whether there is a checkpoint after this step, whatever is measured; that of the last step is another one."""
+        """True if a checkpoint is due after this step by the interval alone. The last step's is written separately."""
         return step % self.checkpoint_interval == 0 and step < self.max_steps
 
     def may_be_kept(self, step: int) -> bool:
-        """Whether the trainer leaves its state after this step: the evaluation says only later whether it is the best,
-        and by then the trainer is at work on the next batch."""
+        """True if the trainer must store its state after this step. Whether the evaluation is the best so far, and the
+        state thus needed, is known only later, when the trainer may already be working on the next batch."""
         return step < self.max_steps and (self.is_kept(step) or (self.keeps_best and self.is_evaluated(step)))

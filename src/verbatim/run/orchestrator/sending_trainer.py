@@ -1,10 +1,10 @@
-"""Orders the work of a trainer that sends its weights to the sampler's servers: a version is sent before the next batch
-changes it.
+"""Orders the requests to a trainer that sends its weights to the sampler's servers: a version must be sent before the
+next batch changes it.
 
 ```
-train(1)    handed over, trained, published: a report
-send(1)     the sampler's update asks for it, once its servers have paused
-train(2)    handed over any time; begins when version 1 was sent, or when the update is over without it
+train(1)    handed over, trained, published; returns a report
+send(1)     requested by the sampler's update, once its servers have paused
+train(2)    may be handed over at any time; starts once version 1 was sent, or once the update ended without sending
 ```
 """
 
@@ -23,8 +23,8 @@ class SendingTrainer:
     """A `TrainerLink`, and the `WeightSender` of its sampler.
 
     Args:
-        link: To the trainer, which executes one request after the other.
-        store: Where the trainer meets the servers.
+        link: The link to the trainer, which executes one request at a time.
+        store: The store through which trainer and servers connect.
     """
 
     def __init__(self, link: TrainerLink, store: WeightStore) -> None:
@@ -32,7 +32,7 @@ class SendingTrainer:
         self._store = store
         self._turn = asyncio.Lock()
         self._held: int | None = None
-        """The version that the trainer holds, or is about to, until its update is over."""
+        """The version that the trainer holds or is about to hold, until the sampler's update to it is over."""
         self._may_train = asyncio.Event()
         self._may_train.set()
         self._holds_back = True
@@ -40,11 +40,11 @@ class SendingTrainer:
 
     @property
     def store(self) -> WeightStore:
-        """Where the servers meet the trainer."""
+        """The store through which trainer and servers connect."""
         return self._store
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
-        """As `TrainerLink.train`, once the version before was sent, or will not be."""
+        """As `TrainerLink.train`, once the previous version was sent or no longer needs to be."""
         async with self._turn:  # first come, first served
             await self._may_train.wait()
             if self._holds_back:
@@ -53,33 +53,33 @@ class SendingTrainer:
             try:
                 return await self._link.train(samples, version, checkpoint=checkpoint)
             except BaseException:
-                self._may_train.set()  # there is no version to send
+                self._may_train.set()  # the step failed, so there is no version to send
                 raise
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Have the trainer send its weights; then the next batch may begin.
+        """Have the trainer send its weights. After that the next batch may start.
 
         Raises:
-            RunStopped: the trainer is gone, or one of its processes failed.
+            RunStopped: the trainer is gone, or one of its ranks failed.
         """
         try:
             self._sent = await self._link.send(order)
         finally:
-            self.go_on(order.version)
+            self.go_on(order.version)  # also after a failure: training must not wait for weights that cannot be sent
         return self._sent
 
     def go_on(self, version: int) -> None:
-        """The update to this version is over: where it was not sent until now, it is not sent any more."""
+        """Note that the update to this version is over. If it was not sent so far, it will not be."""
         if version == self._held:
             self._may_train.set()
 
     def stop_sending(self) -> None:
-        """Nothing is sent any more: batches do not wait."""
+        """Stop sending: batches no longer wait."""
         self._holds_back = False
         self._may_train.set()
 
     def metrics(self) -> dict[str, float]:
-        """What came of the sending since the call before."""
+        """The metrics of sending since the last call."""
         sent, self._sent = self._sent, None
         if sent is None:
             return {"weights/broadcast": 0.0}

@@ -10,12 +10,12 @@ from verbatim.core.trajectories import age
 from verbatim.core.types import Group
 
 MOST_AGES = 16
-"""Ages up to this one are counted in every step; older ones where they occur."""
+"""Ages up to this one have a metric in every step; older ones only when they occur."""
 
 
 def newest_batch(version: int, max_async_level: int) -> int:
-    """The last batch that new rollouts may start for with weights of this version: rollouts for batch n start with
-    version `max(0, n - k)` or newer.
+    """The last batch for which rollouts may start with weights of this version: rollouts for batch n start with
+    version `max(0, n - k)` or newer, where k is `max_async_level`.
 
     Example: with k = 1 and version 2, rollouts may start for batch 3, and not yet for batch 4.
     """
@@ -23,9 +23,9 @@ def newest_batch(version: int, max_async_level: int) -> int:
 
 
 def too_old(group: Group, batch: int, max_off_policy_steps: int) -> bool:
-    """Whether nothing of the group may be trained in this batch: every completed rollout is older than the bound.
+    """True if no rollout of the group may be trained in this batch: every completed one is older than the bound.
 
-    A group in which every rollout failed is not judged by its age.
+    False for a group in which every rollout failed.
     """
     completed = group.completed
     return bool(completed) and all(age(trajectory, batch) > max_off_policy_steps for trajectory in completed)
@@ -35,7 +35,7 @@ def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, flo
     """`staleness/mean`, `staleness/max`, and the histogram: `staleness/age/{a}` rollouts of age a.
 
     Args:
-        ages: The ages of a batch's rollouts without those that are too old. If empty, there is only the histogram.
+        ages: The ages of a batch's rollouts, without those that are too old. If empty, there is only the histogram.
         max_off_policy_steps: The oldest age that is trained.
 
     Example: ages 0, 1, 1 with a bound of 2 give mean 2/3, max 1, age/0 1, age/1 2, age/2 0.
@@ -50,7 +50,7 @@ def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, flo
 
 
 def capped_settings(orchestrator: OrchestratorConfig) -> list[str]:
-    """A sentence for each setting that the staleness rule, or another setting, keeps from having its full effect."""
+    """A sentence for each setting whose effect is capped by the staleness rule or by another setting."""
     level, oldest = orchestrator.max_async_level, orchestrator.max_off_policy_steps
     notes = []
     if oldest < level:

@@ -1,4 +1,4 @@
-"""Collects the metrics of a step (rollouts, training, engine) and passes them to the observer."""
+"""Collects the metrics of a step (rollouts, training, sampler) and passes them to the observer."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from verbatim.trainer.transport import StepReport
 
 @runtime_checkable
 class ReportsStats(Protocol):
-    """A sampler that knows how busy it was."""
+    """A sampler that reports how busy it was."""
 
     def stats(self) -> Any:
-        """Since it started: `sampled_tokens`, and `busy_seconds` with at least one sequence in flight."""
+        """Totals since its start: `sampled_tokens`, and `busy_seconds`, the time with a sequence in flight."""
 
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """A sampler with metrics of its own."""
+    """A sampler with its own metrics."""
 
     def metrics(self) -> Mapping[str, float]:
-        """By name; rates are since the call before."""
+        """The metrics by name; rates are since the previous call."""
 
 
 @dataclass(kw_only=True, eq=False)
 class StepMetrics:
-    """Gathers the metrics of each step, which checks the ledger too, and tells the observer of them."""
+    """Collects the metrics of each step, checks the ledger, and passes the metrics to the observer."""
 
     sampler: Sampler
     dispatcher: Dispatcher
@@ -53,7 +53,7 @@ class StepMetrics:
     _stats_before: tuple[int, float] = (0, 0.0)
 
     def begin(self, lag: LoopLag) -> None:
-        """The first step begins; `lag` measures the event loop."""
+        """Start the first step; `lag` measures the event loop."""
         self._lag = lag
         self._sampled_before = self.ledger.sampled
         self._step_began = time.perf_counter()
@@ -61,9 +61,13 @@ class StepMetrics:
     async def record(
         self, submitted: Submitted, report: StepReport, timings: Mapping[str, float], *, waiting: int
     ) -> None:
-        """The step of this batch is done: check the ledger, and tell the observer.
+        """Record a finished step: check the ledger, then pass the metrics to the observer.
 
-        The trainer has `waiting` more batches now; `timings` are `time/...` of the step, where they are known.
+        Args:
+            submitted: The batch.
+            report: The trainer's report.
+            timings: The `time/...` metrics that are known for this step.
+            waiting: Number of batches that the trainer still has.
         """
         pending = self.dispatcher.num_pending_tokens
         self.ledger.check(pending)
@@ -84,6 +88,7 @@ class StepMetrics:
             **(self.sampler.metrics() if isinstance(self.sampler, ReportsMetrics) else {}),
             **self.dispatcher.metrics(),
         }
+        # On a thread: observers write files and may take long. Dropped groups are taken here, on the loop's thread.
         await asyncio.to_thread(self._tell, submitted, metrics, self.dispatcher.take_dropped(), report.tokens)
 
     def _tell(
@@ -121,7 +126,7 @@ class StepMetrics:
         self.observer.on_step(number + 1, everything, outcomes)
 
     def _sampler_metrics(self, seconds: float) -> dict[str, float]:
-        """The sampler's metrics since the last step. An engine that reports no busy time counts as always busy."""
+        """The sampler's metrics since the last step. A sampler that does not report its busy time counts as busy."""
         if not isinstance(self.sampler, ReportsStats):
             sampled, self._sampled_before = self.ledger.sampled - self._sampled_before, self.ledger.sampled
             return {"sampler/tokens_per_second": sampled / seconds if seconds > 0 else 0.0}
@@ -137,26 +142,28 @@ class StepMetrics:
 def _with_tokens(
     outcomes: Sequence[TrajectoryOutcome], samples: Sequence[TrainingSample], tokens: TrainedTokens
 ) -> list[TrajectoryOutcome]:
-    """The outcomes of a batch, with what the trainer computed for its samples."""
+    """The outcomes of a batch, with the logprobs and gradients that the trainer computed."""
     found: dict[str, dict[int, tuple[Float32, Float32]]] = {}
     for sample, turn, logprobs, gradients in tokens.by_turn(samples):
         found.setdefault(sample.trajectory_id, {})[turn] = (logprobs, gradients)
-    told = []
+    updated = []
     for outcome in outcomes:
         of_turn = found.get(outcome.trajectory.trajectory_id, {})
-        said = [of_turn.get(turn, (None, None)) for turn in range(len(outcome.turns))]
-        told.append(replace(outcome, trainer_logprobs=tuple(t for t, _ in said), gradients=tuple(g for _, g in said)))
-    return told
+        pairs = [of_turn.get(turn, (None, None)) for turn in range(len(outcome.turns))]
+        updated.append(
+            replace(outcome, trainer_logprobs=tuple(t for t, _ in pairs), gradients=tuple(g for _, g in pairs))
+        )
+    return updated
 
 
 def _with_teacher(outcomes: Sequence[TrajectoryOutcome], samples: Sequence[TrainingSample]) -> list[TrajectoryOutcome]:
-    """The outcomes of a batch, with the teacher's logprobs of what it was asked about."""
+    """The outcomes of a batch, with the teacher's logprobs of the turns that it scored."""
     found: dict[str, dict[int, Float32]] = {}
     for sample in samples:
         if sample.teacher_logprobs is not None:
             for turn in np.unique(sample.trained("chunk_ids")).tolist():
-                said = sample.teacher_logprobs[sample.chunk_ids == turn]
-                found.setdefault(sample.trajectory_id, {})[turn] = said
+                logprobs = sample.teacher_logprobs[sample.chunk_ids == turn]
+                found.setdefault(sample.trajectory_id, {})[turn] = logprobs
     return [
         replace(outcome, teacher_logprobs=tuple(map(of_turn.get, range(len(outcome.turns)))))
         if (of_turn := found.get(outcome.trajectory.trajectory_id)) is not None
@@ -166,7 +173,7 @@ def _with_teacher(outcomes: Sequence[TrajectoryOutcome], samples: Sequence[Train
 
 
 def _dropped_outcomes(kind: Flatness | None, group: Group) -> list[TrajectoryOutcome]:
-    """The outcomes of a group that the dispatcher dropped, by online difficulty filtering or for its age."""
+    """The outcomes of a group that the dispatcher dropped: too flat (online difficulty filtering), or None: too old."""
     if kind is not None:
         return [TrajectoryOutcome.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
     return [TrajectoryOutcome.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]

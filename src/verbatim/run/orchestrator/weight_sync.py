@@ -1,4 +1,4 @@
-"""Loads new weights into the sampler and checks them."""
+"""Loads new weights into the sampler, and checks that it uses them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from verbatim.trainer.transport.canary import (
 )
 
 CUT = SamplingParams(max_tokens=1, top_k=4, top_p=0.95, return_kept_sets=True)
-"""How tokens are drawn whose kept sets are compared: each of the few ids of a set costs a request."""
+"""Sampling parameters for the comparison of kept sets. The sets are small, because each id in them costs a request."""
 
 
 class WeightSync:
-    """Loads published weights into the sampler and compares its logprobs of the probes with the trainer's.
+    """Loads published weights into the sampler, and compares its logprobs of the probes with the trainer's.
 
-    A sampler of several replicas gets the comparison to check each of them.
+    With several replicas, each of them is checked.
 
     Args:
-        sampler: Whose weights are updated.
-        probes: Logprobs of the weights that it begins with; None: nothing is compared then.
-        tolerance: Largest mean difference of logprobs, where the probes tell of no larger rounding.
-        cuts: Whether top-p, top-k or min-p cut what is trained: kept sets are compared too.
+        sampler: The sampler to update.
+        probes: The trainer's logprobs of the initial weights. None: these are not compared.
+        tolerance: Largest allowed mean difference of logprobs, unless the probes measured a larger rounding error.
+        cuts: True to compare kept sets too: top-p, top-k or min-p truncate the distribution that is trained on.
     """
 
     def __init__(self, sampler: Sampler, probes: Probes | None, tolerance: float, *, cuts: bool = False) -> None:
@@ -46,10 +46,10 @@ class WeightSync:
         self._difference = self._allowed = math.nan
 
     async def check_first(self) -> None:
-        """Compare the weights that the sampler begins with.
+        """Check the initial weights of the sampler.
 
         Raises:
-            RunStopped: they are not the trainer's.
+            RunStopped: they differ from the trainer's.
         """
         allowed = allowed_difference(self._tolerance, self._probes)
         canary = Canary(self._probes, before=None, tolerance=allowed, cuts=self._cuts)
@@ -59,10 +59,10 @@ class WeightSync:
             await self._check(canary)
 
     async def load(self, report: StepReport) -> None:
-        """Load the published version of this report; the sampler samples with it from here on.
+        """Load the version published in this report. From here on the sampler samples with it.
 
         Raises:
-            RunStopped: the sampler's logprobs of the probes are not the trainer's.
+            RunStopped: the sampler's logprobs of the probes differ from the trainer's.
         """
         self._allowed = allowed_difference(self._tolerance, report.probes)
         canary = Canary(report.probes, before=self._probes, tolerance=self._allowed, cuts=self._cuts)
@@ -72,15 +72,15 @@ class WeightSync:
             self._difference = canary.difference
             assert report.version == self._sampler.policy_version
             return
-        await canary.prepare(self._sampler)
+        await canary.prepare(self._sampler)  # before the update, so that a prefix cache that survives it shows
         await self._sampler.update_weights(report.weights, report.version)
         assert report.version == self._sampler.policy_version
         await self._check(canary)
         self._difference = canary.difference
 
     def metrics(self) -> dict[str, float]:
-        """The mean difference of logprobs at the last update, of the replica that is furthest from the trainer, and the
-        largest one allowed; nothing where none was compared."""
+        """The mean difference of logprobs at the last update, of the replica furthest from the trainer, and the largest
+        difference allowed; empty if nothing was compared."""
         if math.isnan(self._difference):
             return {}
         return {"weights/canary": self._difference, "weights/canary_allowed": self._allowed}
@@ -96,17 +96,17 @@ class WeightSync:
 
 
 class Canary:
-    """A `WeightCheck`: compares a sampler's logprobs of the probes with those of the trainer.
+    """A `WeightCheck`: compares a sampler's logprobs of the probes with the trainer's.
 
-    The last probe is put into the sampler's prefix cache before it loads, and asked for by new requests afterwards: a
-    cache that outlives its weights shows.
+    To find a prefix cache that outlives its weights, the last probe is put into the cache before the update, and
+    requested again afterwards.
 
     Args:
-        published: The trainer's logprobs of the version to check; None: nothing is compared.
-        before: Those of the version before it; None at the start.
-        tolerance: Largest mean difference of logprobs.
-        cuts: Whether tokens are drawn from a cut distribution too, and their logprobs compared with those that the
-            sampler gives to all ids of their kept sets.
+        published: The trainer's logprobs of the version to check. None: nothing is compared.
+        before: The trainer's logprobs of the previous version; None at the start.
+        tolerance: Largest allowed mean difference of logprobs.
+        cuts: True to also sample tokens from a truncated distribution, and compare their logprobs with those computed
+            from the sampler's logprobs of all ids in their kept sets.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class Canary:
         self._tolerance = tolerance
         self._cuts = cuts
         self.difference = math.nan
-        """The largest mean difference found, over samplers; NaN = nothing was compared."""
+        """The largest mean difference found, over samplers; NaN if nothing was compared."""
 
     async def prepare(self, sampler: Sampler) -> None:
-        """Put the last probe into the prefix cache, where the sampler has one that can be asked."""
+        """Put the last probe into the prefix cache, if the sampler has one that can be queried."""
         if self._published is not None and isinstance(sampler, AsksPrefixCache):
             await sampler.cached_logprob(cached_prefixes(self._published)[-1])
 
     async def __call__(self, sampler: Sampler) -> str | None:
-        """What differs; None if nothing does. Requests over the prefix cache come first: the others may write it."""
+        """What differs, or None. Prefix-cache requests come first, because the other requests may fill the cache."""
         published = self._published
         if published is None:
             return None
@@ -149,8 +149,9 @@ class Canary:
             if drawn.kept_sets is None or drawn.logprobs is None or not len(drawn.ids):
                 return f"it returns no kept set of a token that it draws with top_k = {CUT.top_k}"
             kept, token = drawn.kept_sets[0], drawn.ids[0]
-            asked = kept.tolist() or range(sampler.vocab_size)  # nothing was cut of a vocabulary that small
+            asked = kept.tolist() or range(sampler.vocab_size)  # an empty set: nothing was cut off
             scores = [(await sampler.prompt_logprobs(np.append(prompt, i).astype(np.int32)))[-1] for i in asked]
+            # Logprob of the token, renormalized over its kept set.
             over_kept = float(scores[list(asked).index(int(token))]) - math.log(math.fsum(map(math.exp, scores)))
             differences.append(abs(over_kept - float(drawn.logprobs[0])))
         if not (difference := sum(differences) / len(differences)) <= self._tolerance:
