@@ -1,1 +1,1 @@
-"""Computes what evaluated episodes come to: success, reward and pass@k with their intervals, and paired differences."""
+"""Computes the results of evaluated episodes: success, reward and pass@k with intervals, and paired differences."""

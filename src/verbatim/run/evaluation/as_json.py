@@ -1,4 +1,4 @@
-"""Turns results of an evaluation into plain values; `finite` makes null of what is unknown."""
+"""Converts evaluation results to plain values; `finite` replaces NaN by null."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def estimate_to_json(found: Estimate) -> dict[str, Any]:
 
 
 def result_to_json(result: EnvResult) -> dict[str, Any]:
-    """One model on one environment, without its examples."""
+    """The result of one model on one environment, without its examples."""
     return {
         "episodes": result.num_episodes,
         "failed": result.num_failed,
@@ -44,7 +44,7 @@ def result_to_json(result: EnvResult) -> dict[str, Any]:
 
 
 def example_to_json(example: ExampleResult) -> dict[str, Any]:
-    """One example."""
+    """The result of one example."""
     return {
         "example_id": example.example_id,
         "episodes": example.num_episodes,
@@ -58,7 +58,7 @@ def example_to_json(example: ExampleResult) -> dict[str, Any]:
 
 
 def difference_to_json(found: PairedDifference) -> dict[str, Any]:
-    """The second minus the first."""
+    """The difference: second minus first."""
     is_compared = found.is_paired and not any(found.too_many_failed)
     return {
         "paired": found.is_paired,
@@ -73,7 +73,7 @@ def difference_to_json(found: PairedDifference) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """A value with None for NaN and infinities, which JSON does not have, and lists for arrays."""
+    """The value with NaN and infinities, which JSON lacks, replaced by None, and arrays by lists."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):

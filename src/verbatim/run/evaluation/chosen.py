@@ -1,4 +1,4 @@
-"""Chooses what an evaluation plays: the first examples, each equally often."""
+"""Chooses the episodes of an evaluation: the first examples, each with the same number of episodes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from verbatim.core.types import Example
 
 
 def chosen(examples: Sequence[Example], *, episodes: int, most: int | None) -> tuple[Sequence[Example], int]:
-    """The examples, and the episodes of each.
+    """The examples to play, and the number of episodes per example.
 
     Args:
-        examples: Those of the environment.
-        episodes: Most episodes in all; where it is fewer than `most`, each example is played once.
-        most: Most examples; None: as many as can be played once.
+        examples: The environment's examples.
+        episodes: Maximum number of episodes in total; if it is less than `most`, each example is played once.
+        most: Maximum number of examples. None: as many as can be played once.
 
     Example: of 120 examples, 24 episodes play the first 24 once; of 7 examples they play each 3 times, 21 episodes.
     """

@@ -1,4 +1,4 @@
-"""Defines what an evaluated episode came to: a small record, made from a trajectory or from its line in a log."""
+"""Defines the result of an evaluated episode: a small record, made from a trajectory or from its JSON in a log."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from verbatim.environments.environment import IS_SUCCESS
 from verbatim.rollouts.loop import JUDGE_USAGE
 
 USAGE = "usage"
-"""The key of `Trajectory.info` for a chat server's own token counts."""
+"""The key of `Trajectory.info` with a chat server's own token counts."""
 
 FIGURES = ("turns", "tool_calls", "tool_errors", "truncated", "malformed", "completion_tokens")
-"""The figures that every episode has which did not fail."""
+"""The figures that every completed episode has."""
 
 _Json = Mapping[str, Any]
 
 Key = tuple[str, int, int | None]
-"""Example, number within the example, and seed: two policies that have it in common played the same episode."""
+"""Example id, sample index and seed. Episodes of two policies with the same key are compared as a pair."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,30 +32,30 @@ class EvaluatedEpisode:
     env: str
     example_id: str
     sample_index: int
-    """Number within the example."""
+    """The number of the episode among those of its example."""
     seed: int | None
     success: bool
-    """Whether it reached its goal; a failed episode did not."""
+    """True if the episode reached its goal; False if it failed with an error."""
     reward: float | None
-    """None where it failed, or was given none."""
+    """None if the episode failed or was given no reward."""
     error: str | None
-    """What went wrong; None: it ended by itself."""
+    """The error; None if the episode completed."""
     stop_reason: str | None
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What is averaged over episodes that did not fail: `turns`, `completion_tokens`, `reward_part/{part}`, ..."""
+    """Values that are averaged over completed episodes: `turns`, `completion_tokens`, `reward_part/{part}`, ..."""
     tool_turns: tuple[int, int] = (0, 0)
-    """Turns in which all tool calls were readable and fitted a tool, and all turns with a tool call."""
+    """Number of turns whose tool calls were all well-formed and valid, and number of turns with a tool call."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """What is summed, failed episodes included: tokens, requests that were made again, judges."""
+    """Values that are summed, including failed episodes: tokens, repeated requests, judge calls."""
 
     @property
     def key(self) -> Key:
-        """What it has in common with the same episode under another policy."""
+        """Identifies the same episode under another policy."""
         return self.example_id, self.sample_index, self.seed
 
 
 def evaluated_episode_of(trajectory: Trajectory, success: bool) -> EvaluatedEpisode:
-    """The outcome of a finished trajectory, and the verdict of its environment."""
+    """The result of a finished trajectory and its environment's verdict."""
     turns = [
         {
             "tool_calls": turn.tool_calls,
@@ -69,14 +69,14 @@ def evaluated_episode_of(trajectory: Trajectory, success: bool) -> EvaluatedEpis
 
 
 def evaluated_episode_from_json(record: Mapping[str, Any], success: bool | None = None) -> EvaluatedEpisode:
-    """The outcome of a trajectory as a log has it.
+    """The result of a trajectory in a log.
 
     Args:
-        record: As `trajectory_to_json` writes it.
-        success: The verdict of its environment; None: the one in its `info`, or else a reward of at least 1.
+        record: The trajectory as written by `trajectory_to_json`.
+        success: The environment's verdict. None: the one in `info`, or else a reward of at least 1.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is no such record.
+        KeyError, TypeError, ValueError, AttributeError: the record is not a trajectory.
     """
     error, turns, info = record["error"], record["turns"], record["info"]
     reward = None if record["reward"] is None else float(record["reward"])
@@ -115,7 +115,7 @@ def _figures(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, fl
 
 
 def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
-    """Sampled tokens; where the server tells no ids, its own count."""
+    """The number of sampled tokens: as recorded, or as counted by a server that returns no ids."""
     recorded = sum(len(turn["completion_ids"]) for turn in turns) + record["num_unrecorded_tokens"]
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
 
@@ -131,7 +131,7 @@ def _spent(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, floa
 
 
 def _counts(found: Any) -> Mapping[str, Any]:
-    """The numbers of a mapping: `info` is the environment's, and may hold anything under a name."""
+    """The entries of a mapping that are numbers. Environments write into `info` too, so any value may be there."""
     if not isinstance(found, Mapping):
         return {}
     return {name: value for name, value in found.items() if isinstance(value, int | float)}

@@ -1,10 +1,10 @@
 """Computes 95% confidence intervals of means, shares and differences of evaluated episodes.
 
-Episodes of one example are not independent: an easy example succeeds in all of them. So the examples are what is taken
-to be drawn at random, and an example is a cluster of its episodes. Where there is one example only, its episodes are
-the clusters, and the interval is about this example.
+Episodes of one example are not independent: an easy example succeeds in all of them. So the examples are treated as the
+random sample, and each example is a cluster of its episodes. With a single example, its episodes are the clusters, and
+the interval is about that example only.
 
-Values are given by example: `{"secret-7": [1, 0, 1], ...}`.
+Values are passed by example: `{"secret-7": [1, 0, 1], ...}`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from verbatim.core.records.equality import are_equal
 from verbatim.run.evaluation.student import LEVEL, t_quantile
 
 Z95 = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-"""The normal distribution's 97.5% quantile: 95% lie between its negative and it."""
+"""The normal distribution's 97.5% quantile: 95% of it lie between -Z95 and Z95."""
 
 ByExample = Mapping[str, Sequence[float]]
-"""The values of each example's episodes."""
+"""The values of the episodes, by example."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean, a share or a difference, with its 95% interval."""
+    """A mean, a share or a difference, with its 95% confidence interval."""
 
     value: float
-    """NaN where nothing was measured."""
+    """NaN if nothing was measured."""
     low: float = math.nan
-    """NaN where the values say nothing of their spread: one value, or values that are all equal."""
+    """NaN if the values do not show a spread: a single value, or values that are all equal."""
     high: float = math.nan
     num_examples: int = 0
-    """Examples that it is computed from."""
+    """Number of examples behind the estimate."""
     num_values: int = 0
-    """Episodes, or pairs of episodes, that it is computed from."""
+    """Number of episodes, or pairs of episodes, behind the estimate."""
 
     @property
     def has_interval(self) -> bool:
-        """Whether the interval is known."""
+        """True if the interval is known."""
         return not math.isnan(self.low)
 
 
@@ -49,19 +49,20 @@ UNKNOWN = Estimate(value=math.nan)
 
 @dataclass(frozen=True, kw_only=True)
 class _Clusters:
-    """What all intervals begin with."""
+    """The statistics from which all intervals are computed."""
 
     mean: float
     variance: float
-    """The variance of the mean; NaN with one cluster."""
+    """The variance of the mean; NaN if there is only one cluster."""
     num_clusters: int
     num_values: int
     most_alike: float
-    """The design effect if the values of a cluster were all equal: the mean size of the cluster that a value is in."""
+    """The largest possible design effect, reached if all values in a cluster are equal: the mean cluster size as seen
+    by a value."""
 
 
 def _clusters(values: ByExample) -> _Clusters:
-    """Mean of all values, and its variance over clusters, corrected for their number: K / (K - 1) *
+    """Mean of all values, and its variance over clusters with the correction for few clusters: K / (K - 1) *
     sum_c (sum_i (x_ci - m))^2 / n^2 (Cameron & Miller 2015, "A practitioner's guide to cluster-robust inference",
     section II, for a regression on a constant).
     """
@@ -86,8 +87,8 @@ def _sizes(values: ByExample) -> dict[str, int]:
 
 
 def mean_interval(values: ByExample) -> Estimate:
-    """The mean of values without bounds, such as rewards: mean ± t * standard error, with K - 1 degrees of freedom for
-    K examples. Values that are all equal have no interval; those that are all 0 or 1 have that of `share_interval`.
+    """The mean of unbounded values, such as rewards: mean ± t * standard error, with K - 1 degrees of freedom for K
+    examples. No interval if all values are equal. If all are 0 or 1, `share_interval` is used.
 
     Example: `{"a": [1, 3], "b": [5, 7]}` has the mean 4, the variance 2 / 1 * (16 + 16) / 16 = 4, and t = 12.71: 4 ±
     25.4.
@@ -106,8 +107,8 @@ def _mean_interval(values: ByExample) -> Estimate:
 
 
 def share_interval(values: ByExample) -> Estimate:
-    """The mean of values between 0 and 1, such as successes: Wilson's interval of `effective_size` episodes, which
-    stays between 0 and 1, and has a width where all or none succeed.
+    """The mean of values between 0 and 1, such as successes: Wilson's interval for `effective_size` episodes. It stays
+    between 0 and 1, and has a width even if all episodes succeed or none does.
 
     Example: 30 of 40 examples succeed in all of their 4 episodes, 10 in none. The 160 episodes count as 40, and 0.75
     has the interval (0.598, 0.858); 160 independent ones would have (0.678, 0.811). All of 4 x 30 episodes have
@@ -122,28 +123,29 @@ def share_interval(values: ByExample) -> Estimate:
 
 
 def effective_size(values: ByExample) -> float:
-    """As how many independent episodes these count: their number n, divided by the design effect, which is how many
-    times larger the variance of p is than p (1 - p) / n (Dean & Pagano 2015, "Evaluating confidence interval methods
-    for binomial proportions in clustered surveys").
+    """The number of independent episodes that carry the same information as these.
 
-    The design effect is 1 where the episodes of an example are independent, and m where they are all alike, with m
-    episodes for each example (Kish 1965, "Survey sampling"). How alike they are shows in the episodes that differ from
-    the others. Where there are few, and none where all succeed, the variance over examples says little, so the
-    estimate begins halfway, at (1 + m) / 2, with the weight of one such episode:
+    It is their number n divided by the design effect, which is the factor by which the variance of p exceeds
+    p (1 - p) / n (Dean & Pagano 2015, "Evaluating confidence interval methods for binomial proportions in clustered
+    surveys"). With m episodes per example, the design effect is 1 if these are independent, and m if they are all alike
+    (Kish 1965, "Survey sampling"). How alike they are shows only in the episodes that differ from the majority. If
+    there are few of these (none, if all succeed), the variance over examples is unreliable. So the estimate starts
+    from the middle, (1 + m) / 2, with the weight of one such episode:
 
         ((t / z)^2 * n^2 * variance of p + (1 + m) / 2) / (n p (1 - p) + 1), between 1 and m
 
-    (t / z)^2 is for the few examples that the variance is computed from (Korn & Graubard 1998, "Confidence intervals
-    for proportions with small expected number of positive counts estimated from survey data"). The halfway value is
-    ours: with n for all that succeed, as is usual there, 4 x 30 episodes of examples that are alike hold the truth in 6
-    of 10 intervals; with one for each example, their interval jumps from (0.51, 1) to (0.91, 1) at the first failure.
+    (t / z)^2 accounts for the small number of examples behind the variance (Korn & Graubard 1998, "Confidence intervals
+    for proportions with small expected number of positive counts estimated from survey data"). The middle value is our
+    choice. The usual one where all succeed is an effect of 1: then, for 4 x 30 episodes of examples that are alike,
+    only 6 of 10 intervals contain the truth. An effect of m instead makes the interval jump from (0.51, 1) to (0.91, 1)
+    at the first failure.
     """
     found = _clusters(values)
     return _effective(found.mean * (1 - found.mean), found)
 
 
 def _effective(spread: float, found: _Clusters) -> float:
-    """`spread`: the variance of one value if all were independent."""
+    """The effective size. `spread`: the variance of one value if all were independent."""
     if found.num_clusters == 1:
         return float(found.num_values)
     count, alike = found.num_values, found.most_alike
@@ -153,14 +155,14 @@ def _effective(spread: float, found: _Clusters) -> float:
 
 
 def paired_mean(differences: ByExample) -> Estimate:
-    """The mean difference of pairs without bounds, such as rewards of the same example and seed: mean ± t * standard
-    error of the differences; none where all are equal."""
+    """The mean difference of pairs with unbounded values, such as rewards of the same example and seed: mean ± t *
+    standard error of the differences. No interval if all differences are equal."""
     return _mean_interval(differences) if any(differences.values()) else UNKNOWN
 
 
 def paired_share(differences: ByExample) -> Estimate:
     """The mean of differences that are -1, 0 or 1: successes of the same example and seed under two policies.
-    `pairs_interval` of as many independent pairs as these count for, as in `effective_size`.
+    Computed as `pairs_interval` for the effective number of pairs, as in `effective_size`.
 
     Example: one pair for each of 50 examples, 12 gained and 4 lost, gives 0.16 and (-0.001, 0.308).
     """
@@ -176,9 +178,9 @@ def paired_share(differences: ByExample) -> Estimate:
 
 
 def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
-    """The difference of two means of other examples or seeds: Welch's interval over examples. Without a pair there is
-    nothing that both have in common: it is wider than that of pairs. Values that are all 0 or 1 have that of
-    `unpaired_share`."""
+    """The difference of two means over different examples or seeds: Welch's interval over examples. It is wider than
+    `paired_mean`, because nothing the two have in common cancels out. If all values are 0 or 1, `unpaired_share` is
+    used."""
     if not any(before.values()) or not any(after.values()):
         return UNKNOWN
     if are_binary(before, after):
@@ -196,7 +198,7 @@ def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
 
 
 def unpaired_share(before: ByExample, after: ByExample) -> Estimate:
-    """The difference of two shares of other examples or seeds: Newcombe's interval of their effective sizes."""
+    """The difference of two shares over different examples or seeds: Newcombe's interval for their effective sizes."""
     if not any(before.values()) or not any(after.values()):
         return UNKNOWN
     sizes = {name: min(_sizes(before)[name], _sizes(after)[name]) for name in ("num_examples", "num_values")}
@@ -206,7 +208,7 @@ def unpaired_share(before: ByExample, after: ByExample) -> Estimate:
 
 
 def wilson(successes: float, episodes: float) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson 1927), 95%.
+    """Wilson's 95% score interval of a share (Wilson 1927).
 
     Example: 40 successes of 200 give (0.150, 0.261).
     """
@@ -217,11 +219,11 @@ def wilson(successes: float, episodes: float) -> tuple[float, float]:
 
 
 def gain_interval(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
-    """Newcombe's interval of the difference of two independent shares (Newcombe 1998, method 10), 95%.
+    """Newcombe's 95% interval of the difference of two independent shares (Newcombe 1998, method 10).
 
     Args:
-        before: Share of successes, and number of episodes, or as how many independent ones they count.
-        after: The same, later.
+        before: The share of successes, and the number of independent episodes (an effective size).
+        after: The same for the second policy.
 
     Example: 56 of 70 against 48 of 80 gives (0.052, 0.334), as in the paper's table II.
     """
@@ -236,7 +238,7 @@ def gain_interval(before: tuple[float, float], after: tuple[float, float]) -> tu
 
 
 def pairs_interval(gained: float, lost: float, pairs: float) -> tuple[float, float]:
-    """The interval of the difference of two shares measured on the same pairs, 95%: with G = (gained + 1) / (pairs + 2)
+    """The 95% interval of the difference of two shares measured on the same pairs: with G = (gained + 1) / (pairs + 2)
     and L = (lost + 1) / (pairs + 2), G - L ± z sqrt((G + L - (G - L)^2) / (pairs + 2)) (Bonett & Price 2012, "Adjusted
     Wald confidence interval for a difference of binomial proportions based on paired data").
 
@@ -248,7 +250,7 @@ def pairs_interval(gained: float, lost: float, pairs: float) -> tuple[float, flo
 
 
 def are_binary(*given: ByExample) -> bool:
-    """Whether all values are 0 or 1: then a mean is a share.
+    """True if all values are 0 or 1, so that their mean is a share.
 
     >>> are_binary({"a": [0.0, 1.0]}, {"a": [1.0]}), are_binary({"a": [0.5]})
     (True, False)

@@ -19,25 +19,25 @@ from verbatim.run.evaluation.rows import (
 )
 
 _MOST_EXAMPLES = 500
-"""Examples of an environment that a report has."""
+"""Maximum number of examples per environment in a report."""
 NOTE = (
-    "Intervals are 95%, over examples: episodes of one example are not independent. Failed episodes count as no "
-    "success, and are left out of rewards and of all other means."
+    "Intervals are 95%, over examples: episodes of one example are not independent. Episodes that ended with an "
+    "error count as failures, and are left out of rewards and of all other means."
 )
-"""What has to be known to read a table."""
+"""How to read the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedModel:
-    """A model of a report."""
+    """A model in a report."""
 
     letter: str
     label: str
-    """As it was typed."""
+    """The model as typed on the command line."""
     where: str
-    """The folder, or the model and its server."""
+    """The folder, or the model's name and its server."""
     results: Mapping[str, EnvResult]
-    """By environment."""
+    """The results by environment."""
 
 
 def markdown(
@@ -47,14 +47,14 @@ def markdown(
     compared: Sequence[Compared] = (),
     errors: Mapping[str, Mapping[str, tuple[int, str]]] = MappingProxyType({}),
 ) -> str:
-    """The report, as GitHub shows it. Texts of models and environments are escaped.
+    """The report as GitHub-flavoured Markdown. Texts of models and environments are escaped.
 
     Args:
-        title: Its heading.
-        conditions: What was asked for: seed, episodes, sampling, ...
+        title: The heading.
+        conditions: The settings: seed, episodes, sampling, ...
         subjects: The models.
-        compared: Each two of them.
-        errors: By letter and kind of failure: how often, and what the first one said.
+        compared: The comparisons of two models each.
+        errors: By letter and kind of failure: the number of failed episodes, and the first error.
     """
     parts = [
         f"# {_plain(title)}",
@@ -96,7 +96,7 @@ def _table(header: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""One line that Markdown shows as it is.
+    r"""The text as one line, escaped so that Markdown shows it unchanged.
 
     >>> print(_plain("a|b\n<b> `c` [d](e) [0, 1]"))
     a\|b &lt;b&gt; \`c\` [d]\(e) [0, 1]

@@ -1,4 +1,4 @@
-"""Compares two policies on one environment: pairs of episodes of the same example and seed, or else all episodes."""
+"""Compares two policies on one environment: over episodes of the same example and seed, or else over all episodes."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ from verbatim.run.evaluation.results import rewards_of, successes
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """The second policy minus the first."""
+    """The difference between two policies: second minus first."""
 
     env: str
     num_pairs: int
-    """Episodes of the same example, number and seed; 0: the two have none in common, and are compared as wholes."""
+    """Episodes with the same example, sample index and seed. 0: there are none, and all episodes are compared."""
     num_unpaired: tuple[int, int]
-    """Episodes of each that have no counterpart; where there are pairs they are left out."""
+    """Episodes of each policy without a counterpart; they are ignored if there are pairs."""
     success: Estimate = UNKNOWN
     reward: Estimate = UNKNOWN
-    """Over the pairs in which both have a reward."""
+    """Over the pairs in which both episodes have a reward."""
     gained: int = 0
     """Pairs in which only the second succeeded."""
     lost: int = 0
     """Pairs in which only the first succeeded."""
     too_many_failed: tuple[str | None, str | None] = (None, None)
-    """Of each: how many episodes failed, where that is too many to compare it. Then nothing is known of the
-    difference."""
+    """For each policy, how many episodes failed, if that is too many for a comparison; then there are no estimates."""
 
     @property
     def is_paired(self) -> bool:
-        """Whether the same episodes were compared."""
+        """True if the same episodes were compared."""
         return self.num_pairs > 0
 
 
 def difference(
     env: str, before: Iterable[EvaluatedEpisode], after: Iterable[EvaluatedEpisode], max_failed: float = MAX_FAILED
 ) -> PairedDifference:
-    """What the second policy does better than the first.
+    """Compare the second policy with the first.
 
-    Episodes that failed count as no success, and have no reward.
+    Episodes that ended with an error count as failures, and have no reward.
 
     Args:
         env: The environment's label.
-        before: Episodes of the first.
-        after: Episodes of the second.
-        max_failed: Largest share of failed episodes of either with which the two are compared.
+        before: The episodes of the first policy.
+        after: The episodes of the second policy.
+        max_failed: The largest share of failed episodes of either policy with which the two are compared.
     """
     first, second = list(before), list(after)
     counterparts = {outcome.key: outcome for outcome in second}
@@ -89,7 +88,7 @@ def _too_many_failed(outcomes: Sequence[EvaluatedEpisode], most: float) -> str |
 
 
 def _paired_reward(pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]]) -> Estimate:
-    """Rewards that are all 0 or 1 are compared as successes are."""
+    """The difference in reward; rewards that are all 0 or 1 are compared like successes."""
     found = _differences(pairs, lambda outcome: outcome.reward)
     both = [rewards_of(side) for side in zip(*pairs, strict=True)]
     return paired_share(found) if are_binary(*both) else paired_mean(found)
@@ -98,7 +97,7 @@ def _paired_reward(pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]]) -
 def _differences(
     pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]], value_of: Callable[[EvaluatedEpisode], float | None]
 ) -> dict[str, list[float]]:
-    """Of the pairs in which both have a value, by example."""
+    """The difference in each pair in which both have a value, by example."""
     found: dict[str, list[float]] = {}
     for one, two in pairs:
         before, after = value_of(one), value_of(two)

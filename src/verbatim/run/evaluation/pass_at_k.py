@@ -1,4 +1,4 @@
-"""Estimates what k attempts at an example reach: pass@k, at least one succeeds, and pass^k, all succeed."""
+"""Estimates the success of k attempts at an example: pass@k, at least one succeeds, and pass^k, all succeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pass_hat_k(attempts: int, successes: int, k: int) -> float:
 
 
 def powers_up_to(attempts: int) -> tuple[int, ...]:
-    """The k that are reported where none are asked for: 1, 2, 4 and 8, up to the number of attempts.
+    """The values of k that are reported by default: 1, 2, 4 and 8, up to the number of attempts.
 
     >>> powers_up_to(1), powers_up_to(6), powers_up_to(100)
     ((1,), (1, 2, 4), (1, 2, 4, 8))

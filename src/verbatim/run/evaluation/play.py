@@ -1,4 +1,4 @@
-"""Plays the environments of a configuration with one model after the other, and says what each came to."""
+"""Plays the evaluation episodes of a configuration with one model after the other, and computes each one's results."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ from verbatim.run.rollouts import (
 )
 
 LONGEST_LOSING_STREAK = 16
-"""Episodes in a row that fail at an API, or twice the concurrency if that is more, after which it is taken for dead."""
+"""An API counts as dead after this many failed episodes in a row, or twice the concurrency if that is more."""
 CHAT_CONCURRENCY = 8
-"""Episodes at a time with an API, where nothing is said."""
+"""Default number of concurrent episodes with an API."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """How much is played, with which seed."""
+    """How much to play, and with which seed."""
 
     num_examples: int | None = None
-    """The first so many examples of each environment; None: orchestrator.eval.examples."""
+    """The first `num_examples` examples of each environment. None: orchestrator.eval.examples."""
     episodes_per_example: int | None = None
     """None: as many as orchestrator.eval.episodes allows."""
     seed: int = 0
-    """Of all episodes."""
+    """The seed of all episodes."""
     concurrency: int | None = None
-    """Most episodes at a time; None: orchestrator.max_concurrent, and 8 with an API."""
+    """Maximum number of concurrent episodes. None: orchestrator.max_concurrent, or 8 with an API."""
     ks: Sequence[int] | None = None
-    """The k of pass@k; None = 1, 2, 4, 8."""
+    """The values of k for pass@k. None: 1, 2, 4, 8."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into every request to an API."""
+    """Fields added to every request to an API."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EnvPlan:
-    """What one environment's episodes are."""
+    """The episodes to play in one environment."""
 
     env: str
     config: EnvConfig
@@ -74,12 +74,12 @@ class EnvPlan:
 
     @property
     def num_episodes(self) -> int:
-        """For each model."""
+        """Number of episodes per model."""
         return len(self.examples) * self.episodes_each
 
     def units(self, played: Mapping[tuple[str, int], object]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """What is left to play: an example's place, and numbers of its episodes. Where an environment scores the
-        episodes of an example together, they are played together; each is a unit by itself otherwise."""
+        """What is left to play, as pairs of an example's index and the numbers of its episodes. If the environment
+        scores the episodes of an example together, they are one unit; otherwise each episode is a unit."""
         for index, example in enumerate(self.examples):
             left = tuple(k for k in range(self.episodes_each) if (example.id, k) not in played)
             if left and self.scores_together:
@@ -89,30 +89,30 @@ class EnvPlan:
 
     @property
     def scores_together(self) -> bool:
-        """Whether rewards depend on the other episodes of the example."""
+        """True if a reward depends on the other episodes of the example."""
         return getattr(self.environment, "score_group", None) is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelResult:
-    """What one model came to."""
+    """The results of one model."""
 
     model: EvalModel
     environments: Mapping[str, EnvResult]
-    """By label."""
+    """The results by environment label."""
     outcomes: Mapping[str, Sequence[EvaluatedEpisode]]
-    """The episodes behind them."""
+    """The episodes behind the results, by environment label."""
 
 
 Progress = Callable[[EvalModel, int, int, int], None]
-"""Is told the model, its episodes that are played, all of them, and those that failed."""
+"""Called with the model, the number of episodes played, of all episodes, and of failed ones."""
 
 
 def plan_evaluation(config: RunConfig, environments: Environments, settings: EvalSettings) -> list[EnvPlan]:
-    """The episodes of each environment.
+    """Choose the episodes of each environment.
 
     Raises:
-        ComponentError: an environment whose examples cannot be read.
+        ComponentError: the examples of an environment cannot be read.
     """
     asked = config.orchestrator.eval or EvalConfig()
     plans = []
@@ -135,14 +135,14 @@ async def evaluate_models(
     log: EpisodeLog,
     progress: Progress,
 ) -> AsyncIterator[ModelResult]:
-    """Each model's result, as soon as its episodes are played. What the log has is not played again.
+    """Yield each model's result as soon as its episodes are played. Episodes in the log are not played again.
 
     Raises:
-        UsageError: conditions that differ from the log's, a model or a backend that cannot be used.
-        RunStopped: an API at which everything fails.
+        UsageError: the conditions differ from the log's, or a model or backend cannot be used.
+        RunStopped: all requests to an API fail.
     """
     plans = plan_evaluation(config, environments, settings)
-    for model in models:  # all conditions are compared before anything is played
+    for model in models:  # check the conditions of all models before anything is played
         for plan in plans:
             log.played(_conditions(config, model, plan, settings))
     for model in models:
@@ -151,7 +151,7 @@ async def evaluate_models(
 
 
 class _Playing:
-    """One model's episodes under way."""
+    """Plays one model's episodes."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Playing:
         self._num_failed = self._streak = 0
 
     async def run(self) -> ModelResult:
-        """Play what is left."""
+        """Play what is left, and return the results."""
         if any(True for plan in self._plans for _ in plan.units(self._played[plan.env])):
             episode_stats = EpisodeStats("eval")
             async with self._open(episode_stats) as setups:
@@ -191,14 +191,14 @@ class _Playing:
         return ModelResult(model=self._model, environments=results, outcomes=outcomes)
 
     def _asked(self, plan: EnvPlan) -> Iterator[EvaluatedEpisode]:
-        """The episodes that were asked for; the log may have more."""
+        """The episodes of this plan; the log may have more."""
         played = self._played[plan.env]
         for example in plan.examples:
             yield from (played[example.id, k] for k in range(plan.episodes_each))
 
     @contextlib.asynccontextmanager
     async def _open(self, episode_stats: EpisodeStats) -> AsyncIterator[Mapping[str, RolloutSetup]]:
-        """How episodes are run, by environment."""
+        """Open what the episodes need, and yield the setups by environment."""
         orchestrator, model = self._config.orchestrator, self._model
         made = {plan.env: (plan.config, plan.environment) for plan in self._plans}
         slots = asyncio.Semaphore(self._concurrency)
@@ -225,7 +225,7 @@ class _Playing:
                     for label, (env, environment) in made.items()
                 }
             return
-        from verbatim.models.loading import load_tokenizer  # imports torch, which no API needs
+        from verbatim.models.loading import load_tokenizer  # imports torch, which an API does not need
 
         check_backend(self._config)
         renderer = make_renderer(orchestrator.renderer, load_tokenizer(model.source))
@@ -240,12 +240,13 @@ class _Playing:
             await sampler.close()
 
     async def _play(self, plan: EnvPlan, setup: RolloutSetup) -> None:
-        """Every unit that is left, as many at a time as there are places."""
+        """Play every unit that is left, as many at a time as the concurrency allows."""
+        # All workers share the iterator, so each takes the next unit when it is free.
         units = plan.units(self._played[plan.env])
 
         async def work() -> None:
             for index, samples in units:
-                await turn_limiter().enter()
+                await turn_limiter().enter()  # starting many episodes at once would block the event loop
                 group = await GroupRun(
                     setup,
                     plan.examples[index],
@@ -267,7 +268,7 @@ class _Playing:
                 checks.cancel()
 
     def _take(self, plan: EnvPlan, trajectory: Trajectory) -> None:
-        """One that ended."""
+        """Store a finished episode, and report progress."""
         verdict = succeeded(plan.environment, trajectory)
         outcome = self._log.write(self._conditions[plan.env], trajectory, verdict)
         played = self._played[plan.env]
@@ -277,7 +278,7 @@ class _Playing:
         self._streak = self._streak + 1 if outcome.error is not None else 0
         self._progress(self._model, self._done, self._total, self._num_failed)
         if self._model.api is not None and self._streak >= max(LONGEST_LOSING_STREAK, 2 * self._concurrency):
-            kept = "" if self._log.path is None else "; the same command goes on with what is left"
+            kept = "" if self._log.path is None else "; the same command continues with what is left"
             raise RunStopped(
                 f"{self._streak} episodes in a row failed with {self._model.label}; the last: {outcome.error}{kept}"
             )
@@ -308,11 +309,11 @@ def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: Ev
     if model.api is not None and settings.extra_body:
         depends["extra_body"] = dict(settings.extra_body)
     digests = {example.id: digest_of(example) for example in plan.examples}
-    as_json = json.loads(json.dumps(depends, default=str))  # as the log gives them back
+    as_json = json.loads(json.dumps(depends, default=str))  # comparable with what is read from the log
     return Conditions(model=model, env=plan.env, settings=as_json, digests=digests)
 
 
 def digest_of(example: Example) -> str:
-    """Tells the content of an example from that of another one with its id."""
+    """A digest of an example's content, to detect another example with the same id."""
     text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

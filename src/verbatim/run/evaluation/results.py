@@ -1,4 +1,4 @@
-"""Computes what the episodes of one policy on one environment come to, as a whole and by example."""
+"""Computes the results of one policy on one environment, overall and by example."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from verbatim.run.evaluation.pass_at_k import pass_at_k, pass_hat_k, powers_up_t
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleResult:
-    """One example."""
+    """The result on one example."""
 
     example_id: str
     num_episodes: int
     num_failed: int
     num_successes: int
     mean_reward: float
-    """NaN where no episode has a reward."""
+    """NaN if no episode has a reward."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """pass@k by k."""
     first_error: str | None = None
-    """What the first failed episode says."""
+    """The error of the first failed episode."""
 
     @property
     def success(self) -> float:
-        """Share of its episodes that succeeded."""
+        """The share of its episodes that succeeded."""
         return self.num_successes / self.num_episodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvResult:
-    """One policy on one environment."""
+    """The result of one policy on one environment."""
 
     env: str
     num_episodes: int
     num_failed: int
-    """Episodes with an error. They count as no success, and are left out of rewards and of `figures`."""
+    """Episodes that ended with an error. They count as failures, and are left out of rewards and of `figures`."""
     success: Estimate = UNKNOWN
-    """Share of all episodes that reached their goal."""
+    """The share of all episodes that reached their goal."""
     reward: Estimate = UNKNOWN
-    """Mean reward of the episodes that have one."""
+    """The mean reward of the episodes that have one."""
     reward_std: float = math.nan
-    """Standard deviation of these rewards."""
+    """The standard deviation of these rewards."""
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
     """pass@k by k: mean over examples."""
     pass_hat: Mapping[int, Estimate] = field(default_factory=dict)
     """pass^k by k: mean over examples."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Means over the episodes that did not fail: `turns`, `completion_tokens`, `valid_format`, ..."""
+    """Means over the completed episodes: `turns`, `completion_tokens`, `valid_format`, ..."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Totals, failed episodes included: `completion_tokens`, `prompt_tokens`, `judge/cost`, ..."""
+    """Totals, including failed episodes: `completion_tokens`, `prompt_tokens`, `judge/cost`, ..."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Failed episodes by the first word of their error: `environment`, `api`, `timeout`, ..."""
+    """Number of failed episodes by the first word of their error: `environment`, `api`, `timeout`, ..."""
     examples: Sequence[ExampleResult] = ()
 
     @property
     def episodes_each(self) -> str:
-        """How many episodes an example has, for people: "4", or "3-4" where they differ."""
+        """The number of episodes per example, for people: "4", or "3-4" if it varies."""
         counts = [example.num_episodes for example in self.examples]
         low, high = min(counts, default=0), max(counts, default=0)
         return str(low) if low == high else f"{low}-{high}"
 
     def metrics(self) -> dict[str, float]:
-        """The same under the names of metrics.jsonl."""
+        """The result under the names used in metrics.jsonl."""
         return {
             "reward/mean": self.reward.value,
             "reward/std": self.reward_std,
@@ -86,12 +86,13 @@ class EnvResult:
 
 
 def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[int] | None = None) -> EnvResult:
-    """What these episodes come to.
+    """The result of these episodes.
 
     Args:
         env: The environment's label.
-        outcomes: In any order; examples keep the order in which they appear.
-        ks: The k of pass@k and pass^k; None = 1, 2, 4 and 8. A k that an example has too few episodes for is left out.
+        outcomes: The episodes in any order; examples keep the order in which they appear.
+        ks: The values of k for pass@k and pass^k. None: 1, 2, 4 and 8. Those above the smallest number of episodes per
+            example are left out.
     """
     listed = list(outcomes)
     groups: dict[str, list[EvaluatedEpisode]] = {}
@@ -118,17 +119,17 @@ def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[i
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of no values."""
+    """The mean; NaN if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
 def std(values: Sequence[float]) -> float:
-    """The standard deviation of a population; NaN of no values."""
+    """The population standard deviation; NaN if there are no values."""
     return deviation(values) if values else math.nan
 
 
 def successes(outcomes: Iterable[EvaluatedEpisode]) -> ByExample:
-    """1 or 0 for each episode, by example."""
+    """1 or 0 per episode, by example."""
     return _by_example(outcomes, lambda outcome: float(outcome.success))
 
 
@@ -175,8 +176,8 @@ def _example(example_id: str, group: Sequence[EvaluatedEpisode], ks: Sequence[in
 
 
 def means(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
-    """The figures of episodes: `reward_part/{part}` and `agent_reward/{agent}` have `/mean` and `/std`; everything else
-    is a mean. `valid_format` is there where a call was tried."""
+    """The means over the completed episodes. `reward_part/{part}` and `agent_reward/{agent}` get `/mean` and `/std`.
+    `valid_format` exists only if a tool call was tried."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.figures.items():
@@ -192,7 +193,7 @@ def means(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
 
 
 def totals(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
-    """What the episodes spent in all."""
+    """The sums over all episodes of what they spent."""
     total: Counter[str] = Counter()
     for outcome in outcomes:
         total.update(outcome.spent)

@@ -1,4 +1,4 @@
-"""Lays out results as rows of text: for the terminal, and for a report in Markdown."""
+"""Lays out results as rows of text, for the terminal and for Markdown reports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verbatim.run.evaluation.results import EnvResult, ExampleResult
 from verbatim.run.evaluation.texts import with_interval
 
 Row = tuple[str, ...]
-"""A heading, then a text for each column."""
+"""A heading, then one text per column."""
 
 MOST_EXAMPLES = 12
-"""Examples that a terminal shows."""
+"""Maximum number of examples shown on a terminal."""
 _MEANS = {
     "turns": "turns",
     "completion_tokens": "sampled tokens",
@@ -24,24 +24,24 @@ _MEANS = {
     "tool_errors": "tool errors",
     "truncated": "cut off",
 }
-"""Figures that are shown, and how they are called."""
+"""The figures that are shown, with their headings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Two of the models or runs, on every environment that both have."""
+    """Two models or runs, compared on every environment that both have."""
 
     before: str
     """The letter of the first."""
     after: str
     """The letter of the second, from which the first is subtracted."""
     environments: Mapping[str, PairedDifference]
-    """By label."""
+    """The differences by environment label."""
 
 
 def result_rows(results: Sequence[EnvResult | None]) -> list[Row]:
-    """One row for each figure, one column for each result; None: this one was not evaluated there. Figures that no
-    result has are left out."""
+    """One row per figure, one column per result; "-" if a model was not evaluated here (None) or lacks the figure.
+    Figures that no result has are left out."""
     there = [result for result in results if result is not None]
 
     def row(heading: str, cell: Callable[[EnvResult], str | None]) -> Row:
@@ -51,7 +51,7 @@ def result_rows(results: Sequence[EnvResult | None]) -> list[Row]:
         row("success", lambda result: with_interval(result.success)),
         row("mean reward", lambda result: with_interval(result.reward)),
     ]
-    ks = sorted({k for result in there for k in result.pass_at} - {1})  # pass@1 and pass^1 are the success
+    ks = sorted({k for result in there for k in result.pass_at} - {1})  # pass@1 and pass^1 equal the success rate
     rows += [row(f"pass@{k}", functools.partial(_pass, k, "pass_at")) for k in ks]
     rows += [row(f"pass^{k}", functools.partial(_pass, k, "pass_hat")) for k in ks]
     for name, heading in _MEANS.items():
@@ -79,7 +79,7 @@ def _mean(name: str, result: EnvResult) -> str | None:
 
 
 def difference_rows(compared: Sequence[Compared], env: str) -> list[Row]:
-    """One row for each pair: its name, the differences of success and reward, and the pairs."""
+    """One row per comparison: its name, the differences in success and reward, and the number of pairs."""
     rows: list[Row] = []
     for pair in compared:
         found = pair.environments.get(env)
@@ -97,7 +97,7 @@ def difference_rows(compared: Sequence[Compared], env: str) -> list[Row]:
 
 
 def _counts(pair: Compared, found: PairedDifference) -> str:
-    """What became of the pairs, or why the two are not compared."""
+    """The number of pairs gained and lost, or why the two are not compared."""
     if any(found.too_many_failed):
         sides = zip((pair.before, pair.after), found.too_many_failed, strict=True)
         return "not compared: " + ", ".join(f"{name}: {clause}" for name, clause in sides if clause is not None)
@@ -107,7 +107,7 @@ def _counts(pair: Compared, found: PairedDifference) -> str:
 
 
 def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:
-    """What is left out of the pairs, as a sentence; None where nothing is."""
+    """A sentence about the episodes without a counterpart; None if there are none."""
     notes = []
     for pair in compared:
         found = pair.environments.get(env)
@@ -121,11 +121,11 @@ def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:
 
 
 def example_rows(results: Sequence[EnvResult | None], most: int | None = MOST_EXAMPLES) -> tuple[list[Row], int]:
-    """Examples, one column for each result: successes of episodes, and the mean reward. With one result the hardest
-    first; with several those on which they differ most.
+    """One row per example, one column per result, with the successes and the mean reward. Order: the hardest first;
+    with several results those on which they differ most first.
 
     Returns:
-        The rows, and how many examples are left out.
+        The rows, and the number of examples left out.
     """
     found: dict[str, list[ExampleResult | None]] = {}
     for place, result in enumerate(results):
@@ -153,7 +153,7 @@ def _example(example: ExampleResult | None) -> str:
 
 
 def spent_line(result: EnvResult) -> str:
-    """What the episodes took.
+    """The tokens, requests and costs of the episodes, for people.
 
     >>> spent_line(EnvResult(env="a", num_episodes=1, num_failed=0, spent={"completion_tokens": 1200.0}))
     '1,200 sampled tokens'

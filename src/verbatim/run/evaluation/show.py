@@ -1,4 +1,4 @@
-"""Shows results of an evaluation on a terminal: models as columns, as many side by side as fit."""
+"""Prints evaluation results on a terminal: one column per model, as many side by side as fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verbatim.run.evaluation.results import EnvResult
 from verbatim.run.evaluation.rows import Compared, Row, difference_rows, example_rows, result_rows, unpaired_note
 
 _GAP = 2
-"""Columns between two columns of a table."""
+"""Characters between two columns of a table."""
 
 
 def show_results(results: Sequence[tuple[str, EnvResult | None]], console: Console) -> None:
-    """The figures of one environment.
+    """Print the results on one environment.
 
     Args:
         results: Letters and results.
@@ -26,7 +26,7 @@ def show_results(results: Sequence[tuple[str, EnvResult | None]], console: Conso
 
 
 def show_differences(compared: Sequence[Compared], env: str, console: Console) -> None:
-    """The pairs on one environment."""
+    """Print the comparisons on one environment."""
     rows = difference_rows(compared, env)
     if rows:
         console.print()
@@ -37,26 +37,26 @@ def show_differences(compared: Sequence[Compared], env: str, console: Console) -
 
 
 def show_examples(results: Sequence[tuple[str, EnvResult | None]], console: Console, *, where: str) -> None:
-    """The examples that tell most; none where all are alike.
+    """Print the most informative examples; nothing if all have the same success rate.
 
     Args:
         results: Letters and results.
         console: Where to print.
-        where: What to type for all of them.
+        where: Where all examples can be found, for the note about those left out.
     """
     shares = {tuple(e.success for e in result.examples) for _, result in results if result is not None}
     if len({share for each in shares for share in each}) < 2:
         return
     rows, left = example_rows([result for _, result in results])
     console.print()
-    order = "those that differ most first" if len(results) > 1 else "the hardest first"
+    order = "largest differences first" if len(results) > 1 else "hardest first"
     more = f"; {left:,} more: {where}" if left else ""
     console.print(Text(f"examples, {order}{more}", style="dim"), soft_wrap=True)
     print_rows([letter for letter, _ in results], rows, console)
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Row], console: Console) -> None:
-    """A table without lines. Where the columns do not fit side by side, they stand below each other in blocks."""
+    """Print a table without lines. Columns that do not fit side by side continue in blocks below."""
     first = min(max((len(row[0]) for row in rows), default=0), max(12, console.width // 3))
     widths = [max(len(name), *(len(row[i + 1]) for row in rows)) for i, name in enumerate(columns)]
     for number, block in enumerate(_blocks(widths, console.width - first)):
@@ -72,7 +72,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Row], console: Console) ->
 
 
 def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Places of columns that fit into the room together.
+    """The columns of each block, so that a block fits into the room.
 
     >>> _blocks([20, 20, 20], 50)
     [[0, 1], [2]]

@@ -1,5 +1,4 @@
-"""Reads the outcomes of a run's evaluated episodes, a Parquet file for each evaluation, without building their
-trajectories."""
+"""Reads a run's evaluated episodes, one Parquet file per evaluation, without building their trajectories."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode, evaluate
 
 
 def read_evaluated_episodes(run: Path, steps: Collection[int] | None = None) -> Iterator[tuple[int, EvaluatedEpisode]]:
-    """Step and outcome of each evaluated episode of a run folder.
+    """Yield step and result of each evaluated episode in a run folder.
 
     Args:
-        run: The folder.
-        steps: Only evaluations after these steps; None: all.
+        run: The run folder.
+        steps: Only evaluations after these steps. None: all.
 
     Raises:
-        UsageError: a file that holds no evaluated episodes, and says which; a link; a Parquet file without pyarrow.
+        UsageError: a file does not contain evaluated episodes (names it), or is a link; or pyarrow is missing.
     """
     for step, path in evaluation_files(run).items():
         if steps is None or step in steps:
@@ -31,16 +30,16 @@ def read_evaluated_episodes(run: Path, steps: Collection[int] | None = None) -> 
                     outcome = evaluated_episode_from_json(record)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise UsageError(
-                        f"{path}: no evaluated episode of ours ({type(error).__name__}: {error})"
+                        f"{path}: not an evaluated episode of Verbatim ({type(error).__name__}: {error})"
                     ) from None
                 yield step, outcome
 
 
 def evaluation_files(run: Path) -> Mapping[int, Path]:
-    """The files of a run's evaluations by the step that each came after, ascending.
+    """The files of a run's evaluations by step, ascending.
 
     Raises:
-        UsageError: it has Parquet files, and pyarrow is not there; a link.
+        UsageError: there are Parquet files but pyarrow is missing, or a file is a link.
     """
     folder = run / EVALUATIONS
     if not folder.is_dir():

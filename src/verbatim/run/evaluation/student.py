@@ -1,4 +1,4 @@
-"""Computes quantiles of Student's t distribution, which the standard library does not have."""
+"""Computes quantiles of Student's t distribution, which the standard library lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEVEL = 0.95
 """The confidence level of every interval."""
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 _NORMAL_FROM = 2000
-"""Degrees of freedom from which two terms of the expansion around the normal distribution are exact to 1e-9."""
+"""From this many degrees of freedom, two terms of the expansion around the normal distribution are exact to 1e-9."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -28,7 +28,7 @@ def t_quantile(degrees: int) -> float:
     assert degrees >= 1
     if degrees >= _NORMAL_FROM:
         return _Z + (_Z**3 + _Z) / (4 * degrees) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * degrees**2)
-    low, high = _Z, 13.0
+    low, high = _Z, 13.0  # brackets the solution: the normal limit, and just above the quantile for 1 degree
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if _within(middle, degrees) > LEVEL else (middle, high)

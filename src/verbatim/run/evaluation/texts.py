@@ -1,4 +1,4 @@
-"""Writes estimates for people."""
+"""Formats estimates for reports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from verbatim.core.texts import number
 from verbatim.run.evaluation.intervals import Estimate
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""What models and runs are called in tables, in the order in which they were typed."""
+"""The names of models and runs in tables, in the order in which they were given."""
 
 
 def letter(place: int) -> str:
-    """A name for the model or the run at this place.
+    """The name of the model or run at this position.
 
     >>> letter(0), letter(25), letter(26)
     ('A', 'Z', 'A2')

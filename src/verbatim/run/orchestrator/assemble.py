@@ -1,4 +1,4 @@
-"""Builds batches from groups (credit, filters, samples), and their metrics. Every sampled token is in a sample or
+"""Turns groups into batches (credit, filters, samples), with metrics. Every sampled token ends up in a sample, or is
 counted as dropped."""
 
 from __future__ import annotations
@@ -26,51 +26,50 @@ from verbatim.run.orchestrator.staleness import age_metrics
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupRules:
-    """How one environment's groups become samples."""
+    """The rules by which one environment's groups become training samples."""
 
     advantage: AdvantageFunction
     length_penalty: LengthPenaltyConfig | None = None
-    """Shapes the rewards that credit sees."""
+    """Changes the rewards from which the advantages are computed."""
     filters: Mapping[str, Filter]
     """Filters by name, in the order in which they are applied."""
     strategy: str
     """A name from `STRATEGIES`."""
     on_break: OnBreak = "split"
-    """Whether a break starts another sample, or stops the run."""
+    """What to do at a break: start another sample, or stop the run."""
     max_length: int
-    """Most tokens of one sample."""
+    """Maximum number of tokens in a sample."""
     max_off_policy_steps: int
-    """Oldest age that is trained."""
+    """Maximum staleness of a trained rollout, in steps."""
     needs_logprobs: bool = True
-    """Whether a turn without logprobs is context only; False where texts are imitated."""
+    """True if turns without logprobs serve as context only; False if texts are imitated."""
     needs_rewards: bool = True
-    """Whether a rollout without a reward, or with one that no advantage can be made of, fails. False where a
-    teacher is followed: its advantages are 0 then."""
+    """True if a rollout without a usable reward counts as failed; False with a teacher, where its advantage is 0."""
     reads_turn_rewards: bool = True
-    """Whether the advantage reads the turns' own rewards."""
+    """True if the advantage reads the rewards of turns."""
     truncated_sampling: bool = False
-    """Whether top-p, top-k or min-p cut the distribution that is sampled from, and the trainer's logprobs are of the
-    whole one."""
+    """True if top-p, top-k or min-p truncate the distribution that is sampled from, while the trainer's logprobs are of
+    the full distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledGroup:
-    """One group, with advantages, ready for the trainer."""
+    """A group with advantages, ready for the trainer."""
 
     group: Group
     samples: tuple[TrainingSample, ...]
-    """What is trained of it."""
+    """The samples to train."""
     outcomes: tuple[TrajectoryOutcome, ...]
-    """What becomes of each trajectory, in order, with its advantages."""
+    """The outcome of each trajectory, in order, with its advantages."""
 
     @property
     def num_trained_tokens(self) -> int:
-        """Tokens under the samples' masks."""
+        """Number of tokens under the samples' loss masks."""
         return sum(sample.num_trained_tokens for sample in self.samples)
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Sampled tokens that are not trained, by reason."""
+        """Number of sampled tokens that are not trained, by reason."""
         dropped: Counter[str] = Counter()
         for outcome in self.outcomes:
             dropped.update(outcome.dropped)
@@ -78,7 +77,7 @@ class AssembledGroup:
 
 
 def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup:
-    """Credit, then filters, then samples, for one group that is to be trained in this step.
+    """Apply credit, filters and the strategy to a group that is trained in this step.
 
     Example: of four rollouts with rewards 1, 0, 0 and an error, the three get advantages 2/3, -1/3, -1/3; the
     tokens of the fourth are dropped as `error`.
@@ -118,7 +117,7 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
 
 
 def _credited(group: Group, rules: GroupRules) -> Group:
-    """The group with advantages; trajectories without one fail, unless rewards are not needed."""
+    """The group with advantages. Trajectories without one count as failed, unless rewards are not needed."""
     credited = assign_advantages(
         group, rules.advantage, rules.length_penalty, max_length=rules.max_length, needs_logprobs=rules.needs_logprobs
     )
@@ -134,10 +133,13 @@ def _credited(group: Group, rules: GroupRules) -> Group:
 def rollout_metrics(
     groups: Sequence[AssembledGroup], step: int, succeeded: Mapping[str, bool], max_off_policy_steps: int = 0
 ) -> dict[str, float]:
-    """What the rollouts of a batch were like, filtered and failed ones included.
+    """The metrics of a batch's rollouts, including filtered and failed ones.
 
-    `step` is the batch's number, and `succeeded` says by trajectory id whether each reached its goal. Ages up to
-    `max_off_policy_steps` have a metric also where there is no such rollout.
+    Args:
+        groups: The batch.
+        step: The batch's number.
+        succeeded: Whether each trajectory reached its goal, by trajectory id.
+        max_off_policy_steps: Ages up to this one have a metric even if no rollout has that age.
     """
     everything = [t for g in groups for t in g.group.trajectories]
     completed = [t for t in everything if t.error is None]
@@ -152,7 +154,7 @@ def rollout_metrics(
     for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
         metrics[f"errors/{kind}"] = count
     metrics |= _earned("", ended)
-    metrics |= dict.fromkeys(FIGURES, math.nan)
+    metrics |= dict.fromkeys(FIGURES, math.nan)  # so that these exist in every step, also without completed rollouts
     metrics |= {name: value for name, value in means(ended).items() if "/" not in name}
     metrics |= {name: value for name, value in totals(episodes).items() if name.startswith("judge/")}
     for env in dict.fromkeys(episode.env for episode in ended):
@@ -160,7 +162,7 @@ def rollout_metrics(
         metrics |= _earned(f"/{env}", own)
         for name, value in means(own).items():
             kind, part, rest = name.partition("/")
-            if part:  # of a part of the reward, or of an agent's
+            if part:  # "kind/part": the metric of one part of the reward, or of one agent
                 metrics[f"{kind}/{env}/{rest}"] = value
     outcomes = [outcome for g in groups for outcome in g.outcomes]
     let_through = [age(outcome.trajectory, step) for outcome in outcomes if outcome.reason not in ("error", "stale")]
@@ -187,25 +189,25 @@ def _earned(where: str, ended: Sequence[EvaluatedEpisode]) -> dict[str, float]:
 
 
 def length_limit_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
-    """`truncated/{reason}`: the share of episodes that were cut off for each stop reason; empty without."""
+    """`truncated/{reason}`: the share of episodes cut off for each stop reason; empty if there are none."""
     counts = Counter(t.stop_reason for t in completed if t.truncated and t.stop_reason is not None)
     return {f"truncated/{reason}": counts[reason] / len(completed) for reason in StopReason if counts[reason]}
 
 
 def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
-    """`breaks/{reason}`: turns whose prompts were rendered anew, by reason; empty without."""
+    """`breaks/{reason}`: the number of turns whose prompts were rendered from scratch; empty if there are none."""
     reasons = Counter(reason for trajectory in completed for _, reason in rendered_anew(trajectory.info))
     return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
 
 
 def kept_set_metrics(groups: Sequence[AssembledGroup]) -> dict[str, float]:
-    """`kept_ids/mean` and `kept_ids/max`, over the trained tokens that were drawn from a cut distribution, and
-    `kept_ids/cut`, their share of all; empty where nothing was cut."""
+    """`kept_ids/mean` and `kept_ids/max`, over the trained tokens drawn from a truncated distribution, and
+    `kept_ids/cut`, their share of all trained tokens; empty if nothing was truncated."""
     counts = [sample.kept_sets.counts for g in groups for sample in g.samples if sample.kept_sets is not None]
     if not counts:
         return {}
     sizes = np.concatenate(counts)
-    sizes = sizes[sizes > 0]
+    sizes = sizes[sizes > 0]  # 0: the token was drawn from the full distribution
     if not sizes.size:
         return {"kept_ids/cut": 0.0}
     trained = sum(g.num_trained_tokens for g in groups)
@@ -217,8 +219,8 @@ def kept_set_metrics(groups: Sequence[AssembledGroup]) -> dict[str, float]:
 
 
 def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, GroupRules]) -> dict[str, float]:
-    """`truncation_mismatch`: the share of the trained tokens that were drawn from a distribution that top-p, top-k or
-    min-p had cut, and trained under the whole one: a bias. There only where it was accepted."""
+    """`truncation_mismatch`: the share of trained tokens that were sampled from a distribution truncated by top-p,
+    top-k or min-p, but trained under the full one, which is a bias. Empty unless the configuration accepts this."""
     if not any(rule.truncated_sampling for rule in rules.values()):
         return {}
     cut = sum(g.num_trained_tokens for g in groups if rules[g.group.env].truncated_sampling)
@@ -229,11 +231,12 @@ def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, Gro
 def rollout_distributions(trajectories: Iterable[TrajectoryRecord], batch: int) -> dict[str, list[float]]:
     """Rewards, advantages, lengths and ages of the completed rollouts.
 
-    A group that online difficulty filtering dropped has no advantages; everything else of it is counted. Where an
-    advantage function gives one to each turn, each of them is a value.
+    Groups dropped by online difficulty filtering have no advantages, but count in everything else. An advantage
+    function that assigns one per turn contributes one value per turn.
 
-    The trajectories are those of the batch, with advantages, and those that were filtered out meanwhile; batches count
-    from 0.
+    Args:
+        trajectories: Those of the batch, with advantages, and those that were filtered out since the previous batch.
+        batch: The batch's number, from 0.
     """
     completed = [t for t in trajectories if t.error is None]
     advantages = [t.advantage for t in completed]

@@ -1,4 +1,4 @@
-"""Keeps rollouts in flight: as many as the staleness rule allows, handed out batch by batch."""
+"""Keeps as many rollouts in flight as the staleness rule allows, and hands them out in batches."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from verbatim.run.orchestrator.in_flight import Begun, FinishedGroup, InFlight, 
 from verbatim.run.orchestrator.staleness import newest_batch, too_old
 
 MOST_FILTERED_BATCHES = 50
-"""A run in which online difficulty filtering drops this many batches' worth of groups in a row is dead."""
+"""The run stops once online difficulty filtering has dropped this many batches' worth of groups in a row."""
 
 MOST_AT_ONCE = 128
-"""Groups that are launched before the event loop turns: new weights may start thousands."""
+"""Maximum number of groups launched in one pass of the event loop: a new policy version may allow thousands."""
 
 PATIENCE = 0.5
-"""A batch goes without an unfinished group that would be lost by it, once this share of a batch more than it needs is
-finished."""
+"""How long a batch waits for an older group that it would otherwise lose: until this share of a batch has finished in
+addition to a full batch."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Dispatcher:
     """Launches groups, collects them, and hands them out batch by batch.
 
-    Launching: from the batch that comes next up to `staleness.newest_batch`, each place that no finished group fills
-    may have one group in flight. Where online difficulty filtering replaces groups it may have `oversampling_factor`
-    of them, because some will be dropped. At most `oversampling_factor` batches of groups are in flight. The examples
-    of all of them are drawn, and their episodes are made where they can find places soon: a group at a time, while
-    fewer than `rollouts.group.MOST_IN_LINE` episodes wait in line.
+    Launching: every open place in the batches up to `staleness.newest_batch` may have one group in flight. Where online
+    difficulty filtering replaces groups, it may have `oversampling_factor` of them, because some will be dropped. At
+    most `oversampling_factor` batches' worth of groups are in flight. The examples of all of these are drawn at once.
+    Their episodes are created only when they will find slots soon, a group at a time, while fewer than
+    `rollouts.group.MOST_IN_LINE` episodes wait for a slot.
 
-    Handing out: a batch takes the finished groups that were launched first, as soon as there are enough of them. A
-    group that was launched earlier and still runs does not hold it. Only where going without that group would lose it,
-    because it will be older than `max_off_policy_steps` in the batch after, the batch first lets half a batch more
-    finish, if so much is in flight: the group may be among them, and the sampler works on meanwhile. With
-    `max_async_level = 0` every batch is the groups that were launched first, however long they take.
+    Handing out: a batch takes the finished groups with the lowest launch indices, as soon as there are enough. It does
+    not wait for a group that was launched earlier and still runs, with one exception: a group that would be older than
+    `max_off_policy_steps` in the next batch. For its sake the batch waits until half a batch more has finished, if that
+    much is in flight; the sampler works on meanwhile. With `max_async_level = 0` every batch consists of the groups
+    that were launched first, no matter how long they take.
 
-    What is left over waits for the next batch. Once it is older than `max_off_policy_steps` there, it is dropped as
-    `stale` and another group is launched in its place.
+    Groups left over wait for the next batch. Those older than `max_off_policy_steps` there are dropped as `stale`, and
+    other groups are launched in their place.
 
-    What was launched and not yet handed out is in `state_dict`, so that nothing in flight is lost by a resume: those
-    groups are run again, with their own seeds.
+    `state_dict` lists what was launched and not yet settled, so that a resume loses nothing: these groups are run
+    again, with the same seeds.
     """
 
     schedule: ExampleSchedule
@@ -69,7 +69,8 @@ class Dispatcher:
     needs_rewards: bool = True
 
     def __post_init__(self) -> None:
-        self.max_async_level = min(self.max_async_level, self.max_off_policy_steps)  # older ones are never trained
+        # Rollouts from further ahead would be too old by the time they are trained.
+        self.max_async_level = min(self.max_async_level, self.max_off_policy_steps)
         self._max_running = max(1, round(self.oversampling_factor * self.groups_per_batch))
         self._groups_per_place = self.oversampling_factor if self.online_difficulty_filtering else 1.0
         self._patience = math.ceil(PATIENCE * self.groups_per_batch)
@@ -77,65 +78,65 @@ class Dispatcher:
         self._filtered_in_a_row = 0
         self._version = 0
         self._next_batch = 0
-        self._again: list[ScheduledExample] = []
+        self._again: list[ScheduledExample] = []  # drawn before a resume or a `discard`; launched before new ones
         self._drawn: deque[Launched] = deque()
-        """Groups in flight that have not begun."""
+        """Groups in flight whose episodes have not been created."""
         self._running: dict[asyncio.Task[Group], Begun] = {}
-        """Groups in flight that have."""
+        """Groups in flight whose episodes have been created."""
         self._num_in_line = 0
-        """Episodes of theirs that wait for a place."""
+        """Episodes of `_running` that wait for a slot."""
         self._in_flight = InFlight()
-        """Both, by the weights that they were launched with."""
+        """Both kinds, by the policy version at their launch."""
         self._goes_on = self._begins = False
-        """Whether `_draw`, or `_begin`, was put off to the next turn of the event loop."""
+        """True if `_draw`, or `_begin`, is scheduled to continue in the next pass of the event loop."""
         self._ready: list[FinishedGroup] = []
         self._taken: deque[list[FinishedGroup]] = deque()
         self._failures_in_a_row = 0
         self._failure: BaseException | None = None
         self.drained: str | None = None
-        """Why nothing more can be launched; None while something can."""
+        """Why nothing more can be launched; None as long as something can."""
         self._stopped = False
         self._changed = asyncio.Event()
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens it answers for: of episodes in flight, and of finished groups that are not settled."""
+        """Number of sampled tokens not yet settled: of episodes in flight and of finished groups."""
         return sum(launched.num_sampled_tokens for launched in self._held())
 
     @property
     def num_running(self) -> int:
-        """Groups in flight, those included that have not begun."""
+        """Number of groups in flight, including those without episodes yet."""
         return len(self._in_flight)
 
     @property
     def num_ready(self) -> int:
-        """Finished groups that wait for a batch."""
+        """Number of finished groups that wait for a batch."""
         return len(self._ready)
 
     @property
     def num_held(self) -> int:
-        """Episodes that wait for a place, run or have ended, and are not settled."""
+        """Number of episodes created but not settled: waiting for a slot, running, or ended."""
         return (len(self._running) + len(self._ready) + sum(map(len, self._taken))) * self.group_size
 
     def start(self, version: int, batch: int) -> None:
-        """Begin to launch: weights of this version are in use and this batch is the first to be formed."""
+        """Start launching. `version`: the policy version in use. `batch`: the first batch to be formed."""
         self._version, self._next_batch = version, batch
         self._launch()
 
     def advance(self, version: int) -> None:
-        """Weights of this version are in use now; launch what may start."""
+        """Note that this policy version is in use now, and launch what it allows."""
         self._version = version
         self._launch()
 
     async def next_batch(self) -> list[Group] | None:
-        """The next whole batch of groups, in the order in which they were launched.
+        """The next full batch of groups, in launch order.
 
-        Batches may be taken before the ones before are settled. None when the examples are used up: the groups that
-        are left do not make a batch, and no other can be launched.
+        May be called before earlier batches are settled. Returns None when the examples are used up: the groups left do
+        not fill a batch, and no more can be launched.
 
         Raises:
             RunStopped: every rollout of two batches in a row failed, or online filtering drops everything.
-            Exception: a bug inside a rollout; faults of the rollout itself are on its trajectory.
+            Exception: a bug inside a rollout; faults of the rollout itself are stored on its trajectory.
         """
         while True:
             if self._failure is not None:
@@ -144,7 +145,7 @@ class Dispatcher:
                 break
             if self.drained is not None and not self._in_flight:
                 return None
-            self._changed.clear()  # where nothing is in flight, new weights will start what is missing
+            self._changed.clear()  # if nothing is in flight, the next policy version will launch more
             await self._changed.wait()
         taken, self._ready = self._ready[: self.groups_per_batch], self._ready[self.groups_per_batch :]
         self._taken.append(taken)
@@ -154,21 +155,22 @@ class Dispatcher:
         return [ended.group for ended in taken]
 
     def _is_due(self) -> bool:
-        """Whether the next batch is handed out as things stand."""
+        """True if the next batch can be handed out now."""
         if len(self._ready) < self.groups_per_batch:
             return False
         last, oldest = self._ready[self.groups_per_batch - 1].drawn.index, self._next_batch - self.max_off_policy_steps
         if self.max_async_level == 0:
             first = self._in_flight.first_since(oldest)
             return first is None or first > last
-        lost = self._in_flight.first(oldest)  # what this batch could train, and not the one after it
+        lost = self._in_flight.first(oldest)  # the earliest group that only this batch could still train
         if lost is None or lost > last:
             return True
+        # Wait for up to `_patience` more groups, unless fewer than that are in flight behind the batch's last one.
         short = self.groups_per_batch + self._patience - len(self._ready)
         return short <= 0 or self._in_flight.num_later(last) < short
 
     def settled(self) -> None:
-        """The earliest batch that was handed out is in the ledger; its examples are judged."""
+        """Note that the earliest batch handed out is settled in the ledger, and update its examples' difficulty."""
         for ended in self._taken.popleft():
             self._judge(ended.drawn, ended.group)
 
@@ -178,12 +180,12 @@ class Dispatcher:
             self.schedule.pools.observe(drawn.env, drawn.example.id, statistics.fmean(rewards))
 
     def _held(self) -> list[Launched]:
-        """Every group that was launched and is not settled."""
+        """Every group that was launched but is not settled."""
         ended = (one for batch in self._taken for one in batch)
         return [*self._drawn, *self._running.values(), *self._ready, *ended]
 
     async def stop(self) -> None:
-        """Cancel what is in flight. Its tokens stay pending: its groups are sampled again when the run goes on."""
+        """Cancel what is in flight. Its tokens stay pending; its groups are sampled again when the run is resumed."""
         self._stopped = True
         tasks = list(self._running)
         for task in tasks:
@@ -191,8 +193,8 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def discard(self) -> int:
-        """After `stop`: nothing of what it holds will be trained. The tokens; a run that is made longer samples those
-        groups again."""
+        """After `stop` at the end of a run: forget everything held, and return its number of tokens. If the run is
+        extended later, these groups are sampled again."""
         held = self.num_pending_tokens
         self._again += [launched.drawn for launched in self._held()]
         self._drawn, self._running, self._ready, self._taken = deque(), {}, [], deque()
@@ -204,7 +206,7 @@ class Dispatcher:
         self._begin()
 
     def _draw(self) -> None:
-        """Draw the examples of all groups that may be in flight."""
+        """Draw the examples of all groups that may be in flight now."""
         num_drawn = 0
         while not self._goes_on and self._has_room() and not self._stopped and self.drained is None:
             if num_drawn == MOST_AT_ONCE:
@@ -222,8 +224,8 @@ class Dispatcher:
             self._in_flight.add(drawn.index, self._version)
 
     def _begin(self) -> None:
-        """Make the episodes of the groups that were drawn first, as long as the line for places is short: more of them
-        would hold memory and do nothing."""
+        """Create the episodes of the groups drawn first, as long as few episodes wait for a slot: more of them would
+        only use memory."""
         while self._drawn and self._num_in_line < MOST_IN_LINE and not self._stopped:
             launched = self._drawn[0]
             drawn = launched.drawn
@@ -244,7 +246,7 @@ class Dispatcher:
             task.add_done_callback(self._finished)
 
     def _placed(self) -> None:
-        """An episode has its place: the line is shorter."""
+        """Note that an episode got its slot."""
         self._num_in_line -= 1
         if self._drawn and not self._begins:
             self._begins = True
@@ -262,7 +264,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """The run stops with whatever goes wrong within, in a callback of the event loop, which would only log it."""
+        """Stop the run at any exception in a callback of the event loop, which would only log it."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001  (next_batch raises it)
@@ -270,10 +272,11 @@ class Dispatcher:
             self._changed.set()
 
     def _has_room(self) -> bool:
-        """Whether one more group may be in flight now."""
+        """True if one more group may be in flight now."""
         batches = min(newest_batch(self._version, self.max_async_level) + 1, self.max_steps) - self._next_batch
         empty_places = batches * self.groups_per_batch - len(self._ready)
         wanted = round(empty_places * self._groups_per_place)
+        # Groups that will be too old for the next batch do not count: they will not fill a place.
         num_useful = self._in_flight.num_since(self._next_batch - self.max_off_policy_steps)
         return len(self._in_flight) < self._max_running and num_useful < wanted
 
@@ -283,7 +286,7 @@ class Dispatcher:
 
     def _collect(self, task: asyncio.Task[Group]) -> None:
         if self._stopped:
-            return  # it stays in `_running`: its tokens are still held
+            return  # keep it in `_running`, so that its tokens stay pending
         self._changed.set()
         error = RunStopped(f"{task.get_name()} was cancelled from inside") if task.cancelled() else task.exception()
         if error is not None:
@@ -295,7 +298,7 @@ class Dispatcher:
         if kind is None:
             ended = FinishedGroup(run=run, drawn=drawn, version=begun.version, group=group)
             insort(self._ready, ended, key=lambda one: one.drawn.index)
-            self._not_running(task)  # until here it is held, whatever goes wrong: its tokens stay pending
+            self._not_running(task)  # only now: until the group is in `_ready`, an exception must not lose its tokens
             self._filtered_in_a_row = 0
             self._drop_stale([ended])
         else:
@@ -307,7 +310,7 @@ class Dispatcher:
         if self._failures_in_a_row >= 2 * self.groups_per_batch:
             last = _why_useless(group.trajectories[-1])
             self._failure = RunStopped(
-                f"every rollout of the last {self._failures_in_a_row} groups failed; the last one said: {last}"
+                f"every rollout of the last {self._failures_in_a_row} groups failed; the last error: {last}"
             )
         self._launch()
 
@@ -316,7 +319,7 @@ class Dispatcher:
         self._in_flight.remove(ended.drawn.index, ended.version)
 
     def _filter(self, run: GroupRun, group: Group, kind: Flatness) -> None:
-        """A group that teaches nothing ends here; another one is launched in its place."""
+        """Settle a group without a gradient as dropped. Another one is launched in its place."""
         self.ledger.settle_group(run.index, trained=0, dropped={"difficulty": run.num_sampled_tokens})
         self._dropped.append((kind, group))
         self._filtered_in_a_row += 1
@@ -328,10 +331,10 @@ class Dispatcher:
             )
 
     def _drop_stale(self, waiting: Sequence[FinishedGroup]) -> None:
-        """Those of these finished groups that would be too old in the next batch end here, before one takes the place
-        of a group that is not."""
+        """Settle those of these finished groups that would be too old in the next batch, so that they do not take the
+        place of others."""
         if self._next_batch >= self.max_steps:
-            return  # nothing is trained any more: it is unused, however old
+            return  # there is no next batch; they count as unused, not as stale
         stale = [one for one in waiting if too_old(one.group, self._next_batch, self.max_off_policy_steps)]
         if not stale:
             return
@@ -346,18 +349,18 @@ class Dispatcher:
             self._judge(ended.drawn, group)
 
     def metrics(self) -> dict[str, float]:
-        """Difficulty pools, since this was last asked; and the metrics of the episode runners."""
+        """Metrics of the difficulty pools since the last call, and of the episode runners."""
         runners = {name: value for setup in self.setups.values() for name, value in setup.runner.metrics().items()}
         return {**self.schedule.pools.metrics(), **runners}
 
     def take_dropped(self) -> list[tuple[Flatness | None, Group]]:
-        """The groups that ended without a batch since this was last asked: dropped by online difficulty filtering, with
-        the kind, or (None) too old."""
+        """The groups dropped since the last call, each with the kind that online difficulty filtering found, or None
+        for groups that were too old."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the schedule, and every group that was launched and is not settled."""
+        """Plain JSON values: the schedule, and every group that was launched but is not settled."""
         held = [*self._again, *(launched.drawn for launched in self._held())]
         return {
             "schedule": self.schedule.state_dict(),
@@ -368,7 +371,7 @@ class Dispatcher:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; held groups are run again first."""
+        """Continue from `state_dict`. Groups listed there are run again first."""
         self.schedule.load_state_dict(state["schedule"])
         self._again = [self.schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]
 

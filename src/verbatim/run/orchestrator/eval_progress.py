@@ -183,8 +183,8 @@ class EvalProgress:
         return value
 
     @property
+    def stop_reason(self) -> str | None:
         """Why the run ends before its last step; None if it does not."""
-        """Why the run ends before its last step; None where it does not."""
         return self.early_stopping.reason if self.early_stopping is not None else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class EvalProgress:
         if others := sorted(name for name in {*played, *self.played} if played.get(name) != self.played.get(name)):
             if best is not None or stopping is not None:
                 logger.warning(
-                    "evaluations play other episodes since %s changed: the evaluations before are not compared with",
+                    "evaluations play other episodes since %s changed: earlier evaluations are not compared with",
                     " and ".join(others),
                 )
             return
@@ -217,6 +217,6 @@ def _fits(state: Mapping[str, Any] | None, criterion: CriterionConfig, where: st
     if state is None:
         return False
     if any(state.get(name) != value for name, value in _named(criterion).items()):
-        logger.warning("%s has changed: the evaluations before are not compared with", where)
+        logger.warning("%s has changed: earlier evaluations are not compared with", where)
         return False
     return True

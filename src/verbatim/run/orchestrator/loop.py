@@ -3,20 +3,20 @@
 A step is one batch trained and published. Two tasks overlap, the producer (producer.py) and the consumer (here):
 
 ```
-producer   groups = await dispatcher.next_batch()      rollouts that finished
+producer   groups = await dispatcher.next_batch()      finished rollouts
            batch  = assemble_group(...) for each       credit -> filters -> samples
            batch  = await add_logprob_streams(batch)   with a teacher: its logprobs
-           report = trainer.train(samples)             handed over, not waited for
+           report = trainer.train(samples)             handed over without waiting for the result
 
 consumer   report = await report                       one step, a new policy version
-           ledger                                      its tokens end
-           await weight_sync.load(report)              the new version samples from here on,
-                                                       if the canary finds that it is the trainer's
+           ledger                                      the batch's tokens are settled
+           await weight_sync.load(report)              the sampler switches to the new version, and the canary
+                                                       checks that it matches the trainer's
            ledger.check(pending)                       sampled = trained + dropped + pending
 ```
 
-How far the producer may be ahead is decided by the weights alone: rollouts for batch n start with version n - k or
-newer, so at most k + 1 batches are between the dispatcher and the ledger.
+How far the producer may run ahead depends only on the policy version: rollouts for batch n start with version n - k or
+newer (k = `max_async_level`), so at most k + 1 batches are between the dispatcher and the ledger.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Orchestrator:
-    """Owns the step counter and the ledger; everything else it is given."""
+    """Owns the step counter and the ledger; everything else is passed in."""
 
     schedule: RunSchedule
     sampler: Sampler
@@ -70,17 +70,17 @@ class Orchestrator:
     observer: Observer
     checkpointer: Checkpointer
     probes: Probes | None = None
-    """Logprobs of the weights that the sampler begins with; None: nothing is compared then."""
+    """The trainer's logprobs of the sampler's initial weights. None: these are not compared."""
     logprob_models: Mapping[str, Teacher] = field(default_factory=dict)
     sending: SendingTrainer | None = None
-    """The trainer, where it sends its weights to the sampler's servers."""
+    """The trainer, if it sends its weights to the sampler's servers."""
     episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
     progress: EvalProgress = field(default_factory=EvalProgress)
-    """Told of every evaluation: which is the best, and whether the run ends early."""
+    """Receives every evaluation; decides which is the best, and whether the run ends early."""
 
     def __post_init__(self) -> None:
-        self._stopping = asyncio.Event()
-        self._asked_to_end = asyncio.Event()
+        self._stopping = asyncio.Event()  # no further batch is handed over, for any reason
+        self._asked_to_end = asyncio.Event()  # a stop was requested, which also cuts an evaluation short
         self._turns = DeviceHandoff(self.sampler, is_shared=self.schedule.shares_device)
         self._producer = Producer(
             schedule=self.schedule,
@@ -105,24 +105,24 @@ class Orchestrator:
         )
         self._saved = self._evaluated = -1
         self.step = 0
-        """Steps done: batches trained and published; also the policy version in use."""
+        """Number of steps done: batches trained and published. Also the policy version in use."""
         self.weights: Path | None = None
         """The folder of the weights in use; None before the first step of this process."""
         self.has_learned = False
-        """Whether a token was trained that teaches something."""
+        """True once a token with a gradient was trained."""
 
     @property
     def stopped_early(self) -> str | None:
-        """Why the run ended before its last step; None where it did not, or took all its steps."""
+        """Why the run ended before its last step; None if it did not, or has taken all its steps."""
         return self.progress.stop_reason if self.step < self.schedule.max_steps else None
 
     def ending(self) -> dict[str, Any]:
-        """What the summary says of the evaluations: the best one, and why the run ended before its last step."""
-        said = {"stopped_early": self.stopped_early, "best": self.progress.state_dict()["best"]}
-        return {name: value for name, value in said.items() if value is not None}
+        """The part of the summary about evaluations: the best one, and why the run ended before its last step."""
+        known = {"stopped_early": self.stopped_early, "best": self.progress.state_dict()["best"]}
+        return {name: value for name, value in known.items() if value is not None}
 
     def request_stop(self) -> None:
-        """End after what the trainer has now, with a checkpoint."""
+        """End after the batches that the trainer already has, with a checkpoint."""
         self._asked_to_end.set()
         self._stopping.set()
 
@@ -130,16 +130,17 @@ class Orchestrator:
         """Train until `max_steps`, or until a stop is requested.
 
         Returns:
-            Whether it came to its end: all steps were taken, the examples are used up, or evaluations get no better.
+            True if the run is complete: all steps were taken, the examples are used up, or early stopping ended it.
 
         Raises:
-            RunStopped: the run cannot go on. What was trained until then is settled, and in a checkpoint if the trainer
+            RunStopped: the run cannot continue. What was trained so far is settled, and in a checkpoint if the trainer
                 can still write one.
         """
         lag, checks = LoopLag(), asyncio.create_task(gc_policy.spot_checks(), name="spot-checks")
         try:
             await self._weight_sync.check_first()
             if self.step == 0:
+                # Saved before the evaluation, so that the initial model has a checkpoint if it proves to be the best.
                 await self._save()
                 if await self._evaluate():
                     await asyncio.to_thread(self._mark_best)
@@ -161,7 +162,7 @@ class Orchestrator:
             await self.dispatcher.stop()
 
     async def _came_to_its_end(self) -> bool:
-        """Whether no step is left to take. A policy that the run ends with before its last step is evaluated."""
+        """True if no step is left to take. A policy with which the run ends before its last step is evaluated."""
         taken, why = self.step >= self.schedule.max_steps, self.stopped_early
         if why is None and not taken and not self._stopping.is_set():
             why = self.dispatcher.drained
@@ -169,7 +170,7 @@ class Orchestrator:
         if why is not None:
             logger.warning("the run ends after %d of %d steps: %s", self.step, self.schedule.max_steps, why)
             if self._evaluated != self.step and await self._evaluate(is_last=True):
-                self._saved = -1  # a checkpoint of this step knows another best evaluation: it is written again
+                self._saved = -1  # the checkpoint of this step lacks the new best evaluation: write it again
         return taken or why is not None
 
     async def _train(self) -> None:
@@ -191,7 +192,8 @@ class Orchestrator:
             await cancel_all([producer, watch, *(submitted.report for submitted in self._producer.submitted)])
 
     async def _watch(self) -> None:
-        """Raise why, once the trainer or the engine can do nothing more; else it ends with neither."""
+        """Raise the cause once the trainer or the sampler fails for good. Returns without an error once both watches
+        end."""
         watches = [asyncio.ensure_future(watch) for watch in (self.trainer.watch(), watch_engine(self.sampler))]
         try:
             while True:
@@ -203,7 +205,7 @@ class Orchestrator:
             await cancel_all(watches)
 
     async def _next_submitted(self, producer: asyncio.Task[None], watch: asyncio.Task[None]) -> Submitted | None:
-        """The earliest batch that is not settled; None when there will be no other."""
+        """The earliest batch that is not settled; None if there will be no more."""
         while not self._producer.submitted:
             if producer.done():
                 return None
@@ -221,16 +223,18 @@ class Orchestrator:
         began = time.perf_counter()
         report = await submitted.report
         waited = time.perf_counter() - began
+        # The evaluation after this step may end the run, so no batch is handed over until it is done.
         if self.progress.early_stopping is not None and self.schedule.is_evaluated(report.version):
             self._producer.may_hand_over.clear()
         self._settle(submitted, report)
+        # Taken now, so that it is of the same step as the state that the trainer has stored.
         state = self.state_dict() if report.state is not None else None
         timings = {"time/wait_for_trainer": waited, **self._turns.to_sampler()}
         try:
             seconds = await self._load_weights(report)
             self.dispatcher.advance(self.step)
         except (VerbatimError, OSError):
-            await self._record(submitted, report, {})
+            await self._record(submitted, report, {})  # the step was trained, so it is logged
             raise
         sent = {**self._weight_sync.metrics(), **(self.sending.metrics() if self.sending is not None else {})}
         await self._record(submitted, report, {**timings, "time/weight_sync": seconds, **sent})
@@ -239,7 +243,7 @@ class Orchestrator:
             await self._keep(report, {**state, **self._evaluations()}, is_best=is_best)
 
     async def _evaluate_between(self) -> bool:
-        """`_evaluate` between two steps."""
+        """Run the evaluation after a step, and let the producer continue."""
         is_best = await self._evaluate()
         if self.stopped_early is not None:
             self._stopping.set()
@@ -247,8 +251,8 @@ class Orchestrator:
         return is_best
 
     async def _keep(self, report: StepReport, state: Mapping[str, Any], *, is_best: bool) -> None:
-        """Write the checkpoint of this step, or remove what the trainer left for it: only the best is kept of those
-        that are due to an evaluation alone."""
+        """Write the checkpoint of this step, or remove the trainer's state for it: a checkpoint that is due only to an
+        evaluation is kept only if that is the best so far."""
         assert report.state is not None
         if is_best or self.schedule.is_kept(report.version):
             await self.checkpointer.save(report.version, self.trainer, state, report.state)
@@ -257,13 +261,13 @@ class Orchestrator:
             await asyncio.to_thread(shutil.rmtree, report.state, ignore_errors=True)
 
     async def _load_weights(self, report: StepReport) -> float:
-        """The new version samples from here on. Returns the seconds that it took."""
+        """Load the new version into the sampler. Returns the time it took in seconds."""
         began = time.perf_counter()
         async with self._producer.handover:
             try:
                 await self._weight_sync.load(report)
             except BaseException:
-                self._stopping.set()  # before anything else is handed over
+                self._stopping.set()  # before the lock is released: no batch may be handed over after a failed check
                 raise
             finally:
                 if self.sending is not None:
@@ -275,7 +279,7 @@ class Orchestrator:
         await self._metrics.record(submitted, report, timings, waiting=len(self._producer.submitted))
 
     def _settle(self, submitted: Submitted, report: StepReport) -> None:
-        """The batch's tokens end. From here on, `step` counts it."""
+        """Settle the batch's tokens in the ledger, and count the step."""
         expected = sum(group.num_trained_tokens for group in submitted.batch)
         assert report.num_trained_tokens == expected, (
             f"the trainer was given {expected} tokens and trained {report.num_trained_tokens}"
@@ -294,7 +298,7 @@ class Orchestrator:
         self.weights = report.weights
 
     async def _keep_what_was_trained(self) -> None:
-        """Settle the batches that the trainer still finishes, and write a checkpoint if it can."""
+        """Settle the batches that the trainer still finishes, then write a checkpoint if possible."""
         if self.sending is not None:
             self.sending.stop_sending()
         while self._producer.submitted:
@@ -310,12 +314,12 @@ class Orchestrator:
         try:
             await self._save()
         except (VerbatimError, OSError) as error:
-            why = str(error).partition("\n")[0]  # the log that it may quote is quoted where the run ends
+            why = str(error).partition("\n")[0]  # further lines quote a log that the run's final error quotes too
             logger.warning("no checkpoint of the state after %d steps could be written: %s", self.step, why)
 
     async def _evaluate(self, *, is_last: bool = False) -> bool:
-        """Measure the policy in use; the weights stay as they are until it is done. A stop cuts it short,
-        unless it is the last one. Returns whether it is the best so far, if that is asked for."""
+        """Evaluate the policy in use; the weights stay unchanged until it is done. A requested stop cuts it short,
+        except after the last step. Returns True if this is the best evaluation so far, if that is tracked."""
         is_last, found = is_last or self.step == self.schedule.max_steps, dict[str, Evaluation]()
         for setup in self.schedule.eval_setups:
             planned = plan(setup, episodes=self.schedule.eval_episodes, most=self.schedule.eval_examples)
@@ -334,7 +338,7 @@ class Orchestrator:
         return bool(found) and self.progress.observe(self.step, found)
 
     def _evaluating(self, setup: RolloutSetup, total: int) -> AbstractContextManager[object]:
-        """Tell the observer how many episodes are over."""
+        """Show the observer how many episodes are over."""
         before = setup.episode_stats.num_episodes
         return self.observer.stage(
             f"evaluating {setup.env}", total, count=lambda: min(total, setup.episode_stats.num_episodes - before)
@@ -350,7 +354,7 @@ class Orchestrator:
         self._saved = self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The loop's state as plain JSON values."""
         return {
             "step": self.step,
             "has_learned": self.has_learned,
@@ -364,8 +368,8 @@ class Orchestrator:
         return {"evaluations": {"last": self._evaluated, **self.progress.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Tokens that were in flight then are dropped as cancelled: their groups are
-        sampled again."""
+        """Continue from `state_dict`. Tokens that were in flight then are dropped as cancelled, because their groups
+        are sampled again."""
         self.step = state["step"]
         self.has_learned = state["has_learned"]
         self.dispatcher.load_state_dict(state["dispatcher"])
