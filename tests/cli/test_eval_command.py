@@ -184,7 +184,7 @@ def test_tables_report_and_examples_say_the_same(place: Path, capsys):
     out = capsys.readouterr().out
     assert f"A  bad@{server.url}" in out and f"B  broken@{server.url}" in out
     assert re.search(r"failed +0 of 8 +2 of 8 *\n", out)
-    said = "2 of 8 episodes failed (2 environment): they count as no success, and are left out of all other means"
+    said = "2 of 8 episodes failed (2 environment): they count as not successful, and are left out of all other means"
     assert "B - A" in out and said in " ".join(out.split())
     examples = [json.loads(line) for line in Path("examples.jsonl").read_text().splitlines()]
     assert [(e["model"][:3], e["example_id"], e["successes"]) for e in examples[:3]] == [

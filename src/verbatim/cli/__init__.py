@@ -1,5 +1,5 @@
-"""The command `verbatim`: a shell whose commands load only what they need, and the bundled recipes.
+"""The `verbatim` command line: a shell that imports only the command that was typed, and the bundled recipes.
 
-In: what a person types. Out: one call of what stands to its left, and its result for people. Read first: `main.py`.
-Imports all others.
+Input: what a person types. Output: one call into the other packages, and its result in readable form. Start reading at
+`main.py`. Imports all other packages.
 """

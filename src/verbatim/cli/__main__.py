@@ -1,4 +1,4 @@
-"""`python -m verbatim.cli`: the command without its script."""
+"""`python -m verbatim.cli`: the command without its console script."""
 
 from verbatim.cli.main import program
 

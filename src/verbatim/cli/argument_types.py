@@ -1,4 +1,4 @@
-"""Reads the values of options that several commands have."""
+"""Parses option values that several commands use."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The value of an option that is a JSON object, for `type=` of argparse."""
+    """Parse an option that is a JSON object; for `type=` of argparse."""
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 
 def number(kind: type[int] | type[float], expected: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
-    """Reads an option that is a number.
+    """Make a parser for an option that is a number; for `type=` of argparse.
 
     Args:
-        kind: The type of the number; other text counts as NaN.
-        expected: What has to be typed, for the message.
-        fits: Whether it may be this number.
+        kind: The type of the number. Text that is not a number counts as NaN.
+        expected: What to type, for the message.
+        fits: Returns True if the number is allowed.
     """
 
     def read(text: str) -> float:

@@ -1,4 +1,4 @@
-"""`verbatim compare RUN RUN...`: says in what runs differ: configuration, curves, evaluations, speed, alarms."""
+"""`verbatim compare RUN RUN...`: compares runs: configuration, curves, evaluations, speed, alarms."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="compare this metric of the steps too, also as a curve; again for each further one",
+        help="compare this metric of the steps too, also as a curve; repeatable",
     )
-    add("--plot", type=Path, metavar="PNG", help="draw the curves there")
-    add("--json", action="store_true", help="print everything as JSON, and nothing else, on standard output")
+    add("--plot", type=Path, metavar="PNG", help="draw the curves into this file")
+    add("--json", action="store_true", help="print everything as one JSON object on standard output, and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the runs, also those that are under way, and print in what they differ.
+    """Read the runs, including unfinished ones, and print the differences.
 
     Raises:
-        UsageError: fewer than two runs, a folder without a run, a metric that no run has, or a file of the plot's name.
+        UsageError: fewer than two runs, a folder without a run, a metric that no run has, or a plot file that exists.
     """
     if args.plot is not None and args.plot.exists():
-        raise UsageError(f"--plot {args.plot} is there already; name a new file")
+        raise UsageError(f"--plot {args.plot} exists already; name a new file")
     comparison = compare_runs(args.folders, args.metric)
     console = PlainConsole(quiet=args.json)
     show_comparison(comparison, console)

@@ -1,7 +1,7 @@
-"""Answers a shell that asks for completions: commands, options, keys of the configuration, recipes, environments.
+"""Answers a shell's completion requests: commands, options, keys of the configuration, recipes, environments.
 
-The shell calls the command itself, with `_ARGCOMPLETE` set and the line in `COMP_LINE`; argcomplete does the rest.
-`verbatim completion SHELL` prints what makes a shell ask.
+The shell calls the command itself, with `_ARGCOMPLETE` set and the typed line in `COMP_LINE`; argcomplete does the
+rest. `verbatim completion SHELL` prints the code that makes a shell do this.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def answer(**kwargs: Any) -> None:
     """Print the completions of `COMP_LINE`, and end the process.
 
     Args:
-        kwargs: For `argcomplete.autocomplete`: tests give `output_stream` and `exit_method`.
+        kwargs: Passed to `argcomplete.autocomplete`; tests pass `output_stream` and `exit_method`.
     """
     argcomplete.autocomplete(parser_for(os.environ.get("COMP_LINE", "")), always_complete_options=False, **kwargs)
 
 
 def parser_for(line: str) -> argparse.ArgumentParser:
-    """The parser of the command that stands in the line, with completers and the configuration's keys as options."""
+    """The parser for the command in the line, with completers, and with the configuration's keys as options."""
     typed = next((word for word in _words(line)[1:] if not word.startswith("-")), None)
     parser = make_parser(typed)
     command = parser.commands.get(typed or "")
@@ -45,12 +45,12 @@ def parser_for(line: str) -> argparse.ArgumentParser:
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError:  # a quote that is still open
+    except ValueError:  # an open quote, because the user is still typing
         return line.split()
 
 
 def _add_completers(command: argparse.ArgumentParser) -> None:
-    """What fits each argument, by the name that its help has for it."""
+    """Attach a completer to each argument, chosen by its metavar."""
     from verbatim.config.recipe_files import recipes
     from verbatim.environments import ENVIRONMENTS
 
@@ -78,7 +78,7 @@ def _add_completers(command: argparse.ArgumentParser) -> None:
 
 
 def _add_keys(command: argparse.ArgumentParser) -> None:
-    """Every key of the configuration as an option, `--trainer.optim.lr`, with its values where they are few."""
+    """Add every key of the configuration as an option, like `--trainer.optim.lr`, with its values if they are few."""
     from verbatim.config.backends import schema_with_backends
     from verbatim.config.fields import keys
     from verbatim.run.tables import component_tables
@@ -92,7 +92,7 @@ def _add_keys(command: argparse.ArgumentParser) -> None:
 
 
 def values(annotation: Any) -> list[str]:
-    """The values of a key where they are few.
+    """The possible values of a key; empty if they cannot be listed.
 
     >>> values(Literal["rows", "tree"] | None), values(bool), values(int)
     (['rows', 'tree'], ['true', 'false'], [])

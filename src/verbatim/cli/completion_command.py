@@ -1,4 +1,4 @@
-"""`verbatim completion SHELL` prints the lines that make a shell complete this command."""
+"""`verbatim completion SHELL`: prints the code that enables completion of this command in a shell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verbatim.cli.completion import SHELLS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare SHELL."""
     parser.epilog = 'in ~/.bashrc: eval "$(verbatim completion bash)"; docs/configuration.md has the other shells'
-    parser.add_argument("shell", choices=SHELLS, help="whose lines are printed")
+    parser.add_argument("shell", choices=SHELLS, help="the shell to print code for")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them."""
+    """Print the code."""
     print(shellcode(["verbatim"], shell=args.shell))
     return exit_status.FINISHED

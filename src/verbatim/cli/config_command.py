@@ -1,4 +1,4 @@
-"""`verbatim config FILE [overrides]`: tries everything that a file names, and prints the resolved configuration."""
+"""`verbatim config FILE [overrides]`: checks everything that a file names, and prints the resolved configuration."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the configuration, defaults and overrides included; on standard error, what the staleness rule caps,
-    which opening prompts leave no room, and which turns continue as they were sampled.
+    """Print the configuration with defaults and overrides. On standard error, print which settings the staleness rule
+    caps, which opening prompts leave no room, and which turns continue exactly as sampled.
 
     Raises:
-        UsageError: anything in it that would stop a run before it starts, as far as it can be known without loading
-            weights and asking servers.
+        UsageError: the run could not start, as far as that can be checked without loading weights and querying servers.
     """
     made: list[Renderer] = []
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())
-    with contextlib.redirect_stdout(sys.stderr):  # what environments print is no TOML
+    with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout must be valid TOML
         with told_if_slow("checking environments, components and the model's renderer"), imports_that_stay():
             environments = check_run(config, plays=False, told=made.append)
         with told_if_slow("measuring the opening prompts of all examples"):

@@ -1,7 +1,7 @@
-"""`verbatim doctor FILE.jsonl`: finds where prompts do not extend what was sampled, why, and what it cost.
+"""`verbatim doctor FILE.jsonl`: finds prompts that do not extend what was sampled, with the reason and the cost.
 
-With `--template` instead of a file: what a chat template lets a renderer promise. With `--machine`: whether the C
-parts of this package are compiled here, and compute a model.
+With `--template` instead of a file: reports what a chat template allows a renderer to guarantee. With `--machine`:
+reports whether the package's C files compile here, and support a model.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.models.catalog import kept_model
 
 _SHOWN = 10
-"""Breaks that people are shown in full."""
+"""Number of breaks that are printed in full by default."""
 _LARGEST = 2**26
-"""Bytes of a file that is looked at as a whole."""
+"""Maximum size in bytes of a file that is parsed as one JSON value."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --template, --machine, --model, --json and --limit."""
     parser.epilog = (
         "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
-        "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not; "
+        "with --template: 0 every kind of message can be appended and tools are written and read, 1 if not; "
         "with --machine: 0 everything is compiled and computes what PyTorch does, and MODEL, 1 if not"
     )
     what = parser.add_mutually_exclusive_group(required=True)
@@ -54,33 +54,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         metavar="FILE",
-        help="a run's folder, or a log of trajectories: ours, vLLM's or verifiers'",
+        help="a run folder, or a log of trajectories: of Verbatim, vLLM or verifiers",
     )
     what.add_argument(
         "--template",
         metavar="MODEL_OR_FILE",
-        help="print instead where a model's chat template lets prompts be continued exactly",
+        help="instead, print where a model's chat template lets prompts be continued exactly",
     )
     what.add_argument(
         "--machine",
         nargs="?",
         const="",
         metavar="MODEL",
-        help="print instead whether the parts in C are compiled here, and compute what PyTorch does; of a model too",
+        help="instead, print whether the C files compile here and agree with PyTorch, and whether they support MODEL",
     )
-    parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
+    parser.add_argument(
+        "--model", metavar="FOLDER_OR_ID", help="the model whose tokenizer decodes the ids (by default the run's)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
     parser.add_argument(
-        "--limit", type=FROM_ZERO, metavar="N", help="breaks that are shown in full (10; with --json all)"
+        "--limit", type=FROM_ZERO, metavar="N", help="number of breaks to show in full (10; with --json all)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the file, or the template, and report.
+    """Check the log, the template or the machine, and print the report.
 
     Raises:
-        UsageError: no such file, no log, a tokenizer that cannot be the log's, or options that exclude each other.
-        ModelError: a model cannot be loaded, or `--model` has no chat template.
+        UsageError: the file is missing or not a log, the tokenizer does not fit it, or options exclude each other.
+        ModelError: a model cannot be loaded, or has no chat template.
     """
     if args.machine is not None:
         _refuse_options_of_logs(args, "--machine", *filter(None, [args.machine]))
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     report = JsonReport(sys.stdout.write) if args.json else ConsoleReport(PlainConsole())
     limit = args.limit if args.limit is not None else sys.maxsize if args.json else _SHOWN
     trajectories = known.read(file)
-    first = next(trajectories, None)  # only then a format knows how the lines hang together
+    first = next(trajectories, None)  # formats learn from the first lines what `known.about` reports, so read them now
     report.begin(file=str(args.file), format_name=known.name, note=known.about, tokenizer=model, tokenizer_note=note)
     chosen = ShownBreaks(limit)
     for logged in chain([] if first is None else [first], trajectories):
@@ -145,7 +147,7 @@ def _recognised(file: LogFile) -> Format:
 
 
 def _is_one_value(path: Path) -> bool:
-    """Whether a file is JSON as a whole, and longer than a line."""
+    """True if the file as a whole is one JSON value on more than one line."""
     if not path.is_file() or path.stat().st_size > _LARGEST:
         return False
     try:
@@ -157,8 +159,8 @@ def _is_one_value(path: Path) -> bool:
 
 
 def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
-    """Whose tokenizer reads the ids, and what is said about it. Of a run it is the run's model, where that is a folder:
-    nothing is looked up in a hub that was not asked for."""
+    """The model whose tokenizer decodes the ids, and a note about it. Without --model it is the run's own model, but
+    only if that is a local folder: the hub is never queried without being asked to."""
     if asked is not None:
         return asked, asked
     run = _run_of(log)
@@ -173,20 +175,20 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
         if place is not None and (place / "config.json").is_file():
             return str(place), f"{name}, named in {config}"
     hint = name or "FOLDER_OR_ID"
-    return None, f"none: ids only, and no telling why most breaks happen; add --model {hint}"
+    return None, f"none: ids are shown without text, and most breaks without their cause; add --model {hint}"
 
 
 def _refuse_odd_files(folder: Path) -> None:
-    """Refuse a model beside the log that is a link or has one in it, which would be followed, or a pipe, for which its
-    reader would wait."""
+    """Refuse a model folder next to the log that is a symbolic link or contains one (it could point anywhere), or that
+    contains a pipe (reading it would hang)."""
     for path in (folder, *folder.rglob("*")):
         refuse_link(path)
         if not (path.is_file() or path.is_dir()):
-            raise UsageError(f"{path} is no regular file; remove it, or name another model with --model")
+            raise UsageError(f"{path} is not a regular file; remove it, or name another model with --model")
 
 
 def _run_of(log: Path) -> Path:
-    """The folder of the run that a log, a outcome file or their folder stands in."""
+    """The run folder that contains a log, an outcome file, or the folder of either."""
     if log.is_dir() and (log / "config.toml").is_file():
         return log
     return log.parent.parent if log.suffix == ".parquet" else log.parent
@@ -197,7 +199,7 @@ def _configured_model(config: Path) -> str | None:
     try:
         model = tomllib.loads(read_regular(config).decode("utf-8")).get("model")
     except ValueError as error:
-        raise UsageError(f"{config} beside the log is no TOML ({error}); name the model with --model") from None
+        raise UsageError(f"{config} next to the log is not TOML ({error}); name the model with --model") from None
     name = model.get("name") if isinstance(model, dict) else None
     return name if isinstance(name, str) else None
 

@@ -1,5 +1,5 @@
-"""`verbatim doctor --machine`: whether the C files of this package are compiled here and compute what PyTorch does, and
-whether they compute a model that is named."""
+"""`verbatim doctor --machine`: reports whether the package's C files compile here and agree with PyTorch, and whether
+they support a given model."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _SMALL = LlamaConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A C file on this machine."""
+    """A C file of the package on this machine."""
 
     file: str
     what: str
-    """What it computes."""
+    """What the file computes."""
     compiled: bool
     options: str
-    """What the compiler was told."""
+    """The compiler options."""
     reason: str
-    """Why it is not compiled, or not with the options that are fastest; or empty."""
+    """Why it is not compiled, or not with the fastest options; "" if it is."""
     disagrees: str
-    """Why the sampler does not take it, though it is compiled; or empty."""
+    """Why the sampler does not use it although it is compiled; "" if it does."""
 
     def __str__(self) -> str:
         if not self.compiled:
@@ -69,10 +69,10 @@ class _Part:
 
 
 def report(*, model: str, as_json: bool) -> bool:
-    """Print what was found; whether all parts are compiled and used.
+    """Print the report. True if all parts are compiled and used.
 
     Args:
-        model: A folder or a hub id of one that they are to compute, or "".
+        model: A folder or hub id of a model to try, or "".
         as_json: Print one JSON object.
 
     Raises:
@@ -112,10 +112,10 @@ def report(*, model: str, as_json: bool) -> bool:
 
 
 def _version(compiler: tuple[str, ...]) -> list[str]:
-    """What a compiler says of itself, in lines; nothing where it does not end."""
+    """The lines of the compiler's version; empty if the compiler fails or hangs."""
     try:
         return native.compiler_version(compiler).decode(errors="replace").splitlines()
-    except (OSError, subprocess.TimeoutExpired):  # told as the reason why nothing is compiled
+    except (OSError, subprocess.TimeoutExpired):  # reported elsewhere, as the reason why nothing is compiled
         return []
 
 
@@ -133,7 +133,7 @@ def _look(source: native.CSource, what: str) -> _Part:
 
 
 def _try_kernel() -> str:
-    """Compute a small model with the sampler's kernel in both number formats; why it cannot be used, or empty."""
+    """Run a small model with the sampler's kernel in both dtypes. Returns why the kernel cannot be used, or ""."""
     for dtype in _DTYPES:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
@@ -145,7 +145,7 @@ def _try_kernel() -> str:
 
 
 def _try_model(source: str) -> dict[str, str]:
-    """Why a model is not computed by the sampler's kernel in a number format, or by the trainer's C; or empty."""
+    """By part and dtype, why the sampler's kernel or the trainer's C code cannot compute the model; "" if it can."""
     reasons = {}
     for dtype in _DTYPES:
         model = load_model(source, dtype=dtype)

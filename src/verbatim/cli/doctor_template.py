@@ -1,5 +1,5 @@
-"""`verbatim doctor --template MODEL_OR_FILE`: finds where the prompts of a chat template can be continued exactly, by
-playing probe dialogues, and what it writes of tools."""
+"""`verbatim doctor --template MODEL_OR_FILE`: finds where prompts rendered with a chat template can be continued
+exactly, by rendering probe dialogues, and how the template handles tools."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from verbatim.models.renderers.template import TemplateRenderer
 from verbatim.models.renderers.tool_support import USE_HERMES, ToolSupport
 
 _NEEDED = ("a tool's answer", "a user's message")
-"""Messages that environments append."""
+"""Kinds of messages that environments append."""
 _LONGEST = 160
-"""Characters of a line that are shown: some templates are one line."""
+"""Maximum number of characters shown of a template line: some templates are a single line."""
 _NEWLINE = re.compile(r"\r\n|\r|\n")
-"""What Jinja counts lines by, unlike `splitlines`."""
+"""The line breaks that Jinja counts; `splitlines` splits at more characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Template:
-    """One chat template of a model, and what was found."""
+    """One chat template of a model, with the findings."""
 
     name: str
     source: str
     probes: Sequence[BridgeProbe]
     tools: ToolSupport
     hermes: str | None
-    """Where tools = "hermes" would write them; None if there is no place."""
+    """Where tools = "hermes" would insert the tools; None if there is no place for them."""
 
 
 def report(asked: str, *, as_json: bool) -> bool:
-    """Print what the probes of each template came to; whether what environments append can be bridged in some
-    situation, and tools are written.
+    """Print the findings for each template. True if everything that environments append can be bridged in at least one
+    situation, and tools are supported.
 
     Raises:
-        ModelError: no such model or file, no chat template, or one that is no Jinja.
+        ModelError: the model or file does not exist, has no chat template, or the template is not valid Jinja.
     """
     templates = [_look(name, tokenizer) for name, tokenizer in _tokenizers(asked)]
     by_name = {template.name: template for template in templates}
-    # The template that a tokenizer takes where there are tools.
+    # The template that a tokenizer uses if there are tools.
     main = by_name.get("tool_use", by_name.get("default", templates[0]))
     if as_json:
         print(
@@ -84,7 +84,7 @@ def report(asked: str, *, as_json: bool) -> bool:
 
 
 def _tokenizers(asked: str) -> list[tuple[str, Any]]:
-    """(name of the template, a tokenizer with that template)"""
+    """Each template's name, with a tokenizer that uses it."""
     file = Path(asked)
     if file.is_file():
         try:
@@ -135,7 +135,7 @@ def _said_of_tools(support: ToolSupport, hermes: str | None) -> str:
 
 
 def _renderer(asked: str) -> str:
-    """What `auto` takes; of a template alone nothing is known."""
+    """The renderer that `auto` selects; unknown if only a template was given."""
     if Path(asked).is_file():
         return "not known of a template alone; give a model's folder or name"
     renderer = create_renderer("auto", load_tokenizer(asked))
@@ -145,7 +145,7 @@ def _renderer(asked: str) -> str:
 
 
 def _show(console: PlainConsole, title: str, template: _Template) -> None:
-    """One row for each kind of appended message and outcome, with the situations that have it; below, the reasons."""
+    """Print one row per kind of appended message and outcome, with the situations; below the table, the reasons."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for column in ("appended", "a bridge is", "situations"):
         table.add_column(column, overflow="fold")
@@ -159,7 +159,7 @@ def _show(console: PlainConsole, title: str, template: _Template) -> None:
             because = found[0].reason
             if line is not None:
                 because = f"line {line}: {_line(template.source, found[0])}\n(turn {found[0].turn}) {because}"
-            if because:  # a line is quoted once, with the first text that it changes
+            if because:  # a template line is quoted only once, with the first reason that involves it
                 notes.setdefault(line or because, because)
                 situations += f" ({list(notes).index(line or because) + 1})"
             table.add_row("" if number else appended, outcome, situations)

@@ -1,4 +1,4 @@
-"""Ends the process of a command that is done, even where a grader or a tool left a thread behind."""
+"""Ends the process of a finished command, even if user code has left a thread running."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from verbatim.core.ctrl_c import end_at_a_press
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds that other threads may take to end after the command has."""
+"""Seconds that other threads have to end after the command is done."""
 
 
 def end_without_stragglers(status: int) -> None:
-    """Called when the command is done: from `PATIENCE` seconds on, threads that still run end with the process; at
-    Ctrl-C or SIGTERM, at once, with the same status.
+    """Call once the command is done: after `PATIENCE` seconds, exit even if other threads still run; at Ctrl-C or
+    SIGTERM, exit at once with the same status.
 
-    Python itself waits for every thread that is not a daemon, without limit.
+    Python itself would wait for every non-daemon thread, without a limit.
     """
     end_at_a_press(status)
     threading.Thread(target=_end_stragglers, args=(status,), name="verbatim-leaving", daemon=True).start()
@@ -38,7 +38,7 @@ def _end_stragglers(status: int) -> None:
         len(left),
         ", ".join(left[:5]),
     )
-    with contextlib.suppress(Exception):  # others' functions, the last thing that runs
+    with contextlib.suppress(Exception):  # exit handlers of user code must not prevent the exit
         atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""`verbatim env check ENVIRONMENT`: plays an environment without a model; `verbatim env list`: the bundled ones."""
+"""`verbatim env check ENVIRONMENT` plays an environment without a model; `verbatim env list` lists the bundled ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_CHECK: Mapping[str, Any] = {
     "seq_len": None,
     "timeout": 20.0,
 }
-"""Options of `check`, and their values where they are not typed."""
+"""The options of `check` with their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="ENVIRONMENT",
         help="a bundled id (guess_number), an import path (my_env:MyEnv), a file (my_env.py, my_env.py:MyEnv), or a "
-        "run's TOML file, for all its environments; list takes the id of one with tasks of its own",
+        "run's TOML file, for all its environments; list takes the id of one with its own tasks",
     )
     parser.add_argument(
         "--args", type=json_object, metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'"""
@@ -61,21 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=COUNT,
         default=_OF_CHECK["examples"],
         metavar="N",
-        help="training examples that are played (8)",
+        help="number of training examples to play (8)",
     )
-    parser.add_argument("--max-turns", type=COUNT, metavar="N", help="turns of an episode (16, or the file's)")
-    parser.add_argument("--seq-len", type=COUNT, metavar="N", help="tokens of an episode (2048, or the file's)")
+    parser.add_argument("--max-turns", type=COUNT, metavar="N", help="turns per episode (16, or the file's)")
+    parser.add_argument("--seq-len", type=COUNT, metavar="N", help="tokens per episode (2048, or the file's)")
     parser.add_argument(
-        "--timeout", type=SECONDS, default=_OF_CHECK["timeout"], metavar="S", help="seconds of an episode (20)"
+        "--timeout", type=SECONDS, default=_OF_CHECK["timeout"], metavar="S", help="seconds per episode (20)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, and report; or list.
+    """Check an environment and print the report; or list environments.
 
     Raises:
-        UsageError: no environment was named, or options that do not fit.
+        UsageError: no environment was named, or an option does not fit.
     """
     if args.what == "list":
         typed = [name for name, standard in _OF_CHECK.items() if getattr(args, name) != standard]
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             "or my_env:MyEnv for the class MyEnv in my_env.py"
         )
     targets = find_targets(args.environment, args.args or {}, component_tables())
-    with contextlib.redirect_stdout(sys.stderr):  # what environments print is no report
+    with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout is for the report
         renderer = _renderer(targets[0].config)
         standard = CheckSettings()
         reports = [
@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _renderer(config: RunConfig | None) -> Renderer | None:
-    """The one that the prompts of a run are rendered with; None without a run, or without a model that can be read
-    here, which is said: the environment is played without it."""
+    """The renderer of the run's model. None without a run, or if the model cannot be read here: then a note is printed,
+    and the environment is played without it."""
     if config is None:
         return None
     try:
@@ -134,7 +134,7 @@ def _renderer(config: RunConfig | None) -> Renderer | None:
 def _show(report: Report) -> None:
     console = PlainConsole()
     wrong = len(report.findings)
-    verdict = ("nothing wrong", "green") if report.is_clean else (f"{wrong} thing{'s' * (wrong > 1)} to mend", "red")
+    verdict = ("nothing wrong", "green") if report.is_clean else (f"{wrong} thing{'s' * (wrong > 1)} to fix", "red")
     console.print(Text.assemble((report.environment, "bold"), ": ", verdict), soft_wrap=True)
     splits = ", ".join(f"{count} {split}" for split, count in report.num_examples.items())
     console.print(f"  examples: {splits}", soft_wrap=True)
@@ -153,7 +153,7 @@ def _show(report: Report) -> None:
 
 
 def _list(name: str | None, *, as_json: bool) -> int:
-    """The bundled environments, or the tasks or games of one that has many."""
+    """List the bundled environments, or the tasks or games of one that has many."""
     if name is None:
         about = {id: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for id, path in ENVIRONMENTS.items()}
     else:
@@ -177,7 +177,7 @@ def _tasks_of(name: str) -> dict[str, str]:
     listing = getattr(import_object(ENVIRONMENTS[name]), "listing", None) if name in ENVIRONMENTS else None
     if listing is None:
         many = [known for known, path in ENVIRONMENTS.items() if hasattr(import_object(path), "listing")]
-        raise UsageError(f"verbatim env list {name}: expected one with tasks of its own: {', '.join(many)}")
+        raise UsageError(f"verbatim env list {name}: expected one with its own tasks: {', '.join(many)}")
     entries = dict(listing())
     if not entries:
         raise UsageError(f"{name} is not installed: pip install 'verbatim-rl[{EXTRAS[name][1]}]'")

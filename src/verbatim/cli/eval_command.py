@@ -1,4 +1,4 @@
-"""`verbatim eval FILE`: measures models on the environments of a configuration, and compares them in pairs."""
+"""`verbatim eval FILE`: evaluates models on the environments of a configuration, and compares them in pairs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, the models, how much is played, and where results go."""
+    """Declare FILE, the models, how much to play, and where results go."""
     parser.epilog = (
         "exit status: 0 everything was played, 1 every episode of an environment failed or an API is dead, 2 a mistake"
     )
@@ -44,59 +44,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=run_file,
         metavar="FILE",
-        help="the run's TOML file, a recipe's name, or a run's folder: its environments are played",
+        help="the run's TOML file, a recipe's name, or a run folder: its environments are played",
     )
     add(
         "--model",
         action="append",
         metavar="MODEL",
         dest="models",
-        help="what to measure, instead of the file's model.name: a folder or hub id; a run's folder (its trained "
+        help="the model to evaluate, instead of the file's model.name: a folder or hub id; a run folder (its trained "
         "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
-        "gpt-5-mini@https://api.openai.com/v1); again for each further one",
+        "gpt-5-mini@https://api.openai.com/v1); repeatable",
     )
     add("--examples", type=COUNT, metavar="N", help="the first N examples of each environment (eval.examples)")
     add(
         "--episodes-per-example",
         type=COUNT,
         metavar="N",
-        help="episodes of each example (as many as orchestrator.eval.episodes allows)",
+        help="episodes per example (as many as orchestrator.eval.episodes allows)",
     )
     add("--seed", type=int, metavar="N", help="seed of all episodes (orchestrator.eval.seed)")
     add(
         "--history",
         choices=("verbatim", "template"),
-        help='"template": every prompt is rendered, as by a chat endpoint (orchestrator.renderer.history)',
+        help='"template": render every prompt from scratch, as a chat endpoint does (orchestrator.renderer.history)',
     )
-    add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, 8)")
+    add("--k", type=_counts, metavar="K,K", help="the values of k for pass@k and pass^k (1, 2, 4, 8)")
     add(
         "--concurrency",
         type=COUNT,
         metavar="N",
-        help="most episodes at a time (orchestrator.max_concurrent; 8 at an API)",
+        help="maximum number of concurrent episodes (orchestrator.max_concurrent; 8 with an API)",
     )
     add(
         "--out",
         type=Path,
         metavar="JSONL",
-        help="every episode is appended there; the same command goes on with what is not in it",
+        help="append every episode to this file; the same command later plays only what is missing from it",
     )
-    add("--per-example", type=Path, metavar="JSONL", help="write a line for each example and model there")
-    add("--report", type=Path, metavar="MD", help="write a report in Markdown there")
-    add("--json", action="store_true", help="print the results as JSON, and nothing else, on standard output")
+    add("--per-example", type=Path, metavar="JSONL", help="write one line per example and model into this file")
+    add("--report", type=Path, metavar="MD", help="write a Markdown report into this file")
+    add("--json", action="store_true", help="print the results as JSON on standard output, and nothing else")
     add(
         "--api-key-env",
         action="append",
         metavar="[HOST=]NAME",
-        help="the variable with the key of all servers, or of this one (OPENAI_API_KEY, for OpenAI's)",
+        help="the environment variable with the key of all servers, or of HOST (OPENAI_API_KEY, for OpenAI's)",
     )
-    add("--request-timeout", type=float, metavar="SECONDS", help="for one try at an API (600)")
-    add("--max-retries", type=int, metavar="N", help="tries after the first at an API (5)")
+    add("--request-timeout", type=float, metavar="SECONDS", help="timeout of one attempt at an API request (600)")
+    add("--max-retries", type=int, metavar="N", help="retries of an API request (5)")
     add(
         "--extra-body",
         type=json_object,
         metavar="JSON",
-        help='goes into every request to an API; null leaves a key out: {"seed": null}',
+        help='added to every API request; null removes a key: {"seed": null}',
     )
     add(
         "--price",
@@ -104,15 +104,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_price,
         metavar="[NAME=]IN,OUT",
         default=[],
-        help="price of a million tokens of prompts, and of answers, of all models or of this one: 0.25,2",
+        help="price of a million prompt tokens and of a million completion tokens, for all models or for NAME: 0.25,2",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every model, compare each two, and print what they come to.
+    """Evaluate every model, compare each two, and print the results.
 
     Raises:
-        ConfigError: there is no model to measure.
+        ConfigError: there is no model to evaluate.
         RunStopped: every episode of an environment failed, or an API is dead.
     """
     told = PlainConsole(stderr=True)
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
-    """The configuration, and the run's folder where that was given."""
+    """The configuration, and the run folder if one was given."""
     folder = args.file if args.file.is_dir() and (args.file / CONFIG).is_file() else None
     file = args.file if folder is None else folder / CONFIG
     if folder is not None:
@@ -190,7 +190,7 @@ def _models(args: argparse.Namespace, config: RunConfig, folder: Path | None) ->
 
 
 def _api(args: argparse.Namespace, name: str, url: str) -> OpenAI:
-    """The settings of the server at this address."""
+    """The settings of the server at this URL."""
     from urllib.parse import urlsplit
 
     key = None
@@ -206,14 +206,14 @@ def _api(args: argparse.Namespace, name: str, url: str) -> OpenAI:
 
 
 def _say_how_to_go_on(args: argparse.Namespace, told: PlainConsole) -> None:
-    said = "nothing of it is kept; with --out FILE the same command goes on where it stopped"
+    hint = "nothing of it is kept; with --out FILE the same command goes on where it stopped"
     if args.out is not None:
-        said = f"what was played is in {args.out}; to go on:  {shlex.join(['verbatim', *sys.argv[1:]])}"
-    told.print(said, soft_wrap=True, style="bold")
+        hint = f"what was played is in {args.out}; to go on:  {shlex.join(['verbatim', *sys.argv[1:]])}"
+    told.print(hint, soft_wrap=True, style="bold")
 
 
 class _EvalBars:
-    """One bar for each model, on a terminal."""
+    """One progress bar per model, on a terminal."""
 
     def __init__(self, console: PlainConsole) -> None:
         self._view, self._label = LiveView(console), ""
@@ -238,7 +238,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _price(text: str) -> tuple[str, tuple[float, float]]:
-    """The model's name at its server, "" for all, and its prices."""
+    """The model's name on its server ("" for all models), and its prices."""
     name, _, prices = text.rpartition("=")
     try:
         prompt, completion = (float(part) for part in prices.split(","))
@@ -246,7 +246,7 @@ def _price(text: str) -> tuple[str, tuple[float, float]]:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: expected two prices of a million tokens, 0.25,2.0, or with the "
+            f"{text!r}: expected two prices per million tokens, 0.25,2.0, or with the "
             "name of a model, gpt-5-mini=0.25,2.0"
         ) from None
     return name, (prompt, completion)

@@ -1,4 +1,4 @@
-"""Gathers the results of `verbatim eval`: tables for the terminal, JSON, lines by example, and a report."""
+"""Collects the results of `verbatim eval`: tables for the terminal, JSON, lines per example, and a report."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from verbatim.run.evaluation.show import show_differences, show_examples, show_r
 from verbatim.run.evaluation.texts import letter
 
 _MOST_KINDS = 5
-"""Kinds of failures that a report names for each model."""
+"""Maximum number of kinds of failures that a report lists per model."""
 
 
 class Results:
-    """What the models of one command came to, in the order in which they were typed.
+    """The results of one command's models, in the order in which they were typed.
 
     Args:
         config: The configuration that was played.
         settings: How much was played.
-        source: The file or folder that it came from.
-        prices: Of a million tokens of prompts and of answers, by the model's name at its server; "" is for all others.
+        source: The file or folder that the configuration came from.
+        prices: Prices of a million prompt and completion tokens, by the model's name on its server; "" for all others.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Results:
         self._found: list[ModelResult] = []
 
     def add(self, result: ModelResult) -> None:
-        """One model's."""
+        """Add the results of one model."""
         environments = {env: self._priced(found, result) for env, found in result.environments.items()}
         self._found.append(dataclasses.replace(result, environments=environments))
 
@@ -71,11 +71,11 @@ class Results:
 
     @property
     def environments(self) -> list[str]:
-        """Labels of what was played."""
+        """The labels of the environments that were played."""
         return list(dict.fromkeys(env for found in self._found for env in found.environments))
 
     def compared(self) -> list[Compared]:
-        """Each two models, the later one minus the earlier one."""
+        """The comparisons of each two models: the later minus the earlier one."""
         places = range(len(self._found))
         return [
             Compared(
@@ -92,7 +92,7 @@ class Results:
         ]
 
     def nothing_measured(self) -> list[str]:
-        """Environments in which every episode of a model failed."""
+        """The environments in which every episode of a model failed."""
         return list(
             dict.fromkeys(
                 env
@@ -103,7 +103,7 @@ class Results:
         )
 
     def show(self, console: Console, *, where: str) -> None:
-        """Tables by environment; `where` says what to type for all examples."""
+        """Print the tables by environment. `where`: where all examples can be found."""
         compared = self.compared()
         for place, found in enumerate(self._found):
             console.print(
@@ -124,7 +124,7 @@ class Results:
                     console.print(Text(f"{name}  {spent_line(result)}{_failures(result)}", style="dim"))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but single examples and episodes."""
+        """The results as plain JSON values, without single examples and episodes."""
         models = [
             {
                 "letter": letter(place),
@@ -148,7 +148,7 @@ class Results:
         return value
 
     def write_examples(self, path: Path) -> None:
-        """A line for each example of each model and environment."""
+        """Write one line per example, model and environment."""
         lines = [
             {"model": found.model.label, "env": env, **finite(example_to_json(example))}
             for found in self._found
@@ -158,7 +158,7 @@ class Results:
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def write_report(self, path: Path) -> None:
-        """The report in Markdown."""
+        """Write the Markdown report."""
         subjects = [
             ReportedModel(
                 letter=letter(place),
@@ -194,7 +194,7 @@ class Results:
 
 
 def _resolved(found: ModelResult) -> str:
-    """What a name stands for, where it does not say itself."""
+    """What a model's name stands for, if that is not obvious, and its step."""
     where = "" if found.model.api is not None or found.model.where == found.model.label else f" = {found.model.where}"
     return f"{where}{_steps(found)}"
 
@@ -204,18 +204,18 @@ def _steps(found: ModelResult) -> str:
 
 
 def _failures(result: EnvResult) -> str:
-    """How failed episodes count, where there are any."""
+    """How many episodes failed, and how they count."""
     if not result.num_failed:
         return "; no episode failed"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result.failures.items())
     return (
-        f"; {result.num_failed:,} of {result.num_episodes:,} episodes failed ({kinds}): they count as no success, "
+        f"; {result.num_failed:,} of {result.num_episodes:,} episodes failed ({kinds}): they count as not successful, "
         "and are left out of all other means"
     )
 
 
 def _errors(outcomes: Mapping[str, Sequence[EvaluatedEpisode]]) -> dict[str, tuple[int, str]]:
-    """The most common kinds of failures: how often, and what the first one said."""
+    """The most common kinds of failures: the number of episodes, and the first error."""
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
     for outcome in (outcome for each in outcomes.values() for outcome in each):

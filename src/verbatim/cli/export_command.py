@@ -1,4 +1,4 @@
-"""`verbatim export RUN` writes the trajectories of a run as JSON lines, for tools that read no Parquet."""
+"""`verbatim export RUN`: writes the trajectories of a run as JSON lines, for tools that cannot read Parquet."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectori
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare RUN, `--out` and `--steps`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run, such as runs/NAME/latest")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file for the lines")
-    parser.add_argument("--steps", metavar="FIRST-LAST", help="only those of these steps: 7 or 3-9 (all of them)")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/NAME/latest")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to create")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="only these steps: 7 or 3-9 (all)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write one line for each trajectory.
+    """Write one line per trajectory.
 
     Raises:
-        UsageError: no trajectories, a file that is there already, or steps that are no range.
+        UsageError: there are no trajectories, the file exists already, or --steps is not a range.
     """
     first, last = _steps(args.steps)
     if args.out.exists():
-        raise UsageError(f"--out {args.out} is there already; name a new file")
+        raise UsageError(f"--out {args.out} exists already; name a new file")
     if not args.folder.is_file() and not any(args.folder.glob("*.parquet")):
         check_run(args.folder, "verbatim export")
     count = 0
     with (
-        replacing(args.out, temporary=temporary_beside(args.out)) as partial,  # damage further on leaves no half of it
+        replacing(args.out, temporary=temporary_beside(args.out)) as partial,  # no partial file if reading fails later
         contextlib.closing(TrajectoryLog(partial)) as log,
     ):
         for step, trajectory in read_trajectories(args.folder):
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _steps(text: str | None) -> tuple[int, int | None]:
-    """First and last step; None: to the end."""
+    """The first and the last step; None: up to the end."""
     if text is None:
         return 0, None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)

@@ -1,4 +1,4 @@
-"""`verbatim gateway check COMMAND`: runs an agent program against a scripted model, and says what was recorded."""
+"""`verbatim gateway check COMMAND`: runs an agent program against a scripted model, and reports what was recorded."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from verbatim.rollouts.gateway.program.environment import HARMLESS, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare COMMAND, the example and the model's answers."""
+    """Declare COMMAND, the example and the model's responses."""
     parser.epilog = (
-        "needs no model: a script calls the tools that the program offers, and then ends its work; exit status: 0 "
+        "needs no model: a script calls the tools that the program offers, and then finishes; exit status: 0 "
         "everything that was sampled can be trained, 1 something is wrong, 2 the program cannot be started"
     )
-    parser.add_argument("what", choices=("check",), help="what to do")
+    parser.add_argument("what", choices=("check",), help="the action")
     parser.add_argument("command", metavar="COMMAND", help='the program in quotes: "python agent.py"')
     parser.add_argument(
-        "--example", type=json_object, metavar="JSON", default={}, help="""what it is given: '{"question": "..."}'"""
+        "--example", type=json_object, metavar="JSON", default={}, help="""the program's input: '{"question": "..."}'"""
     )
     parser.add_argument(
         "--answers",
         type=Path,
         metavar="FILE",
-        help="the model's answers: JSON lines of assistant messages, the last one repeated",
+        help="the model's responses: JSON lines of assistant messages, the last one repeated",
     )
-    parser.add_argument("--reasoning", action="store_true", help="the model's answers have reasoning")
-    parser.add_argument("--lines", action="store_true", help="the program reads lines, as with reuse = true")
+    parser.add_argument("--reasoning", action="store_true", help="give the model's responses reasoning")
+    parser.add_argument("--lines", action="store_true", help="the program reads examples as lines (reuse = true)")
     parser.add_argument("--sandbox", action="store_true", help="run it in a sandbox")
     _add_arguments_of_the_environment(parser)
     parser.add_argument("--timeout", type=SECONDS, default=120.0, metavar="S", help="seconds for the program (120)")
@@ -45,32 +45,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments_of_the_environment(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("as args of the environment").add_argument
+    add = parser.add_argument_group("like the environment's args").add_argument
     add(
         "--reward",
         choices=("last_line", "file", "score", "post"),
         default="last_line",
         help="where the reward is (last_line)",
     )
-    add("--score", metavar="COMMAND", help="for --reward score: what runs after the program")
-    add("--example-in", choices=("stdin", "file"), default="stdin", help="how it is given the example (stdin)")
-    add("--cwd", metavar="FOLDER", default=".", help="where it runs (the current folder)")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a further variable")
-    add("--env-from", action="append", default=[], metavar="NAME", help="a variable of this shell that it gets too")
+    add("--score", metavar="COMMAND", help="with --reward score: the command to run after the program")
+    add("--example-in", choices=("stdin", "file"), default="stdin", help="how the program gets the example (stdin)")
+    add("--cwd", metavar="FOLDER", default=".", help="where the program runs (the current folder)")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="an environment variable for it; repeatable")
+    add("--env-from", action="append", default=[], metavar="NAME", help="a variable to pass on from this shell")
     add("--memory-mb", type=int, default=4096, metavar="N", help="MiB of data, of each process and of all (4096)")
-    add("--processes", type=int, default=128, metavar="N", help="in the sandbox, at a time (128)")
-    add("--disk-mb", type=int, default=64, metavar="N", help="MiB of files that it writes in the sandbox (64)")
-    add("--connections", type=int, default=512, metavar="N", help="in the sandbox, open to the gateway at a time (512)")
+    add("--processes", type=int, default=128, metavar="N", help="maximum number of processes in the sandbox (128)")
+    add("--disk-mb", type=int, default=64, metavar="N", help="MiB of files that it may write in the sandbox (64)")
+    add("--connections", type=int, default=512, metavar="N", help="open connections from the sandbox to the gateway (512)")
     add("--max-body-mb", type=int, default=32, metavar="N", help="MiB of one request to the gateway (32)")
-    add("--visible", action="append", default=[], metavar="FOLDER", help="a folder that the sandbox shows, read-only")
-    add("--unsafe-allow", action="store_true", help="if no sandbox works here, run without one")
-    add("--sampling", choices=("run", "client"), default="run", help="whose temperature and the like hold (run)")
-    add("--restores-reasoning", choices=("true", "false"), help="whether an answer may come back without its reasoning")
-    add("--unenforced", metavar="NAMES", default=",".join(HARMLESS), help="fields that are let pass without effect")
+    add("--visible", action="append", default=[], metavar="FOLDER", help="a folder visible in the sandbox, read-only")
+    add("--unsafe-allow", action="store_true", help="run without a sandbox if none works here")
+    add("--sampling", choices=("run", "client"), default="run", help="whose temperature and so on apply (run)")
+    add("--restores-reasoning", choices=("true", "false"), help="whether responses may come back without reasoning")
+    add("--unenforced", metavar="NAMES", default=",".join(HARMLESS), help="request fields to accept without effect")
 
 
 def _program(args: argparse.Namespace) -> Program:
-    """The environment around the program."""
+    """The environment that runs the program."""
     parted = {name: value for name, equals, value in (given.partition("=") for given in args.env) if name and equals}
     if len(parted) != len(args.env):
         raise UsageError("--env: expected NAME=VALUE, each name once")
@@ -101,20 +101,20 @@ def _program(args: argparse.Namespace) -> Program:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, and report.
+    """Check the program, and print the report.
 
     Raises:
-        UsageError: a program that cannot be started, or options that do not fit.
+        UsageError: the program cannot be started, or an option does not fit.
     """
     if args.overrides:
         raise UsageError(
-            f"verbatim gateway check has no option {args.overrides[0]}; options of the program stand "
-            'inside of the quotes: "python agent.py --its-option"'
+            f"verbatim gateway check has no option {args.overrides[0]}; options of the program belong "
+            'inside the quotes: "python agent.py --its-option"'
         )
     if not args.command.strip():
         raise UsageError('COMMAND is empty; type for example: verbatim gateway check "python agent.py"')
-    said = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
-    report = check_program(_program(args), said, reasoning=args.reasoning, seconds=args.timeout)
+    responses = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
+    report = check_program(_program(args), responses, reasoning=args.reasoning, seconds=args.timeout)
     console = PlainConsole()
     if args.json:
         console.print(json.dumps({**dataclasses.asdict(report), "clean": report.is_clean}), soft_wrap=True)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def told(report: ProgramReport) -> list[str]:
-    """The report for people, a line each."""
+    """The report for people, one line per item."""
     counts = report.counts
     first, agents = report.seconds_to_first_request, ", ".join(report.agents) or "-"
     how, words = ("ended well", "") if report.error is None else _parted(report.error)
@@ -143,13 +143,13 @@ def told(report: ProgramReport) -> list[str]:
         for b in report.branches
     ]
     lines += [
-        f"rewritten turn {turn} came back otherwise, and was recognised: {', '.join(ways)}"
+        f"rewritten turn {turn} came back in another form, and was recognised: {', '.join(ways)}"
         for turn, ways in report.rewritten.items()
     ]
     kinds: dict[str, Any] = {
         "refused": "was refused",
-        "unenforced": "was let pass without effect",
-        "overridden": 'is the run\'s to say: sampling = "client" lets requests say it',
+        "unenforced": "was accepted without effect",
+        "overridden": 'is decided by the run; sampling = "client" lets requests decide',
     }
     for name, count in counts.items():
         kind, _, field = name.partition("/")
@@ -162,7 +162,7 @@ def told(report: ProgramReport) -> list[str]:
 
 
 def _parted(error: str) -> tuple[str, str]:
-    r"""How a program ended, and its last words as it wrote them; "" where the error quotes none.
+    r"""How a program ended, and its last output; "" if the error quotes none.
 
     >>> _parted("program_crashed: the program ended with exit status 1; it said 'Oh\\nno'")
     ('program_crashed: the program ended with exit status 1', 'Oh\nno')

@@ -1,4 +1,4 @@
-"""`verbatim inference FILE`: starts only the inference backend of a run, for a run on another host."""
+"""`verbatim inference FILE`: starts only a run's inference backend, for a run on another host."""
 
 from __future__ import annotations
 
@@ -42,41 +42,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=run_file,
         metavar="FILE",
         nargs="?",
-        help="the run's TOML file, or a recipe's name; its [inference] says what is started",
+        help="the run's TOML file, or a recipe's name; its [inference] configures the server",
     )
     add("--install", type=Path, metavar="DIR", help="make a Python environment with vLLM in DIR, and do nothing else")
     add(
         "--build",
         choices=("auto", "cuda", "cpu"),
         default="auto",
-        help="with --install: which vLLM (auto: for CUDA where there is a driver)",
+        help="with --install: which build of vLLM (auto: for CUDA if there is a driver)",
     )
-    add("--model", metavar="FOLDER", help="the weights to begin with, instead of the file's model.name")
+    add("--model", metavar="FOLDER", help="the initial weights, instead of the file's model.name")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
     port = number(int, f"1 to {LAST_PORT}", lambda value: 1 <= value <= LAST_PORT)
-    add("--port", type=port, default=8000, help="of the first server (8000); the next ones follow")
-    add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
+    add("--port", type=port, default=8000, help="the first server's port (8000); further servers use the next ones")
+    add("--api-key-env", metavar="VARIABLE", help="the environment variable with a key that every request must have")
     add(
         "--uploads",
         type=Path,
         metavar="FOLDER",
-        help="take weights over HTTP into FOLDER, with the key: for hosts that do not share the run folder",
+        help="accept weights over HTTP into FOLDER, with the key: for hosts that do not share the run folder",
     )
     add(
         "--weights-folder",
         type=Path,
         metavar="FOLDER",
-        help="of a server of this package's engine without a key: it takes weights from folders in this one",
+        help="for the embedded backend without a key: accept weights from folders inside this one",
     )
-    add("--logs", type=Path, metavar="FOLDER", default=Path("logs/inference"), help="for what servers print")
+    add("--logs", type=Path, metavar="FOLDER", default=Path("logs/inference"), help="the folder for the servers' logs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM, or make an environment.
+    """Serve until Ctrl-C or SIGTERM, or install an environment.
 
     Raises:
-        ConfigError: what is wrong with FILE.
-        UsageError: an option that cannot be used; a server that cannot be started.
+        ConfigError: FILE has a mistake.
+        UsageError: an option cannot be used, or a server cannot be started.
     """
     console = PlainConsole()
     if args.install is not None:
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if inference_settings(config).shares_device:
         raise UsageError(
             f"inference.{table_of(config.inference.backend)}.colocate is for servers that a run starts "
-            "beside its trainer; it puts no others to sleep. Leave it out"
+            "next to its trainer; other servers are never put to sleep. Leave it out"
         )
     check_backend(config)
     serve = _serve_standing if stands else _serve_sampler
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 async def _serve_sampler(
     config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
 ) -> None:
-    """One server of any backend that computes in this process."""
+    """Serve any backend that runs in this process."""
     from verbatim.inference.http.server import serve_sampler
 
     sampler = await make_sampler(resolve_sampler(config, model), model, logs=args.logs)
@@ -145,7 +145,7 @@ async def _serve_sampler(
 async def _serve_standing(
     config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
 ) -> None:
-    """Servers in processes of their own, each started again when it ends."""
+    """Run servers as separate processes, each restarted when it ends."""
     servers = import_object(STANDING[config.inference.backend])(
         backend_inputs(config, model, logs=args.logs),
         inference_settings(config),
@@ -163,7 +163,7 @@ async def _serve_standing(
 
 
 async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task[Any]) -> bool:
-    """Work until it is done or the command is told to end; what it raises is raised."""
+    """Work until done (True) or until the command is asked to stop (False). Raises what the work raises."""
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +177,7 @@ async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task
 
 
 def _without_urls(config: RunConfig) -> RunConfig:
-    """The configuration of the servers to start: a run on another host finds them by the file's `urls`."""
+    """The configuration of the servers to start. The file's `urls` are for the run on the other host."""
     settings = inference_settings(config)
     if not isinstance(settings, ServerSettings):
         return config
@@ -186,7 +186,7 @@ def _without_urls(config: RunConfig) -> RunConfig:
 
 
 def _say_how(console: Console, config: RunConfig, urls: list[str], args: argparse.Namespace) -> None:
-    """The servers' addresses, as another host reaches them, and the lines of the run's file that find them."""
+    """Print the servers' addresses as other hosts see them, and the lines for the run's file that refer to them."""
     urls = [as_others_reach(url, args.host) for url in urls]
     for url in urls:
         console.print(url, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`verbatim init DIR`: writes a project with an environment, a run, a test and a README."""
+"""`verbatim init DIR`: writes a new project with an environment, a run, a test and a README."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ KINDS = {
     "tools": "the agent calls tools (the default)",
     "chat": "a user answers what the agent says, over several turns",
     "subagents": "the environment owns the control flow, and several agents take turns",
-    "program": "an agent program on OpenAI's SDK, which asks the gateway and knows nothing of Verbatim",
+    "program": "an agent program that uses OpenAI's SDK against the gateway and knows nothing of Verbatim",
 }
-"""Every kind of project, with what its environment shows."""
+"""Every kind of project, with what its environment demonstrates."""
 GATEWAY_CHECK = """verbatim gateway check "python agent.py" --lines --example '{"state": "dry"}'"""
-"""Plays the project of kind program."""
+"""Checks a new project of kind "program"."""
 _WHOLE = ("program",)
-"""Kinds that share no file with the others."""
+"""Kinds that do not use the common template files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare DIR and --kind."""
     parser.epilog = "kinds: " + "; ".join(f"{name}: {about}" for name, about in KINDS.items())
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or an empty folder")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--kind", choices=tuple(KINDS), default="tools", metavar="KIND", help=f"{', '.join(KINDS)}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files, and say what to type next.
+    """Write the files, and print what to type next.
 
     Raises:
-        UsageError: a folder that is not empty.
+        UsageError: the folder is not empty.
     """
     written = write_project(args.folder, args.kind)
     console = PlainConsole()
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_project(folder: Path, kind: str) -> list[str]:
-    """Write a project into a new or empty folder; the names of its files.
+    """Write a project into a new or empty folder, and return the names of its files.
 
     Raises:
         UsageError: the folder is not empty, or is a file.

@@ -1,7 +1,7 @@
-"""Runs the command `verbatim`: picks a command, splits its options from overrides, explains errors.
+"""Runs the command `verbatim`: selects a command, separates its options from overrides, explains errors.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> exit status`; it is imported only when it is the
-one that was typed. `args.overrides` holds the configuration overrides, `["--orchestrator.batch-size", "64", ...]`.
+A command is a module with `add_arguments(parser)` and `run(args) -> exit status`. It is imported only if it was typed.
+`args.overrides` holds the configuration overrides: `["--orchestrator.batch-size", "64", ...]`.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ COMMANDS = {
     "orchestrator": ("verbatim.cli.orchestrator_command", "only the rollouts of a run, with a trainer elsewhere"),
     "trainer": ("verbatim.cli.trainer_command", "only the trainer of a run"),
     "sft": ("verbatim.cli.sft_command", "train a model on conversations"),
-    "eval": ("verbatim.cli.eval_command", "measure a model on environments"),
-    "compare": ("verbatim.cli.compare_command", "say in what runs differ"),
+    "eval": ("verbatim.cli.eval_command", "evaluate models on environments"),
+    "compare": ("verbatim.cli.compare_command", "compare runs"),
     "env": ("verbatim.cli.env_command", "check an environment without a model, or list the bundled ones"),
     "gateway": ("verbatim.cli.gateway_command", "check an agent program without a model"),
     "recipes": ("verbatim.cli.recipes_command", "list the runs that come with the package, or copy one"),
     "models": ("verbatim.cli.models_command", "list pretrained models that need no hub, or get one"),
-    "rollout": ("verbatim.cli.rollout_command", "play conversations or an environment, one result for each"),
+    "rollout": ("verbatim.cli.rollout_command", "play conversations or an environment, with one result for each"),
     "serve": ("verbatim.cli.serve_command", "a model behind HTTP: token ids or chat completions"),
     "inference": ("verbatim.cli.inference_command", "only the inference backend of a run, for a run on another host"),
     "export": ("verbatim.cli.export_command", "write a run's trajectories as JSON lines"),
     "view": ("verbatim.cli.view_command", "show runs as a page, or write them as an HTML file"),
-    "doctor": ("verbatim.cli.doctor_command", "say why prompts do not extend what was sampled"),
-    "plan": ("verbatim.cli.plan_command", "say whether a run fits into memory, and how long a step takes"),
+    "doctor": ("verbatim.cli.doctor_command", "explain why prompts do not extend what was sampled"),
+    "plan": ("verbatim.cli.plan_command", "predict whether a run fits into memory, and how long a step takes"),
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
-    "completion": ("verbatim.cli.completion_command", "print what makes bash, zsh or fish complete this command"),
+    "completion": ("verbatim.cli.completion_command", "print the code that enables completion in bash, zsh or fish"),
 }
-"""Name: the module, and what `--help` says of it."""
+"""By name, the command's module and its description in `--help`."""
 KEYED = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
-"""The commands whose options are also the keys of their FILE."""
+"""Commands that accept the keys of their FILE as options."""
 _REFUSE_THEMSELVES = ("gateway", "rollout")
-"""Those that explain options which they do not have by themselves."""
+"""Commands with their own message about unknown options."""
 OVERRIDES_HELP = (
     "every key of FILE is also an option: --orchestrator.batch-size 64, --trainer.optim.lr=1e-4, "
     "--orchestrator.train.env.0.max-turns 4; null unsets a key"
@@ -64,8 +64,8 @@ OVERRIDES_HELP = (
 
 
 def program() -> NoReturn:
-    """The process of the command: ends with its status, whatever threads are left."""
-    gc.disable()  # until `main` has imported the command: modules are no garbage
+    """The whole process of the command: exits with its status, even if other threads are left."""
+    gc.disable()  # until `main` has imported the command: imports allocate a lot, and none of it is garbage
     sys.excepthook = _show_traceback
     ignore_presses_at_the_very_end()
     sigterm_is_ctrl_c()
@@ -74,16 +74,16 @@ def program() -> NoReturn:
     sys.unraisablehook = _show_unraisable
     status = exit_status.STOPPED
     try:
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        if "_ARGCOMPLETE" in os.environ:  # called by a shell for completions
             importlib.import_module("verbatim.cli.completion").answer()
         spare.allow()
         try:
             status = main()
-        except spare.Become as order:  # this is the copy, and a process of its own
+        except spare.Become as order:  # raised in the forked copy, which now runs the trainer command
             status = main(order.arguments)
-    except SystemExit as end:  # argparse
+    except SystemExit as end:  # from argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
-    except KeyboardInterrupt:  # before or after the command itself
+    except KeyboardInterrupt:  # outside `main`, which handles its own
         status = exit_status.INTERRUPTED
     finally:
         status = _flush(status)
@@ -92,12 +92,13 @@ def program() -> NoReturn:
 
 
 def _flush(status: int) -> int:
-    """The status, once all that was printed has arrived; where it cannot (`> /dev/full`), 1, and a message."""
+    """Flush standard output. If that fails (`> /dev/full`), print a message and return a failure status."""
     try:
         sys.stdout.flush()
     except OSError as error:
         _complain("stopped", describe(error, "standard output"), exit_status.STOPPED)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again, and would complain
+        # Python flushes stdout again at exit, and would print a traceback; let it go to /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status or exit_status.STOPPED
     return status
 
@@ -106,13 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     The statuses are those of `verbatim.cli.exit_status`: 1 for a run that stopped (`RunStopped`) and for every fault of
-    the machine, also one that a `UsageError` was raised from (a file that cannot be read because the disk fails), 2 for
-    any other `UsageError`. Anything else that a command raises is a fault of ours and passes through with its
-    traceback.
+    the machine, even if a `UsageError` was raised from it (a file that cannot be read because the disk fails); 2 for
+    any other `UsageError`. Any other exception is a bug in Verbatim and passes through with its traceback.
     """
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        gc.enable()
+        gc.enable()  # all imports are done
         try:
             return int(args.run(args))
         except SystemExit as error:
@@ -134,11 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's arguments, with `run` and `overrides`.
+    """Parse the command's arguments, and add `run` and `overrides`.
 
     Raises:
-        SystemExit: `--help`, `--version`, no command or no such one (argparse answers by itself).
-        UsageError: an option that the command does not have.
+        SystemExit: `--help`, `--version`, no command or an unknown one (argparse prints the message).
+        UsageError: the command does not have this option.
     """
     typed = next((a for a in arguments if not a.startswith("-")), None)
     parser = make_parser(typed)
@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         known = parser.commands[typed]._option_string_actions
         rest, overrides = split_overrides(arguments, known)
         if overrides and typed not in (*KEYED, *_REFUSE_THEMSELVES) and not {"-h", "--help"} & {*rest}:
-            from verbatim.core.texts import nearest  # takes a third of the time of `verbatim --help`
+            from verbatim.core.texts import nearest  # importing it takes a third of the time of `verbatim --help`
 
             there = ", ".join(option for option in known if option.startswith("--") and option != "--help")
             raise UsageError(
@@ -165,7 +165,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser(typed: str | None) -> CommandParser:
-    """The parser of all commands. The module of the one that was typed is imported, for its arguments; no other is."""
+    """The parser of all commands. Only the module of the typed command is imported, for its arguments."""
     parser = CommandParser(prog="verbatim", description="Train LLM agents by reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
@@ -182,10 +182,10 @@ def make_parser(typed: str | None) -> CommandParser:
 
 
 def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], list[str]]:
-    """The command's own arguments, and the overrides among them, wherever they stand.
+    """Separate the command's own arguments from overrides, which may be anywhere among them.
 
-    An option that the command does not know is an override, and what follows it is its value, unless that is an
-    option too. An "@" before the file, as prime-rl has it, is passed over.
+    An option that the command does not know is an override, and the next word is its value, unless that is an option
+    too. An "@" before the file, as in prime-rl, is dropped.
 
     >>> split_overrides(["rl", "--max-steps", "5", "a.toml", "--resume"], known=["--resume"])
     (['rl', 'a.toml', '--resume'], ['--max-steps', '5'])
@@ -207,23 +207,23 @@ def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[li
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's own traceback with control characters escaped, so that the terminal does not obey what it quotes."""
+    """Print a traceback with control characters escaped, so that quoted text cannot send commands to the terminal."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _show_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """What a thread raised, an environment's for example."""
+    """Print the traceback of an uncaught exception in a thread, such as one of an environment."""
     if args.exc_type is not SystemExit:
         _show(f"thread {args.thread.name if args.thread is not None else 'unknown'} ended", args)
 
 
 def _show_unraisable(args: sys.UnraisableHookArgs) -> None:
-    """What a destructor raised."""
+    """Print the traceback of an exception in a destructor."""
     _show(f"{args.err_msg or 'ignored'}: {shown(args.object)}", args)
 
 
 def _show(where: str, args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -> None:
-    """The traceback, below a line that says where; of memory that ran out, one line."""
+    """Print a line that says where, then the traceback; if memory ran out, a single line."""
     error = args.exc_value if args.exc_value is not None else args.exc_type()
     if is_out_of_memory(error):
         sys.stderr.write(printable(f"{where}: {describe(error)}\n"))
@@ -233,7 +233,7 @@ def _show(where: str, args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Quotes what was typed so that a terminal shows it."""
+    """An argument parser whose errors quote the user's text with control characters escaped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -245,7 +245,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _complain(kind: str, message: str, status: int) -> int:
-    """Print the message, and return the status."""
+    """Print an error message, and return the status."""
     # Text, not markup: messages are full of [tables]. Soft wrap keeps file:line whole for a terminal to link.
     PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)
     return status

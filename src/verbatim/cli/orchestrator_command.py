@@ -1,4 +1,4 @@
-"""`verbatim orchestrator FILE --run-dir FOLDER`: a run whose trainer is started separately, also on another host."""
+"""`verbatim orchestrator FILE --run-dir FOLDER`: runs everything but the trainer, which is started separately."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verbatim.logs.checkpoints import CONFIG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `verbatim rl` has."""
+    """Declare the options of `verbatim rl`."""
     rl_command.add_shared_arguments(parser)
     rl_command.add_output_arguments(parser)
-    parser.epilog = "The trainer may run on another host: then --run-dir is a folder that both hosts share"
+    parser.epilog = "The trainer may run on another host: then --run-dir must be a folder that both hosts share"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. As `verbatim rl`.
+    """Train, as `verbatim rl`.
 
     Raises:
-        NothingTrained: the run came to its end and learned from no token.
-        UsageError: an option that cannot be used.
+        NothingTrained: the run finished without training on a single token.
+        UsageError: an option cannot be used.
     """
 
     def again(folder: Path) -> str:

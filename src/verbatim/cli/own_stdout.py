@@ -1,4 +1,4 @@
-"""Keeps standard output for what a program reads."""
+"""Reserves standard output for machine-readable lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TextIO
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[TextIO]:
-    """Standard output for this caller alone, while the block runs: what environments, libraries and child processes
-    print there goes to standard error. What cannot be written at the end, because the reader has gone, is dropped."""
+    """Give standard output to the caller alone while the block runs: whatever environments, libraries and child
+    processes print goes to standard error. If the reader is gone at the end, the rest of the output is dropped."""
     sys.stdout.flush()
     before = os.dup(1)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # on the descriptor, because child processes and C code do not use `sys.stdout`
     stdout = os.fdopen(os.dup(before), "w", encoding="utf-8")
     try:
         with contextlib.redirect_stdout(sys.stderr):

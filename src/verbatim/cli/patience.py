@@ -1,4 +1,4 @@
-"""Says on standard error what a command is doing, where that takes longer than a person waits without asking."""
+"""Prints on standard error what a command is doing, if that takes long enough for a person to wonder."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """A `threading.Timer`."""
+    """The interface of `threading.Timer`."""
 
     daemon: bool
 
     def start(self) -> None:
-        """Call the function when the seconds are over."""
+        """Start; the function is called once the seconds are over."""
 
     def cancel(self) -> None:
-        """Do not."""
+        """Do not call the function."""
 
     def join(self) -> None:
-        """Wait for its thread."""
+        """Wait for the timer's thread."""
 
 
 @contextlib.contextmanager
 def told_if_slow(
     what: str, *, seconds: float = 3.0, timer: Callable[[float, Callable[[], None]], Timer] = threading.Timer
 ) -> Iterator[None]:
-    """Print `what` where the block takes longer than `seconds`.
+    """Print `what` if the block takes longer than `seconds`.
 
     Args:
-        what: "importing torch".
-        seconds: How long nothing is said.
-        timer: For tests.
+        what: What is going on, such as "importing torch".
+        seconds: Seconds before it is printed.
+        timer: Makes the timer; replaced in tests.
     """
     waiting = timer(seconds, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     waiting.daemon = True
@@ -42,4 +42,4 @@ def told_if_slow(
         yield
     finally:
         waiting.cancel()
-        waiting.join()  # no thread is left behind
+        waiting.join()  # the thread must be gone: a fork may follow

@@ -1,6 +1,6 @@
-"""`verbatim plan FILE [--gpu NAME] [--gpus N]`: whether a run fits into memory, and how long a step takes.
+"""`verbatim plan FILE [--gpu NAME] [--gpus N]`: predicts whether a run fits into memory, and how long a step takes.
 
-Nothing is trained and no weights are read: the trainer's step runs on fake tensors.
+Trains nothing and reads no weights: the trainer's step runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 
 DOES_NOT_FIT = exit_status.STOPPED
-"""The status of a plan without room."""
+"""Exit status if the run does not fit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --trajectory-strategy, --gpu, --gpus, --from-run, what is assumed, and --json."""
+    """Declare FILE, --trajectory-strategy, --gpu, --gpus, --from-run, the assumptions, and --json."""
     parser.epilog = f"exit status: 0 it fits, {DOES_NOT_FIT} it does not, 2 the trainer would refuse it"
     parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
     add_strategy(parser)
@@ -40,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=COUNT,
         metavar="N",
-        help="how many there are; the trainer takes those that the sampler leaves, unless the file says how many",
+        help="number of devices; the trainer takes those that the sampler leaves, unless the file has a number",
     )
     parser.add_argument(
-        "--from-run", type=Path, metavar="FOLDER", help="a run whose trajectories are as long as those to come"
+        "--from-run", type=Path, metavar="FOLDER", help="a run whose trajectories are as long as those expected"
     )
     parser.add_argument(
-        "--utilisation", type=SHARE, metavar="SHARE", help="of the devices' peak rate that is reached (0.3)"
+        "--utilisation", type=SHARE, metavar="SHARE", help="share of the devices' peak FLOP/s that is reached (0.3)"
     )
     parser.add_argument(
-        "--bandwidth-utilisation", type=SHARE, metavar="SHARE", help="of their memory's bandwidth that is reached (0.6)"
+        "--bandwidth-utilisation", type=SHARE, metavar="SHARE", help="share of their memory bandwidth reached (0.6)"
     )
     parser.add_argument(
-        "--memory-share", type=SHARE, metavar="SHARE", help="of their memory that tensors may take (0.9)"
+        "--memory-share", type=SHARE, metavar="SHARE", help="share of their memory that tensors may take (0.9)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        UsageError: an unknown device, too few devices, no trajectories, a share outside 0 to 1; or what the trainer
-            would refuse: the model, more processes than it can use.
+        UsageError: an unknown device, too few devices, no trajectories, a share outside 0 to 1; or something that the
+            trainer would refuse, such as the model or more processes than it can use.
     """
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:
         raise UsageError(
-            f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; say which ones, for example --gpu h100"
+            f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; name the devices, for example --gpu h100"
         )
     shares = {name: getattr(args, name) for name in ("utilisation", "bandwidth_utilisation", "memory_share")}
     with told_if_slow("choosing the precision"):

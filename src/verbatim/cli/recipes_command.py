@@ -17,18 +17,18 @@ from verbatim.run.recipes import about, copy_recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to do, NAME and FOLDER."""
     parser.epilog = "a recipe's name stands for its file: verbatim rl guess_number, verbatim config guess_number"
-    parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list", help="what to do")
+    parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list", help="list or copy (list)")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy")
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="where to (the current one)"
+        "folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="the target folder (the current one)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, or copy.
+    """List the recipes, or copy one.
 
     Raises:
-        UsageError: no such recipe, or a file that is there already.
+        UsageError: there is no such recipe, or a file to be written already exists.
     """
     console = PlainConsole()
     if args.what == "copy":

@@ -1,4 +1,4 @@
-"""Prints what a step that was trained again came to, beside what it was."""
+"""Prints a replayed step next to the stored one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from verbatim.run.replay import Replay, as_json, replay
 from verbatim.run.replay_compare import TokenDifference
 
 _FIRST = ("loss", "grad_norm", "lr", "entropy", "mismatch_kl", "trained_tokens")
-"""Metrics that are shown whether they differ or not."""
+"""Metrics that are shown even if they are identical."""
 
 
 def run_replay(step: int, overrides: Sequence[str], *, prints_json: bool) -> int:
-    """Train the step again, and print it. 0 when it is the step of then, bit for bit or up to rounding, or when keys
-    were changed; 1 when it is not.
+    """Replay a step and print the comparison. Returns 0 if the step is identical up to rounding, or if keys were
+    changed; otherwise 1.
 
     Raises:
-        UsageError: no run was named, or its step cannot be replayed.
+        UsageError: no run was named, or the step cannot be replayed.
     """
     folder, rest = _split(overrides)
     found = replay(folder, step, rest)
@@ -39,7 +39,7 @@ def run_replay(step: int, overrides: Sequence[str], *, prints_json: bool) -> int
 
 
 def _split(overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """The run's folder, and the keys that change."""
+    """The run folder, and the overrides of other keys."""
     folder, rest = None, list[str]()
     for override in parse_overrides(overrides):
         if override.flag.replace("_", "-") == "--run-dir":
@@ -52,7 +52,7 @@ def _split(overrides: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def show(found: Replay, console: PlainConsole) -> None:
-    """Print a replay for people."""
+    """Print the comparison for people."""
     between = found.step - found.checkpoint - 1
     on_the_way = f", and {between} steps on the way" if between else ""
     console.print(
@@ -89,11 +89,11 @@ def show(found: Replay, console: PlainConsole) -> None:
 
 def _show_tokens(what: str, found: TokenDifference, console: PlainConsole) -> None:
     if not found.num_compared and not found.is_exact:
-        said = "not compared"
+        result = "not compared"
     elif not found.num_different:
-        said = f"the same bit for bit, of {found.num_compared} tokens"
+        result = f"the same bit for bit, of {found.num_compared} tokens"
     else:
-        said = (
+        result = (
             f"{found.num_different} of {found.num_compared} tokens differ, by {found.largest:.2g} at most: "
             f"trajectory {found.trajectory_id}, turn {found.turn}, token {found.position} (id {found.token_id}): "
             f"stored {found.stored:.6g}, replayed {found.replayed:.6g}"
@@ -103,7 +103,7 @@ def _show_tokens(what: str, found: TokenDifference, console: PlainConsole) -> No
         for count, when in ((found.num_only_stored, "no longer"), (found.num_only_replayed, "only now"))
         if count
     ]
-    console.print(f"{what:<11} {'; '.join([said, *more])}", soft_wrap=True)
+    console.print(f"{what:<11} {'; '.join([result, *more])}", soft_wrap=True)
 
 
 def _verdict(found: Replay) -> str:

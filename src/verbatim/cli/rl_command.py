@@ -38,27 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fork",
         metavar="RUN[@STEP]",
         help="begin a new run at a checkpoint of another one, with its logs and changed keys; STEP is "
-        "a step, best or latest; without FILE with that run's configuration",
+        "a step, best or latest; without FILE, with that run's configuration",
     )
     parser.add_argument(
         "--fresh",
         action="append",
         default=[],
         metavar="PART",
-        help="with --fork: begin anew the optimizer, or the examples (their order, the pools, groups "
+        help="with --fork: reset the optimizer, or the examples (their order, the pools, groups "
         "in flight); may be given twice",
     )
     parser.add_argument(
         "--replay",
         type=COUNT,
         metavar="STEP",
-        help="train one step of the run in --run-dir again from what is stored, without a sampler, and "
+        help="train one step of the run in --run-dir again from the stored data, without a sampler, and "
         "compare; options that are keys change them in that step; nothing is written",
     )
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = None) -> None:
-    """Declare FILE, --resume and --trajectory-strategy, which `verbatim orchestrator` and `trainer` have too."""
+    """Declare FILE, --resume and --trajectory-strategy, also for `verbatim orchestrator` and `verbatim trainer`."""
     parser.add_argument(
         "file", type=run_file, nargs=file, metavar="FILE", help="the run's TOML file, or a recipe's name"
     )
@@ -75,20 +75,20 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = 
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """Declare --trajectory-strategy, an override in short (`verbatim.cli.main.parse` makes it one)."""
+    """Declare --trajectory-strategy, a short form of an override (`verbatim.cli.main.parse` expands it)."""
     parser.add_argument(
         "--trajectory-strategy", metavar="NAME", help="the same as --orchestrator.trajectory-strategy NAME"
     )
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --quiet and --json, which `verbatim orchestrator` has too."""
+    """Declare --quiet and --json, also for `verbatim orchestrator`."""
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--quiet", action="store_true", help="print only warnings and errors, on standard error")
     output.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object on a line for each step, evaluation, alarm, and the end; all else "
+        help="print one JSON object per line for each step, evaluation, alarm, and the end; everything else "
         "goes to standard error",
     )
 
@@ -115,10 +115,10 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
-    """The configuration of the arguments; of a fork without FILE that of the run that is forked.
+    """Load the configuration; for a fork without FILE, that of the forked run.
 
     Raises:
-        UsageError: there is no file.
+        UsageError: FILE is missing.
     """
     if args.file is None:
         if fork is None:
@@ -130,12 +130,12 @@ def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. 0 when all steps were taken, 130 when Ctrl-C ended it; then it says how to go on. With --replay, 1 where
-    the step is not what it was.
+    """Train. Returns 0 if all steps were taken; 130 after Ctrl-C, with a message on how to continue. With --replay,
+    returns 1 if the step differs from the stored one.
 
     Raises:
-        NothingTrained: the run came to its end and learned from no token.
-        UsageError: options that exclude each other.
+        NothingTrained: the run finished without training on a single token.
+        UsageError: options exclude each other.
     """
     if args.replay is not None:
         return _replay(args)
@@ -148,7 +148,7 @@ def train(
     *,
     trainer_elsewhere: bool = False,
 ) -> int:
-    """`run`, also for `verbatim orchestrator`. `again` is what to type to continue the run in a folder."""
+    """Train, for `verbatim rl` and `verbatim orchestrator`. `again` returns what to type to continue a run's folder."""
     is_plain = not (args.quiet or args.json)
     console = PlainConsole(quiet=not is_plain)
     notes = console if is_plain else PlainConsole(stderr=True)
@@ -184,17 +184,17 @@ def train(
             is_finished = training.finished
         finally:
             if not is_plain and not is_finished and folders and (folders[0] / CONFIG).exists():
-                notes.print(how_to_go_on(folders[0]), soft_wrap=True)  # the console is quiet
+                notes.print(how_to_go_on(folders[0]), soft_wrap=True)  # `execute` printed it to a quiet console
     return exit_status.FINISHED if is_finished else exit_status.INTERRUPTED
 
 
 def _fork(args: argparse.Namespace) -> Fork | None:
-    """What --fork stands for. `verbatim orchestrator` has no such option."""
+    """The fork that --fork describes, if any. `verbatim orchestrator` does not have this option."""
     text = getattr(args, "fork", None)
     if text is None:
         if getattr(args, "fresh", None):
             raise UsageError(f"--fresh {args.fresh[0]} is for --fork RUN[@STEP]")
         return None
     if args.resume:
-        raise UsageError("--fork begins a new run, and --resume goes on with one; give one of them")
+        raise UsageError("--fork begins a new run, and --resume continues one; give one of them")
     return find_fork(text, args.fresh)

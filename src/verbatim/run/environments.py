@@ -1,4 +1,4 @@
-"""Creates the environments of a run once, reads conversations to imitate, and checks both before anything starts."""
+"""Creates a run's environments once, reads conversations to imitate, and checks both before anything is started."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from verbatim.rollouts import derive_seed, trajectory_from_messages
 logger = logging.getLogger(__name__)
 
 CORPUS = 2000
-"""Demonstrations that the tokenizer of a [model.build] is trained on."""
+"""Number of demonstrations on which the tokenizer of a [model.build] is trained."""
 _TRIED = 50
-"""Conversations of a warm start that are rendered before it begins, evenly spread over all of them: 3,000 take 6 s, in
-each command that checks a run."""
+"""Number of warm-start conversations that are rendered as a check, evenly spread over all of them. Every command that
+checks a run does this, and rendering 3,000 would take 6 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,19 @@ class ImitatedConversation(Demonstration):
     """A conversation to imitate."""
 
     env: str = ""
-    """The label of its environment; empty for those of a file."""
+    """The label of the conversation's environment; empty if it is from a file."""
     where: str
-    """Names it in messages: file and line, or environment and number."""
+    """Names the conversation in messages: file and line, or environment and number."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Environments:
-    """The environments of a run, made once."""
+    """The environments of a run, each created once."""
 
     train: Mapping[str, tuple[EnvConfig, Environment]]
-    """By label."""
+    """The training environments with their tables, by label."""
     eval: Mapping[str, tuple[EnvConfig, Environment]]
-    """By label; empty without an [orchestrator.eval] table."""
+    """The evaluated environments, by label; empty without an [orchestrator.eval] table."""
 
     @property
     def by_label(self) -> dict[str, Environment]:
@@ -64,11 +64,11 @@ class Environments:
 
 
 def make_environments(config: RunConfig, table: Mapping[str, Any] = ENVIRONMENTS) -> Environments:
-    """Import and construct every environment that the configuration names; `table` says what ids stand for.
+    """Import and create every environment that the configuration names. `table` has the environments by id.
 
     Raises:
-        ComponentError: one that cannot be imported or made.
-        ConfigError: two with the same name.
+        ComponentError: an environment cannot be imported or created.
+        ConfigError: two have the same name.
     """
     orchestrator = config.orchestrator
     train = _make(orchestrator.train.env, "orchestrator.train.env", table)
@@ -87,14 +87,15 @@ def _make(envs: Sequence[EnvConfig], where: str, table: Mapping[str, Any]) -> di
 
 
 def demonstrations(environments: Environments, count: int, seed: int) -> list[ImitatedConversation]:
-    """Scripted conversations of the training environments that offer them, at least `count` in all.
+    """Scripted conversations from the training environments that provide them, at least `count` in total.
 
     Raises:
-        ComponentError: no environment offers any.
-        NoDemonstrations: none does with its settings.
+        ComponentError: no environment provides any.
+        NoDemonstrations: those that could provide them do not with their current settings.
     """
     everyone = environments.by_label
     seeds = {label: derive_seed(seed, "demonstrations", label) % 2**32 for label in everyone}
+    # If none provides any, ask all of them anyway: the error then comes from an environment and names it.
     offering = (
         {label: env for label, env in everyone.items() if _first_demonstration(env, label, seeds[label]) is not None}
         or {label: env for label, env in everyone.items() if isinstance(env, Demonstrates)}
@@ -111,7 +112,7 @@ def demonstrations(environments: Environments, count: int, seed: int) -> list[Im
 
 
 def as_conversations(shown: Sequence[Demonstration], env: str, call: str) -> list[ImitatedConversation]:
-    """An environment's demonstrations, each with its number; `call` is how they were asked for."""
+    """An environment's demonstrations with their numbers. `call` is the call that returned them, for messages."""
     return [
         ImitatedConversation(
             messages=each.messages, tools=each.tools, env=env, where=f"environment {env!r}: number {n} of {call}"
@@ -121,10 +122,10 @@ def as_conversations(shown: Sequence[Demonstration], env: str, call: str) -> lis
 
 
 def read_conversations(path: Path) -> list[ImitatedConversation]:
-    """Rows of `{"messages": [...], "tools": [...]}`.
+    """Read a file with rows of `{"messages": [...], "tools": [...]}`.
 
     Raises:
-        UsageError: no such file, or a line that is no conversation; names the line.
+        UsageError: there is no such file, or a line is not a conversation; names the line.
     """
     conversations: list[ImitatedConversation] = []
     for number, row in read_json_lines(path, "conversation").items():
@@ -136,7 +137,7 @@ def read_conversations(path: Path) -> list[ImitatedConversation]:
 
 
 def to_imitate(config: RunConfig, environments: Environments) -> list[ImitatedConversation]:
-    """The conversations of the warm start; none without one."""
+    """The conversations of the warm start; empty if there is none."""
     settings = config.warm_start
     if settings is None:
         return []
@@ -146,10 +147,10 @@ def to_imitate(config: RunConfig, environments: Environments) -> list[ImitatedCo
 
 
 def imitated(renderer: Renderer, conversation: ImitatedConversation, name: str = "") -> Trajectory:
-    """A conversation as the trajectory that is imitated.
+    """The conversation as a trajectory to imitate.
 
     Raises:
-        ComponentError: the renderer cannot write it, or what it writes could not be sampled so; names the conversation.
+        ComponentError: it cannot be rendered, or the result could not have been sampled; names the conversation.
     """
     try:
         return trajectory_from_messages(
@@ -162,11 +163,11 @@ def imitated(renderer: Renderer, conversation: ImitatedConversation, name: str =
 def imitated_samples(
     config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer
 ) -> Iterator[BuiltSamples]:
-    """The training samples of each conversation, cut to seq_len.
+    """The training samples of each conversation, cut to `seq_len`.
 
     Raises:
-        ComponentError: as of `imitated`.
-        UsageError: at the end, where none fits.
+        ComponentError: as `imitated`.
+        UsageError: after the last conversation, if none fits.
     """
     fits = False
     for number, conversation in enumerate(conversations):
@@ -179,22 +180,22 @@ def imitated_samples(
 
 
 def check_imitation(config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer) -> None:
-    """Refuse a warm start that would stop at one of `_TRIED` of its conversations, or where none of these fits. The
-    others are the warm start's, which names them in the same way.
+    """Refuse a warm start that would fail at one of `_TRIED` of its conversations, or if none of these fits. The warm
+    start itself reports a fault in the others, in the same words.
 
     Raises:
-        ComponentError, UsageError: as of `imitated_samples`.
+        ComponentError, UsageError: as `imitated_samples`.
     """
     for _ in imitated_samples(config, conversations[:: -(-len(conversations) // _TRIED) or 1], renderer):
         pass
 
 
 def check_environments(config: RunConfig, environments: Environments) -> None:
-    """Refuse, before a run folder is made, what would only fail after minutes of preparation.
+    """Refuse, before a run folder is created, what would otherwise fail after minutes of preparation.
 
     Raises:
-        ConfigError: a data file that is not there.
-        ComponentError: an environment without examples, or with two of one id.
+        ConfigError: a data file does not exist.
+        ComponentError: an environment has no examples, or two with the same id.
     """
     for split, made in (("train", environments.train), ("eval", environments.eval)):
         for label, (_, environment) in made.items():
@@ -205,13 +206,13 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
 
 
 def check_tools(config: RunConfig, environments: Environments, renderer: Renderer) -> None:
-    """Refuse, before a run folder is made, a chat format that leaves out the tools of an environment.
+    """Refuse, before a run folder is created, a chat template that leaves out an environment's tools.
 
-    An environment's tools are known when an episode starts; before that, only its demonstrations tell of them. Where
-    there are no demonstrations, a format without tools is told in a warning, and the first episode is refused.
+    Tools are known only when an episode starts; before that, only demonstrations contain them. Without demonstrations,
+    a template without tools leads to a warning here, and the first episode is refused.
 
     Raises:
-        ComponentError: names the environment, what is left out and what to do.
+        ComponentError: names the environment, what is left out, and what to do.
     """
     for label, environment in environments.by_label.items():
         shown = _first_demonstration(environment, label, derive_seed(config.seed, "demonstrations", label) % 2**32)
@@ -232,7 +233,7 @@ def check_tools(config: RunConfig, environments: Environments, renderer: Rendere
 
 
 def _first_demonstration(environment: Environment, label: str, seed: int) -> Demonstration | None:
-    """None where it has none, or shows none with its settings."""
+    """The environment's first demonstration; None if it provides none, or none with its settings."""
     if not isinstance(environment, Demonstrates):
         return None
     try:
