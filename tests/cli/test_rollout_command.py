@@ -308,7 +308,7 @@ def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys
         ("\udcff", "tasks.jsonl is not UTF-8 text"),
         (
             '{"id": 1, "messages": [{"role": "user"}]}\n\n{"id": "1", "messages": [{"role": "user"}]}',
-            "tasks.jsonl:3: the id '1' stands in line 1 too",
+            "tasks.jsonl:3: the id '1' is in line 1 too",
         ),
     ],
 )

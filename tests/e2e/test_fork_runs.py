@@ -311,7 +311,7 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
         (["--fork", "whole@99"], "has no checkpoint of step 99; there are checkpoints of steps 0-6"),
         (["--fork", "whole@x"], "expected latest, best or a step"),
         (["--fork", "model"], "has no checkpoints; expected the folder of a run"),
-        (["--fork", "whole@3", "--resume"], "--fork begins a new run, and --resume goes on with one"),
+        (["--fork", "whole@3", "--resume"], "--fork begins a new run, and --resume continues one"),
         (["--fork", "whole@3", "--fresh", "weights"], "--fresh weights: expected optimizer or examples"),
         (["run.toml", "--fresh", "optimizer"], "--fresh optimizer is for --fork RUN[@STEP]"),
         ([], "FILE is missing: the TOML file of the run, or a recipe's name"),

@@ -60,7 +60,7 @@ def _add_arguments_of_the_environment(parser: argparse.ArgumentParser) -> None:
     add("--memory-mb", type=int, default=4096, metavar="N", help="MiB of data, of each process and of all (4096)")
     add("--processes", type=int, default=128, metavar="N", help="maximum number of processes in the sandbox (128)")
     add("--disk-mb", type=int, default=64, metavar="N", help="MiB of files that it may write in the sandbox (64)")
-    add("--connections", type=int, default=512, metavar="N", help="open connections from the sandbox to the gateway (512)")
+    add("--connections", type=int, default=512, metavar="N", help="gateway connections open from the sandbox (512)")
     add("--max-body-mb", type=int, default=32, metavar="N", help="MiB of one request to the gateway (32)")
     add("--visible", action="append", default=[], metavar="FOLDER", help="a folder visible in the sandbox, read-only")
     add("--unsafe-allow", action="store_true", help="run without a sandbox if none works here")

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:
         raise UsageError(
-            f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; name the devices, for example --gpu h100"
+            f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; name a device, for example --gpu h100"
         )
     shares = {name: getattr(args, name) for name in ("utilisation", "bandwidth_utilisation", "memory_share")}
     with told_if_slow("choosing the precision"):

@@ -1,6 +1,7 @@
-"""`verbatim rollout TASKS.jsonl`: plays conversations with tools, or an environment, one result per task.
+"""`verbatim rollout TASKS.jsonl`: plays conversations with tools, or an environment, with one result per trajectory.
 
-Results are appended as they finish. Typed again, the command does what has no result yet; what failed is done again.
+Results are appended as they finish. The same command, run again, plays only tasks without a result; failures are
+repeated.
 """
 
 from __future__ import annotations
@@ -24,63 +25,63 @@ from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
 
 LONGEST_LOSING_STREAK = 16
-"""Failures in a row, or twice the concurrency if that is more, after which the server is taken for dead."""
+"""A server counts as dead after this many failures in a row, or twice the concurrency if that is more."""
 _SETTINGS = ("model", "max_turns", "temperature", "max_tokens", "seed")
-"""The settings that results depend on: a file holds results of one setting."""
+"""The settings that results depend on. All results in a file share them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare TASKS, where to ask, how to sample, and where results go."""
+    """Declare TASKS, the server or engine, the sampling settings, and where results go."""
     parser.epilog = "exit status: 0 every task has its results, 1 some failed or the server is dead, 2 a mistake"
     add = parser.add_argument
     add(
         "file", type=Path, nargs="?", metavar="TASKS", help='JSON lines: {"messages": [...], "tools": [...], "id": ...}'
     )
-    add("--base-url", metavar="URL", help="sample over an OpenAI-compatible server: http://localhost:8000/v1")
+    add("--base-url", metavar="URL", help="sample from an OpenAI-compatible server: http://localhost:8000/v1")
     add(
         "--inference",
         type=Path,
         metavar="FILE",
-        help="sample by the [inference] of this run's TOML file instead; its keys are options too",
+        help="instead, sample with the [inference] of this run's TOML file; its keys are options too",
     )
     add(
         "--model",
         metavar="NAME",
         help="the model's name on the server; with --inference, a folder or hub id instead of the file's model.name",
     )
-    add("--out", required=True, type=Path, metavar="JSONL", help="results are appended here")
+    add("--out", required=True, type=Path, metavar="JSONL", help="append results to this file")
     add("--api-key-env", metavar="NAME", help="the variable with the server's key (OPENAI_API_KEY, for OpenAI's)")
     add("--tools", metavar="MODULE.NAME", help="a list of typed functions, or a function from a task to such a list")
     add("--score", metavar="MODULE.NAME", help="score(trajectory, task) -> number or {part: number}")
     add("--user-model", metavar="NAME", help="a model that plays the user whenever the assistant calls no tool")
-    add("--user-base-url", metavar="URL", help="its server (that of --base-url)")
-    add("--user-api-key-env", metavar="NAME", help="the variable with its key (--api-key-env, on the same server)")
-    add("--user-prompt", metavar="FILE", help="its system message; a task's field `user` is added")
+    add("--user-base-url", metavar="URL", help="the server of --user-model (--base-url)")
+    add("--user-api-key-env", metavar="NAME", help="the variable with its key (--api-key-env, if on the same server)")
+    add("--user-prompt", metavar="FILE", help="the system message of --user-model; a task's field `user` is appended")
     add("--env", metavar="NAME", help="play this environment instead of TASKS: a bundled id, or an import path")
     add("--env-args", type=json_object, metavar="JSON", help="the environment's arguments")
     add("--split", choices=("train", "eval"), help='the environment\'s examples ("eval")')
-    add("--samples", type=COUNT, default=1, metavar="N", help="trajectories for each task (1)")
-    add("--max-turns", type=int, default=6, metavar="N", help="most requests of a trajectory (6)")
+    add("--samples", type=COUNT, default=1, metavar="N", help="trajectories per task (1)")
+    add("--max-turns", type=int, default=6, metavar="N", help="maximum number of requests per trajectory (6)")
     add("--temperature", type=float, default=1.0, metavar="T", help="(1.0)")
-    add("--max-tokens", type=int, default=4096, metavar="N", help="most tokens of one answer (4096)")
-    add("--concurrency", type=int, default=8, metavar="N", help="most trajectories at a time (8)")
-    add("--extra-body", type=json_object, metavar="JSON", help='{"return_token_ids": true}, for example')
-    add("--seed", type=int, metavar="N", help="makes the seeds of the requests; without it a server is sent none")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="maximum number of tokens per response (4096)")
+    add("--concurrency", type=int, default=8, metavar="N", help="maximum number of concurrent trajectories (8)")
+    add("--extra-body", type=json_object, metavar="JSON", help='added to requests: {"return_token_ids": true}')
+    add("--seed", type=int, metavar="N", help="base of the requests' seeds; without it, a server gets no seeds")
     add(
         "--request-timeout",
         type=float,
         metavar="SECONDS",
-        help="for one try over the server, that of --user-model too (600)",
+        help="timeout of one attempt at a request, also to --user-model (600)",
     )
     add("--trajectory-timeout", type=float, default=3600.0, metavar="SECONDS", help="(3600)")
-    add("--trace-dir", type=Path, metavar="FOLDER", help="also a file for each trajectory")
+    add("--trace-dir", type=Path, metavar="FOLDER", help="also write one file per trajectory")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what has no result yet, and say what all came to.
+    """Play everything without a result, and print a summary.
 
     Raises:
-        UsageError: a mistake in TASKS, in an option, or an --out that holds something else.
+        UsageError: a mistake in TASKS or in an option, or --out contains something else.
         RunStopped: many failures in a row.
     """
     console = PlainConsole(stderr=True)
@@ -110,10 +111,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Ends:
-    """Takes trajectories as they end: results into the file, failures into account.
+    """Handles trajectories as they end: stores results and counts failures.
 
     Raises:
-        RunStopped: more failures in a row than there is patience for.
+        RunStopped: there were more than `patience` failures in a row.
     """
 
     def __init__(self, jobs: Sequence[RolloutJob], results: ResultFile, *, patience: int) -> None:
@@ -128,13 +129,13 @@ class _Ends:
 
     @property
     def earned(self) -> str:
-        """The mean reward of those that have one, as the end of a line."""
+        """The mean reward of the trajectories that have one, as the end of a line."""
         if not self._rewards:
             return ""
         return f"; mean reward {sum(self._rewards) / len(self._rewards):.3f} of {len(self._rewards)}"
 
     def take(self, index: int, trajectory: Trajectory) -> None:
-        """One that ended. What was cancelled has no result: it is done again."""
+        """Store a finished trajectory. A cancelled one is not stored, so that it is played again."""
         if trajectory.stop_reason is StopReason.CANCELLED:
             return
         self._results.write(self._jobs[index], trajectory)

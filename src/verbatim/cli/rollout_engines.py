@@ -1,4 +1,4 @@
-"""The two ways in which `verbatim rollout` samples: over a chat-completions server, or by the [inference] of a run."""
+"""The two engines of `verbatim rollout`: a chat-completions server, or the [inference] of a run."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from verbatim.run.rollouts import check_backend, make_renderer, make_sampler
 from verbatim.run.tables import component_tables
 
 Work: TypeAlias = Callable[[ConversationRollout], Awaitable[None]]
-"""What is to be played with a rollout."""
+"""Plays something with a rollout."""
 
 _OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": None, "extra_body": {}, "request_timeout": 600.0}
-"""Options that only a chat server has, and their values where they are not typed."""
+"""Options that apply only to a chat server, with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What plays conversations."""
+    """Plays conversations."""
 
     model: str
     """The model's name, folder or hub id. Results depend on it."""
     settings: Mapping[str, Any]
-    """What else of the engine results depend on, by option; nothing for what is not typed."""
+    """Further settings that results depend on, by option; options that were not typed are left out."""
     play: Callable[[Work, int], Coroutine[Any, Any, None]]
-    """Does the work with a rollout; the number says how many of the tasks were done before, so that no seed is used
-    again."""
+    """Does the work with a rollout. The number says how many tasks were done by earlier commands; it changes the seed,
+    so that no seed is used twice."""
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
-    """The engine that the options name, checked; nothing is started yet.
+    """The engine that the options select, checked but not started.
 
     Raises:
-        UsageError: options that do not go together, a setting that cannot be used, or an address without a server.
-        ConfigError: what is wrong with the file of --inference.
+        UsageError: options that exclude each other, a setting that cannot be used, or a URL without a server.
+        ConfigError: a mistake in the file of --inference.
     """
     if args.inference is None:
         if args.overrides:
@@ -61,7 +61,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
             )
         return _over_chat(args)
     typed = [name for name in ("base_url", *_OF_A_CHAT_SERVER) if getattr(args, name) is not None]
-    if args.user_model is not None:  # that one is behind a chat server
+    if args.user_model is not None:  # --request-timeout then applies to that model's server
         typed = [name for name in typed if name != "request_timeout"]
     if typed:
         raise UsageError(
@@ -108,7 +108,7 @@ def _over_inference(args: argparse.Namespace) -> Engine:
         seed = derive_seed(args.seed or 0, num_done)
         return MultiTurnRollout(sampler=sampler, template=renderer, seed=seed, progress=None, **settings)
 
-    # A setting that cannot be used is refused before a server is started.
+    # Make a rollout once now, so that a bad setting is refused before a server is started.
     rollout(ScriptedSampler(script=[], vocab_size=1, context_length=1), 0)
 
     async def play(work: Work, num_done: int) -> None:
@@ -123,7 +123,7 @@ def _over_inference(args: argparse.Namespace) -> Engine:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What both engines have."""
+    """The settings of both engines."""
     try:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     except ValueError as error:

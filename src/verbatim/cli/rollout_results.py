@@ -1,8 +1,7 @@
-"""Reads the tasks of `verbatim rollout`, and writes and reads its results: one whole line per task and sample, also
-after a crash.
+"""Reads the tasks of `verbatim rollout`, and stores its results: one line per task and sample, never torn by a crash.
 
-A line of the results is `{"format": 1, "step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...},
-"trajectory": {...}}`, so that whatever reads the trajectories of a run reads these.
+A line is `{"format": 1, "step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...}, "trajectory": {...}}`.
+Programs that read the trajectories of a run can read these lines.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ _SECRETS = "secrets"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutJob:
-    """One trajectory to be made."""
+    """One trajectory to play."""
 
     task: str
-    """The task's `id`, or else a name made from its content: a file may grow without its results being lost."""
+    """The task's `id`, or else a name derived from its content, so that results stay valid when the file grows."""
     sample: int
-    """Which of the task's trajectories."""
+    """The number of the trajectory among those of the task."""
     digest: str
     """Digest of the task's content."""
     conversation: Mapping[str, Any]
-    """The conversation that the rollout is given."""
+    """The conversation to play."""
 
 
 def read_jobs(path: Path, samples: int) -> list[RolloutJob]:
-    """Every task `samples` times.
+    """Read the tasks; each one becomes `samples` jobs.
 
     Raises:
-        UsageError: no such file, a line that is no task, or an id that stands twice.
+        UsageError: there is no such file, a line is not a task, or an id occurs twice.
     """
     jobs: list[RolloutJob] = []
     lines: dict[str, int] = {}
@@ -55,7 +54,7 @@ def read_jobs(path: Path, samples: int) -> list[RolloutJob]:
         copies[digest] += 1
         if task in lines:
             raise UsageError(
-                f"{path}:{number}: the id {task!r} stands in line {lines[task]} too; ids are unique. For "
+                f"{path}:{number}: the id {task!r} is in line {lines[task]} too; ids are unique. For "
                 "several trajectories of one task type --samples N"
             )
         lines[task] = number
@@ -81,17 +80,16 @@ def _check_task(record: Mapping[str, Any], where: str) -> None:
 
 
 class ResultFile:
-    """Knows what is done, and appends what gets done. For one process at a time.
+    """The results so far; new ones are appended. One process at a time may open a file.
 
-    What an earlier process left torn, or what failed there, is taken out first: those tasks are done again.
+    Opening the file removes a torn last line and failures, so that these tasks are played again.
 
     Args:
-        path: The file; made if it is not there.
-        settings: What the results depend on beside their task, kept without secrets; a file holds results of one kind
-            only.
+        path: The file, created if missing.
+        settings: The settings that results depend on, stored without secrets. All results in a file share them.
 
     Raises:
-        UsageError: another process writes it, or it holds something else.
+        UsageError: another process is writing the file, or it contains something else.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -107,10 +105,10 @@ class ResultFile:
         self._lines.close()
 
     def has(self, job: RolloutJob) -> bool:
-        """Whether it is done.
+        """True if the job has a result.
 
         Raises:
-            UsageError: something else of that name is.
+            UsageError: the result under this id is of another task.
         """
         digest = self._done.get((job.task, job.sample))
         if digest not in (None, job.digest):
@@ -121,7 +119,7 @@ class ResultFile:
         return digest is not None
 
     def write(self, job: RolloutJob, trajectory: Trajectory) -> None:
-        """Append one."""
+        """Append a result."""
         self._lines.write(
             {
                 "step": 0,
@@ -134,7 +132,7 @@ class ResultFile:
         )
 
     def _take_in(self, record: Mapping[str, Any]) -> bool:
-        """Take in what is there; whether it is a failure."""
+        """Read one stored result; True if it is a failure."""
         task, sample, digest = record["task"], record["sample"], record["digest"]
         settings, error = record["settings"], record["trajectory"]["error"]
         if settings != self._settings:
@@ -152,8 +150,8 @@ class ResultFile:
 
 
 def _settings_to_keep(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings without secrets; where they have some, `secrets` tells them from others: 16 bits of a slow digest,
-    from which nobody finds a key.
+    """The settings without secrets. If there are any, `secrets` has 16 bits of a slow digest, which tells them from
+    other secrets but is too short to recover a key.
 
     >>> _settings_to_keep({"env_args": {"key": "answer"}})
     {'env_args': {'key': 'answer'}}
@@ -166,7 +164,7 @@ def _settings_to_keep(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _typed(name: str, value: Any) -> str:
-    """A setting as it is typed.
+    """A setting as typed on the command line.
 
     >>> _typed("max_turns", 3), _typed("score", None), _typed("env_args", {"high": 20})
     ('--max-turns 3', 'without --score', '--env-args {"high": 20}')

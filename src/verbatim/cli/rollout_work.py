@@ -1,4 +1,4 @@
-"""What `verbatim rollout` plays: the tasks of a file, with tools, a simulated user and a score, or an environment."""
+"""What `verbatim rollout` plays: the tasks of a file, with tools, a simulated user and a scorer; or an environment."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Take: TypeAlias = Callable[[int, Trajectory], object]
 
 _OF_USER: tuple[str, ...] = ("user_base_url", "user_api_key_env", "user_prompt")
 _OF_TASKS: tuple[str, ...] = ("tools", "score", "user_model", *_OF_USER)
-"""Options for tasks: an environment has its own tools, user and score."""
+"""Options that apply only to tasks: an environment has its own tools, user and score."""
 _OF_ENVIRONMENTS: tuple[str, ...] = ("env_args", "split")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Everything that is to be played."""
+    """Everything that the command plays."""
 
     jobs: Sequence[RolloutJob]
-    """One for each trajectory."""
+    """One per trajectory."""
     settings: Mapping[str, Any]
-    """What results depend on beside the engine's settings."""
+    """The settings that results depend on, in addition to the engine's."""
     work: Callable[[Sequence[RolloutJob], Take], Work]
-    """The work for the jobs that are left."""
+    """Returns the work for the jobs that are left."""
 
 
 def plan_of(args: argparse.Namespace) -> RolloutPlan:
-    """What the options name, checked.
+    """The plan that the options describe, checked.
 
     Raises:
-        UsageError: a mistake in TASKS, in an option, or in what one names.
+        UsageError: a mistake in TASKS, in an option, or in something that an option names.
     """
     if (args.file is None) == (args.env is None):
         raise UsageError(
@@ -53,7 +53,7 @@ def plan_of(args: argparse.Namespace) -> RolloutPlan:
         )
     others, why = _OF_ENVIRONMENTS, "it needs --env NAME"
     if args.env is not None:
-        others, why = _OF_TASKS, "an environment has tools, a user and a score of its own"
+        others, why = _OF_TASKS, "an environment has its own tools, user and score"
     for name in others:
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')}: {why}")
@@ -106,7 +106,7 @@ def _user(args: argparse.Namespace) -> UserSimulator | None:
     if url is None:
         raise UsageError("--user-model needs a server: --user-base-url URL")
     key = args.user_api_key_env
-    if key is None and url == args.base_url:  # no other server gets this one's key
+    if key is None and url == args.base_url:  # never send one server's key to another
         key = args.api_key_env
     given = {"api_key_env": key, "request_timeout": args.request_timeout}
     api = OpenAI(model=args.user_model, base_url=url, **{name: v for name, v in given.items() if v is not None})

@@ -25,40 +25,41 @@ from verbatim.rollouts.main_loop import run_until_asked
 from verbatim.run.logs import log_to_console
 
 _CONTEXT = 4096
-"""Tokens of the context where none are asked for and the model has as many positions."""
+"""Default context length in tokens, if the model has at least that many positions."""
 _CHAT_PROCESSES = 2
-"""One for small requests alone."""
+"""Render processes; one of them is reserved for small requests."""
 _REFUSAL_SECONDS = 0.25
 _SWITCH_SECONDS = 1e-4
-"""How long the event loop may keep Python's lock from the engine, which asks for it after every operation."""
+"""Switch interval of Python's global lock, in seconds. The engine needs the lock after every operation, and would wait
+for the event loop's thread much longer with the default of 5 ms."""
 _LAST_ANSWERS = 1.0
-"""Seconds in which a server whose engine has died still says so to those who ask."""
+"""Seconds for which a server with a dead engine still answers requests with that error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare MODEL, where to listen, and how to sample."""
-    parser.epilog = "Ctrl-C ends it, with exit status 0; clients of OpenAI's API want the address with /v1 behind"
+    parser.epilog = "Ctrl-C ends it, with exit status 0; clients of OpenAI's API need /v1 after the address"
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder in Hugging Face format, or a hub id")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
-    port = number(int, f"0 (any that is free) to {LAST_PORT}", lambda value: 0 <= value <= LAST_PORT)
-    add("--port", type=port, default=8000, help="(8000); 0 takes a free one")
+    port = number(int, f"0 (any free port) to {LAST_PORT}", lambda value: 0 <= value <= LAST_PORT)
+    add("--port", type=port, default=8000, help="(8000); 0 selects a free port")
     add("--name", help="the model's name in requests (the folder's name)")
     add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
-    add("--tools", choices=("hermes",), help="write tools as text of the messages, for a chat template that has none")
+    add("--tools", choices=("hermes",), help="write tools into the messages, for a chat template without tools")
     add(
         "--later-system",
         choices=("fold", "refuse"),
         default="fold",
-        help="a system or developer message that the format does not write: into another message, or 400 (fold)",
+        help="a system or developer message that the format cannot render: put it into another one, or 400 (fold)",
     )
-    add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
+    add("--api-key-env", metavar="VARIABLE", help="the environment variable with a key that every request must have")
     add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help='a name that requests may call this server by, beside its address ("*": any); with a key it needs none',
+        help='a host name allowed in requests, in addition to the address ("*": any); not needed with a key',
     )
     add(
         "--accept",
@@ -67,38 +68,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(UNENFORCEABLE),
         metavar="FIELD",
         help="accept a field of chat requests that cannot be honoured, without effect: "
-        f"{', '.join(sorted(UNENFORCEABLE))}; may be given several times",
+        f"{', '.join(sorted(UNENFORCEABLE))}; repeatable",
     )
     add(
         "--weights-folder",
         type=Path,
         metavar="FOLDER",
-        help="take other weights from folders in this one (without it: from anywhere, with the key)",
+        help="accept other weights from folders inside this one (without it: from anywhere, with the key)",
     )
-    add("--uploads", type=Path, metavar="FOLDER", help="take other weights over HTTP into this folder, with the key")
-    add("--context-length", type=COUNT, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
+    add("--uploads", type=Path, metavar="FOLDER", help="accept other weights over HTTP into this folder, with the key")
+    add("--context-length", type=COUNT, metavar="N", help=f"maximum length in tokens (the model's, up to {_CONTEXT})")
     add("--max-batch-size", type=COUNT, default=64, metavar="N", help="sequences decoded together (64)")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "auto"),
         default="float32",
-        help="(float32); auto: bfloat16 where that is faster here, by measuring; float32 for tiny models",
+        help="(float32); auto: bfloat16 if measured to be faster here; float32 for tiny models",
     )
-    add("--device", default="auto", help="(auto: CUDA where there is one)")
-    add("--return-routed-experts", action="store_true", help="with each completion, the experts that computed it")
+    add("--device", default="auto", help="(auto: CUDA if available)")
+    add("--return-routed-experts", action="store_true", help="return with each completion the experts that computed it")
     add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
-    add("--threads", type=COUNT, metavar="N", help="of matrix products on a CPU")
-    add("--seed", type=int, metavar="N", help="makes the seeds of requests that bring none")
+    add("--threads", type=COUNT, metavar="N", help="number of threads for matrix products on a CPU")
+    add("--seed", type=int, metavar="N", help="base of the seeds of requests that have none")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, serve until Ctrl-C or SIGTERM, and let go of everything.
+    """Load the model, serve until Ctrl-C or SIGTERM, then clean up.
 
     Raises:
-        UsageError: a variable without a key, a folder that is not there, or an address that is
-            taken.
-        ModelError: a model that cannot be loaded.
-        EngineDead: the engine can answer nothing any more; whoever watches the process may start it anew.
+        UsageError: a variable without a key, a folder that does not exist, or an address in use.
+        ModelError: the model cannot be loaded.
+        EngineDead: the engine can no longer answer; a supervisor may restart the process.
     """
     api_key = key_of(args)
     if args.weights_folder is not None and not args.weights_folder.is_dir():
@@ -110,10 +110,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """The key in the variable that --api-key-env names.
+    """The key in the environment variable that --api-key-env names.
 
     Raises:
-        UsageError: the variable is empty, or there is none, and --uploads needs one.
+        UsageError: the variable is empty, or --uploads needs a key and there is none.
     """
     if args.api_key_env is None:
         if args.uploads is not None:
@@ -163,17 +163,17 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
 
 
 async def until_stopped(sampler: Sampler, stop: asyncio.Event) -> None:
-    """Until Ctrl-C or SIGTERM.
+    """Wait for Ctrl-C or SIGTERM.
 
     Raises:
-        EngineDead: the engine has died.
+        EngineDead: the engine died.
     """
     ends = [asyncio.ensure_future(end) for end in (stop.wait(), watch_engine(sampler))]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for end in done:
             if end.exception() is not None:
-                await asyncio.sleep(_LAST_ANSWERS)
+                await asyncio.sleep(_LAST_ANSWERS)  # so that pending requests get the error
             end.result()
     finally:
         for end in ends:
@@ -215,9 +215,9 @@ def _make_sampler(args: argparse.Namespace, console: Console) -> Any:
 
 
 def _positions(model: str) -> int:
-    """The positions that the model's configuration gives it, or the default context where it does not say.
+    """The number of positions in the model's configuration, or the default context length if it has none.
 
-    Whether the model can be loaded at all is for the engine to say.
+    Does not check whether the model can be loaded: that is up to the engine.
     """
     from transformers import AutoConfig
 

@@ -24,25 +24,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train on conversations and say where the model is.
+    """Train on conversations, and print where the model is.
 
     Raises:
-        ConfigError: the file has no [warm_start].
+        ConfigError: the file has no [warm_start] table.
     """
-    if is_led():  # launched beside rank 0, which has the run's folder
+    if is_led():  # a rank other than 0: rank 0 has the run folder and leads
         follow_leader()
         return exit_status.FINISHED
     config = load_config(args.file, args.overrides, component_tables())
     if config.warm_start is None:
         raise ConfigError(
-            f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
+            f"{args.file} has no [warm_start] table, which configures `verbatim sft`; for example\n"
             '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"'
         )
     console = PlainConsole()
     with holding(config, ORCHESTRATOR, resume=False) as held:
         with LiveView(console).stage("checking"):
             environments = check_run(config, starts_both=False, plays=False)
-        config, choices = resolve_dtypes(config, keys=(TRAINER,))  # nothing is sampled
+        config, choices = resolve_dtypes(config, keys=(TRAINER,))  # there is no sampler
         name = f"{config.named(args.file.stem).name}-sft"
         opened = RunFolder.create(config, name=name, now=datetime.now(), held=held)
     with opened as folder:

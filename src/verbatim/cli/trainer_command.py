@@ -1,4 +1,4 @@
-"""`verbatim trainer FILE --run-dir FOLDER`: runs the trainer of a run in a process of its own."""
+"""`verbatim trainer FILE --run-dir FOLDER`: runs only the trainer of a run."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from verbatim.trainer.transport.heartbeat import Heartbeat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `verbatim rl` has."""
+    """Declare the options shared with `verbatim rl`."""
     rl_command.add_shared_arguments(parser)
     parser.epilog = (
-        "On another host, --run-dir is a folder that both hosts share. Ctrl-C ends the run, with a checkpoint"
+        "On another host, --run-dir must be a folder that both hosts share. Ctrl-C ends the run, with a checkpoint"
     )
-    # `verbatim rl` starts this process, and watches it:
+    # Passed by `verbatim rl`, which starts this process and watches it:
     parser.add_argument("--session", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve one orchestrator, until it says that the run is over."""
+    """Serve one orchestrator until the run is over."""
     supervised = args.session is not None
-    if not supervised and is_led():  # launched beside rank 0, which has the run's folder
+    if not supervised and is_led():  # a rank other than 0: rank 0 has the run folder and leads
         follow_leader()
         return exit_status.FINISHED
     config = rl_command.load(args).named(args.file.stem)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_auto(config, "trainer and orchestrator of this run are started one by one")
     console = PlainConsole()
     with holding(config, TRAINER, resume=args.resume, joins=True) as held:
-        if not supervised:  # `verbatim rl` has checked it before it started this process
+        if not supervised:  # else `verbatim rl` has checked the run
             check_run(config, starts_both=False, plays=False)
         log_to_console(console, logging.WARNING if supervised else logging.INFO)
         opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True, held=held)
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _asked_to_end(exchange: Exchange, heartbeat: Heartbeat, console: Console) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the orchestrator to end the run with a checkpoint, or ends this process where
-    there is none yet; the second one ends this process at once."""
+    """At the first Ctrl-C or SIGTERM, ask the orchestrator to end the run with a checkpoint; without an orchestrator,
+    end this process. At the second one, end this process at once."""
     asked = False
 
     def ask(which: str) -> None:

@@ -1,4 +1,4 @@
-"""`verbatim view RUN`: shows runs as a page in the browser, or writes one as an HTML file."""
+"""`verbatim view RUN`: shows runs as a page in the browser, or exports it as an HTML file."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _PORT = 8642
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare RUN, --port, --no-open, --model, --export and the filters of an export."""
-    parser.epilog = "Ctrl-C ends it, with exit status 0. The page can be reached from this machine only"
+    parser.epilog = "Ctrl-C ends it, with exit status 0. The page is reachable from this machine only"
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, such as runs/NAME/latest")
-    add("--port", type=int, help="(8642, or a free one where it is taken); 0 takes a free one")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, such as runs/NAME/latest")
+    add("--port", type=int, help="(8642, or a free port if that is in use); 0 selects a free port")
     add("--no-open", action="store_true", help="print the address only, and open no browser")
-    add("--model", type=Path, metavar="FOLDER", help="whose tokenizer reads the ids; found in the run folder")
-    add("--export", type=Path, metavar="FILE", help="write the page with its data into a new HTML file instead")
-    export = parser.add_argument_group("what --export takes; the filters of the page")
+    add("--model", type=Path, metavar="FOLDER", help="the model whose tokenizer decodes the ids (the run's)")
+    add("--export", type=Path, metavar="FILE", help="instead, write the page with its data into a new HTML file")
+    export = parser.add_argument_group("trajectories for --export; these are the filters of the page")
     add = export.add_argument
-    add("--trajectories", type=FROM_ZERO, metavar="N", help=f"at most so many of those that pass ({_TRAJECTORIES})")
-    add("--sort", metavar="COLUMN", help="which first: -reward, reward, -num_breaks, ... (the newest step)")
+    add("--trajectories", type=FROM_ZERO, metavar="N", help=f"maximum number of trajectories ({_TRAJECTORIES})")
+    add("--sort", metavar="COLUMN", help="the order: -reward, reward, -num_breaks, ... (the newest step first)")
     add("--kind", choices=("train", "eval"), help="of training, or of evaluations")
-    add("--env", metavar="NAME", help="of an environment")
+    add("--env", metavar="NAME", help="of this environment")
     add("--step", metavar="RANGE", help="of these steps: 7, 3-9, 3-")
-    add("--reward", metavar="RANGE", help="with such a reward: 1, 0-0.5")
-    add("--stop-reason", metavar="NAME", help="that ended so")
-    add("--reason", metavar="NAME", help='dropped as a whole for this reason; "(none)": not')
-    add("--flag", metavar="NAME", help="flagged by a filter")
-    add("--group", metavar="ID", help="of a group")
-    add("--text", metavar="TEXT", help="with this in an id, an example, an error or a message")
+    add("--reward", metavar="RANGE", help="with a reward in this range: 1, 0-0.5")
+    add("--stop-reason", metavar="NAME", help="with this stop reason")
+    add("--reason", metavar="NAME", help='dropped as a whole for this reason; "(none)": not dropped')
+    add("--flag", metavar="NAME", help="flagged by this filter")
+    add("--group", metavar="ID", help="of this group")
+    add("--text", metavar="TEXT", help="with this text in an id, an example, an error or a message")
     add("--breaks", action="store_true", help="with a break")
     add("--errors", action="store_true", help="with an error")
 
@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or write the file.
 
     Raises:
-        UsageError: a folder that is no run, a missing package, a port that is taken, or a file that
-            is there already.
+        UsageError: a folder is not a run, a package is missing, the port is in use, or the file exists already.
     """
     from verbatim.inspection.viewer.serve import refuse_without_packages
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.export is None:
         asked = [f"--{name}" for name in (*_FILTERS, "breaks", "errors", "trajectories", "sort") if _value(args, name)]
         if asked:
-            raise UsageError(f"{asked[0]} is for --export FILE; the page has filters of its own")
+            raise UsageError(f"{asked[0]} is for --export FILE; the page has its own filters")
         run_until_asked(lambda stop: _serve(args, runs, assets, stop))
         return exit_status.FINISHED
     from verbatim.inspection.viewer.export import export

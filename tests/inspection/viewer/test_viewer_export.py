@@ -147,7 +147,7 @@ def test_the_command_exports_what_its_options_ask_for(
     ("arguments", "message"),
     [
         (["view", "{missing}"], "there is no folder {missing}. Type verbatim view "),
-        (["view", "{run}", "--step", "3"], "--step is for --export FILE; the page has filters of its own"),
+        (["view", "{run}", "--step", "3"], "--step is for --export FILE; the page has its own filters"),
         (["view", "{run}", "--colour"], "verbatim view has no option --colour"),
         (["view", "{run}", "--port", "70000"], "port 70000; expected 0 (any that is free) to 65535"),
         (["view", "{run}", "--export", "{out}", "--step", "9-3"], "step = '9-3'; expected the lower number first"),
