@@ -26,12 +26,12 @@ from verbatim.cli.main import main
         ("doctor log.jsonl --limit -1", "--limit: '-1': expected a whole number from 0 on"),
         ("env check guess_number --examples 1.5", "--examples: '1.5': expected a whole number of at least 1"),
         ("env check guess_number --timeout -1", "--timeout: '-1': expected seconds, more than 0"),
-        ("env check guess_number --args [1]", "--args: '[1]' is no JSON object"),
-        ("env check guess_number --args {", "--args: '{' is no JSON"),
+        ("env check guess_number --args [1]", "--args: '[1]' is not a JSON object"),
+        ("env check guess_number --args {", "--args: '{' is not JSON"),
         ("gateway check agent --timeout 0", "--timeout: '0': expected seconds, more than 0"),
         ("gateway check agent --timeout nan", "--timeout: 'nan': expected seconds, more than 0"),
         ("gateway check agent --timeout inf", "--timeout: 'inf': expected seconds, more than 0"),
-        ("gateway check agent --example dry", "--example: 'dry' is no JSON"),
+        ("gateway check agent --example dry", "--example: 'dry' is not JSON"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused(typed: str, said: str, capsys):

@@ -283,7 +283,7 @@ def test_a_broken_configuration_beside_the_log_is_named(tmp_path: Path, capsys):
     (tmp_path / "config.toml").write_text("[model\n")
     status, _, err = run(capsys, write(tmp_path / "log.jsonl", WHOLE))
     assert status == 2
-    assert "config.toml beside the log is no TOML" in err
+    assert "config.toml next to the log is not TOML" in err
 
 
 def test_nothing_in_a_log_reaches_the_terminal_as_a_command(tmp_path: Path, model: Path, capsys):

@@ -343,7 +343,7 @@ def test_a_body_that_is_no_object_is_named(place: Path, capsys):
     with chat_server() as server, pytest.raises(SystemExit) as ended:
         main(arguments(server, "--extra-body", "[1]"))
     assert ended.value.code == 2
-    assert "'[1]' is no JSON object" in capsys.readouterr().err
+    assert "'[1]' is not a JSON object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ['{"some": "data"}\n', "a note", '{"step": 0}', "[]\n", "{\n"])
@@ -583,7 +583,7 @@ def test_the_seeds_of_episodes_do_not_depend_on_what_was_done_before(place: Path
         ([], "either the tasks of a file or an environment"),
         (["tasks.jsonl", "--env", "guess_number"], "either the tasks of a file or an environment"),
         (["tasks.jsonl", "--split", "train"], "--split: it needs --env NAME"),
-        (["--env", "guess_number", "--score", "graded.right"], "--score: an environment has tools, a user and a score"),
+        (["--env", "guess_number", "--score", "graded.right"], "--score: an environment has its own tools, user and score"),
         (["--env", "guess_numbr"], "there is no environment 'guess_numbr'"),
         (["tasks.jsonl", "--score", "graded.nothing"], "--score graded.nothing is a int; expected a function"),
         (["tasks.jsonl", "--user-prompt", "user.txt"], "a simulated user needs a model: --user-model NAME"),

@@ -496,4 +496,4 @@ def test_a_log_in_which_the_last_process_said_nothing_is_said_to_be_silent(tmp_p
         raise RunStopped("long ago")
     with log_to_file(log):
         pass
-    assert last_lines(log) == f"\nits log {log} says nothing more"
+    assert last_lines(log) == f"\nits log {log} has no further records"

@@ -197,9 +197,9 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
         (["run.toml", "--replay", "1", "--run-dir", "run"], "leave out FILE"),
         (["--replay", "1", "--run-dir", "run", "--resume"], "leave out --resume"),
         (["--replay", "1", "--run-dir", "run", "--fork", "run"], "leave out --fork"),
-        (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 changes nothing in it; keys that may"),
-        (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "changes nothing in it"),
-        (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "changes nothing in it"),
+        (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 has no effect on it; keys that may"),
+        (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "has no effect on it"),
+        (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "has no effect on it"),
         (
             [
                 "--replay",
@@ -211,10 +211,10 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
                 "--trainer.parallel.processes",
                 "2",
             ],
-            "changes nothing in it; keys that may change: trainer.* but for trainer.lora and trainer.parallel (it "
+            "has no effect on it; keys that may change: trainer.* but for trainer.lora and trainer.parallel (it "
             "trains in one process), ",
         ),
-        (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "changes nothing in it"),
+        (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "has no effect on it"),
         (["--replay", "1", "--run-dir", "run", "--trainer.optim.lrr", "1"], 'unknown key "lrr"'),
     ],
 )

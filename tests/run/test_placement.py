@@ -127,7 +127,7 @@ def test_rollouts_ahead_of_a_trainer_that_takes_turns_are_refused(place, capsys)
 def test_sharing_what_is_not_shared_is_said(place, caplog):
     with caplog.at_level(logging.WARNING):
         assert config(COLOCATE, "true", TRAINER, "cuda:1") == 0
-    assert "both wait for each other for nothing; leave out colocate" in caplog.text
+    assert "taking turns only costs time; leave out colocate" in caplog.text
 
 
 @pytest.mark.realtime

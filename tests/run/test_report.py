@@ -113,7 +113,7 @@ def test_a_damaged_log_costs_what_would_be_shown_of_it(folder, caplog):
     with caplog.at_level(logging.ERROR):
         text = reported(folder)
     assert "title: learning curve" in text and "before and after" not in text and "success_before_rl" in text
-    assert "the report leaves out what it cannot read" in caplog.text
+    assert "the report is incomplete" in caplog.text
     assert "evaluations/step-000002.parquet cannot be read" in caplog.text
 
 

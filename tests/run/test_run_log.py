@@ -482,7 +482,7 @@ def test_a_metrics_log_that_cannot_be_read_costs_the_last_summary_its_figures(fo
     folder.metrics.write_text("nonsense\n")
     log.close("stopped")
     assert (heard.summary["state"], heard.summary["steps"], heard.summary["results"]) == ("stopped", 0, {})
-    assert "the summary for the monitors leaves out what it cannot read" in caplog.text
+    assert "the summary for the monitors is incomplete" in caplog.text
 
 
 @pytest.mark.slow

@@ -329,7 +329,7 @@ def test_without_the_episodes_a_gain_has_no_interval(tmp_path: Path, caplog):
     assert not caplog.records
     (episodes / "step-000009.parquet").write_text("nonsense\n")
     assert summary_of(metrics, {}, tmp_path)["gain"] == 0.5
-    assert "the summary leaves out the interval" in caplog.text
+    assert "the summary lacks the confidence interval" in caplog.text
     metrics.write_text(
         '{"format": 1, "step": 0, "kind": "eval", "env": "a", "metrics": {"success": 0.6, "episodes": 8}}\n'
     )

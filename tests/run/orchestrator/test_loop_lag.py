@@ -44,7 +44,7 @@ async def test_code_that_blocks_the_event_loop_is_named_with_its_line_once(caplo
     lag = LoopLag(blocked_after=2 * INTERVAL, clock=clock)
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(2.5 * INTERVAL)
-        think_hard(clock, 0.4, lambda: "the event loop has stood still" in caplog.text)
+        think_hard(clock, 0.4, lambda: "the event loop has been blocked" in caplog.text)
         await asyncio.sleep(0)
     lag.close()
     (record,) = caplog.records
