@@ -1,4 +1,4 @@
-"""An agent that finds a number with a tool, on OpenAI's SDK. It reads a game a line, and answers each with a line."""
+"""An agent that finds a number with a tool, on OpenAI's SDK. It reads one game per line, and prints a line for each."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def main() -> None:
         client = clients.with_options(base_url=order["base_url"], api_key=order["api_key"])
         try:
             reward = await play(client, order["example"]["secret"])
-        except (OpenAIError, ValueError, TypeError, KeyError):  # no call, or one without a number
+        except (OpenAIError, ValueError, TypeError, KeyError):  # the model made no call, or one without a number
             reward = 0.0
         print(json.dumps({"id": order["id"], "reward": reward}), flush=True)
 

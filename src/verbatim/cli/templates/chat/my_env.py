@@ -32,27 +32,27 @@ class MyEpisode(Episode):
         ]
 
     async def reply(self, message: Message) -> Reply:
-        """The user's answer to what the model said: the next word, or the end."""
+        """The user's reply to a message of the model: the next word, or the end of the episode."""
         answer = self.answer(message["content"])
         share = self.right[-1] / ROUNDS
         return Reply(messages=answer, reward=share) if answer else Reply(done=True, reward=share)
 
     def answer(self, text: str) -> list[Message]:
-        """Note whether it was right; the next user turn, if there is one."""
+        """Record whether the text was right, and return the next user turn, if there is one."""
         self.right.append(text.strip() == OPPOSITES[self.words[len(self.right)]])
         return [{"role": "user", "content": word} for word in self.words[len(self.right) :][:1]]
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The reward, when the episode has ended: a number, or named parts, which are summed. 1 counts as a success."""
+        """The reward of the episode: a number, or named parts, which are summed. 1 counts as a success."""
         return {f"round_{n + 1}": float(n < len(self.right) and self.right[n]) / ROUNDS for n in range(ROUNDS)}
 
     def solution(self) -> list[Message]:
-        """What a perfect agent says. `verbatim env check` plays it to see that a success can be reached."""
+        """The messages of a perfect agent. `verbatim env check` plays them to make sure that success is possible."""
         return [{"role": "assistant", "content": OPPOSITES[word]} for word in self.words]
 
 
 class MyEnv:
-    """The environment: its examples, and an episode about each."""
+    """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
         """The tasks of "train" and "eval": different ones, so that an evaluation measures what was not trained."""
@@ -68,8 +68,8 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
 
-        They show what an answer looks like, and play badly: this speaker says the right word half of the time, and any
-        of the opposites otherwise.
+        They show what an answer looks like, but not good play: this speaker says the right word half of the time, and
+        any of the opposites otherwise.
         """
         rng = random.Random(seed)
         return [Demonstration(messages=list(self._demonstration(rng))) for _ in range(count)]

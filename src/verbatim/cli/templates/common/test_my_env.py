@@ -1,4 +1,4 @@
-"""Run by `pytest`: the environment is sound, and a perfect agent earns everything."""
+"""Run with `pytest`: the environment passes all checks, and a perfect agent always succeeds."""
 
 from verbatim.inspection.envcheck import CheckSettings, check_environment
 

@@ -1,7 +1,8 @@
-"""An agent that looks after plants with two tools, on OpenAI's SDK. It knows nothing of Verbatim.
+"""An agent that looks after plants with two tools, written with OpenAI's SDK. It knows nothing of Verbatim.
 
-It is started once, and takes a plant a line: what to look after, and the base URL and the key of that visit. It answers
-each with a line. Replace the plants by your own task; whatever the program asks its model is trained.
+The program is started once. Each line of its input is one episode: a plant, with the base URL and the API key to use.
+For each line it prints a line with the reward. Replace the plants by your own task: everything that the model is asked
+through this URL is trained.
 """
 
 import json
@@ -19,7 +20,7 @@ TOOLS = [
 
 
 def play(client: OpenAI, state: str) -> float:
-    """One visit: 1 for the right care, else 0."""
+    """Play one episode. Returns 1 for the right care, else 0."""
     messages: list = [{"role": "user", "content": TASK}]
     for _ in range(4):
         answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
@@ -28,19 +29,19 @@ def play(client: OpenAI, state: str) -> float:
             if call.function.name == "care":
                 return float(json.loads(call.function.arguments).get("way") == RIGHT_CARE[state])
             messages.append({"role": "tool", "tool_call_id": call.id, "content": state})
-        if messages[-1] is answer.choices[0].message:  # it called no tool
+        if messages[-1] is answer.choices[0].message:  # no tool was called
             return 0.0
     return 0.0
 
 
 def main() -> None:
-    """Plant after plant, until the input ends."""
+    """Play one episode per line until the input ends."""
     for line in sys.stdin:
         order = json.loads(line)
         client = OpenAI(base_url=order["base_url"], api_key=order["api_key"])
         try:
             reward = play(client, order["example"]["state"])
-        except ValueError:  # arguments that are no JSON
+        except ValueError:  # the model's arguments are not JSON
             reward = 0.0
         print(json.dumps({"id": order["id"], "reward": reward}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Two agents: a gardener decides, and asks a scout, who alone sees the plant. Both are the model, and both are trained.
+"""Two agents: a gardener decides, and asks a scout, who alone sees the plant. The model plays both; both are trained.
 
 An environment is messages, tools and a reward, never token ids. Replace the plants by your own task, and run
 `verbatim env check my_env:MyEnv` after each change.
@@ -15,12 +15,12 @@ from verbatim.environments import Agent, Demonstration, Episode, FunctionTool, t
 SIGNS = {"cracked soil": "dry", "yellow leaves": "pale", "hanging stems": "wilting", "roots outside": "crowded"}
 """What the scout sees, and the word for it."""
 RIGHT_CARE = {"dry": "water", "pale": "feed", "wilting": "shade", "crowded": "repot"}
-"""The word, and what the gardener should answer."""
+"""The word, and the gardener's right answer."""
 
 
 def ask() -> str:
     """Ask the scout how the plant is."""
-    raise NotImplementedError("the episode answers it, with a turn of the scout")
+    raise NotImplementedError("the episode answers this call itself, with a turn of the scout")
 
 
 class MyEpisode(Episode):
@@ -33,11 +33,11 @@ class MyEpisode(Episode):
         self.ask = FunctionTool(ask)
 
     def for_the_scout(self) -> list[Message]:
-        """The scout's own conversation; nothing of it enters the gardener's."""
+        """The scout's own conversation, which stays separate from the gardener's."""
         return [{"role": "user", "content": f"You see {self.sign}. {', '.join(RIGHT_CARE)}?"}]
 
     async def run(self, agent: Agent) -> None:
-        """The episode's own control flow: each `agent.sample` is a turn of the agent that it names."""
+        """The episode's own control flow: each `agent.sample` is a turn of the named agent."""
         messages = list(self.messages)
         while True:
             said = await agent.sample(messages, [self.ask], agent="gardener")
@@ -53,14 +53,14 @@ class MyEpisode(Episode):
                 messages.append({"role": "tool", "content": heard["content"], "tool_call_id": call["id"], "name": name})
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The reward of all agents, when the episode has ended: named parts are summed. 1 counts as a success."""
+        """The reward of all agents: named parts, which are summed. 1 counts as a success."""
         return {
             "right": 0.9 * (self.answer == RIGHT_CARE[SIGNS[self.sign]]),
             "asked": 0.1 * (self.num_asked > 0),
         }
 
     def solution(self) -> list[Message]:
-        """What perfect agents say, in the order of their turns. `verbatim env check` plays it."""
+        """The messages of perfect agents, in the order of their turns. `verbatim env check` plays them."""
         word = SIGNS[self.sign]
         return [
             tool_call("ask", {}),
@@ -70,7 +70,7 @@ class MyEpisode(Episode):
 
 
 class MyEnv:
-    """The environment: its examples, and an episode about each."""
+    """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
         """The tasks of "train" and "eval". With many tasks, hold some out for "eval"."""
@@ -83,7 +83,7 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
 
-        They show each agent's format, and play badly: the gardener asks half of the time, and both often guess.
+        They show each agent's format, but not good play: the gardener asks half of the time, and both often guess.
         """
         rng = random.Random(seed)
         return [self._of_the_gardener(rng) if n % 2 == 0 else self._of_the_scout(rng) for n in range(count)]

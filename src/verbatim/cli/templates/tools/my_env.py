@@ -35,16 +35,16 @@ class MyEpisode(Episode):
         return ToolResult(content="done", done=True)  # done=True ends the episode
 
     async def score(self, trajectory: Trajectory) -> float:
-        """The reward, when the episode has ended. 1 counts as a success."""
+        """The reward, computed when the episode has ended. 1 counts as a success."""
         return float(self.is_right)
 
     def solution(self) -> list[Message]:
-        """What a perfect agent says. `verbatim env check` plays it to see that a success can be reached."""
+        """The messages of a perfect agent. `verbatim env check` plays them to make sure that success is possible."""
         return [tool_call("look", {}), tool_call("care", {"way": RIGHT_CARE[self.state]}, call_id="call_1")]
 
 
 class MyEnv:
-    """The environment: its examples, and an episode about each."""
+    """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
         """The tasks of "train" and "eval". With many tasks, hold some out for "eval"."""
@@ -57,8 +57,8 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
 
-        They show how a tool is called, and play badly: this gardener looks half of the time, and is then right half of
-        the time.
+        They show how a tool is called, but not good play: this gardener looks half of the time, and is then right half
+        of the time.
         """
         rng = random.Random(seed)
         shown = []
