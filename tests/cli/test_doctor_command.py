@@ -223,7 +223,7 @@ def test_a_log_of_another_model_is_refused(tmp_path: Path, model: Path, capsys):
 @pytest.mark.parametrize("folder", ["model", "final", "warm_start"])
 def test_the_tokenizer_of_a_run_is_found_beside_its_log(tmp_path: Path, model: Path, capsys, folder: str):
     shutil.copytree(model, tmp_path / folder)
-    assert "found beside the log" in run(capsys, write(tmp_path / "log.jsonl", QWEN3))[1]
+    assert "found next to the log" in run(capsys, write(tmp_path / "log.jsonl", QWEN3))[1]
 
 
 @pytest.mark.parametrize("place", ["config.toml", "model", "final", "model/tokenizer.json", "model/sub/more.jinja"])

@@ -273,7 +273,7 @@ def test_without_a_file_an_interrupted_evaluation_says_what_would_have_kept_it(p
 
     with chat_server(solve, interrupts) as server:
         evaluate(server, "--concurrency", "1", status=130)
-    assert "with --out FILE the same command goes on where it stopped" in " ".join(capsys.readouterr().err.split())
+    assert "with --out FILE the same command continues where it stopped" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_a_file_of_something_else_is_left_alone(place: Path, capsys):
     Path("notes.txt").write_text('{"step": 0, "trajectory": {}}\n')
     with chat_server(solve) as server:
         evaluate(server, "--out", "notes.txt", status=2)
-        assert "notes.txt:1: no episode that verbatim eval can go on from" in " ".join(capsys.readouterr().err.split())
+        assert "notes.txt:1: not an episode of verbatim eval" in " ".join(capsys.readouterr().err.split())
         Path("notes.txt").write_text("half a line of mine")
         evaluate(server, "--out", "notes.txt", status=2)
     assert Path("notes.txt").read_text() == "half a line of mine" and server.requests == []

@@ -352,7 +352,7 @@ def test_an_out_file_of_something_else_is_left_alone(place: Path, capsys, conten
     Path("out.jsonl").write_text(content)
     with chat_server() as server:
         assert main(arguments(server)) == 2
-    assert "out.jsonl:1: no result of verbatim rollout" in capsys.readouterr().err
+    assert "out.jsonl:1: not a result of verbatim rollout" in capsys.readouterr().err
     assert Path("out.jsonl").read_text() == content
     assert sorted(p.name for p in place.iterdir() if "out" in p.name) == [".out.jsonl.lock", "out.jsonl"]
 

@@ -307,7 +307,7 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["--fork", "nowhere@3"], "there is no folder nowhere; expected that of a run, with @STEP behind it"),
+        (["--fork", "nowhere@3"], "there is no folder nowhere; expected a run folder, followed by @STEP"),
         (["--fork", "whole@99"], "has no checkpoint of step 99; there are checkpoints of steps 0-6"),
         (["--fork", "whole@x"], "expected latest, best or a step"),
         (["--fork", "model"], "has no checkpoints; expected the folder of a run"),

@@ -167,7 +167,7 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     for folder in (run / "model", run / "final", run / "warm_start"):
         if (folder / "config.json").is_file():
             _refuse_odd_files(folder)
-            return str(folder), f"{folder}, found beside the log"
+            return str(folder), f"{folder}, found next to the log"
     config = run / "config.toml"
     name = _configured_model(config) if config.is_file() else None
     places = [Path(name), kept_model(name)] if name is not None else []

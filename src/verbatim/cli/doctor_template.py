@@ -140,8 +140,8 @@ def _renderer(asked: str) -> str:
         return "not known of a template alone; give a model's folder or name"
     renderer = create_renderer("auto", load_tokenizer(asked))
     is_template = renderer.name == "template"
-    said = "template, so the table holds" if is_template else f"{renderer.name}, which bridges by rules of its own"
-    return f"{said}; {ends_in_words(renderer)}"
+    choice = "template, so the table holds" if is_template else f"{renderer.name}, which bridges by its own rules"
+    return f"{choice}; {ends_in_words(renderer)}"
 
 
 def _show(console: PlainConsole, title: str, template: _Template) -> None:

@@ -96,7 +96,7 @@ class ResultFile:
         self._path = path
         self._settings = _settings_to_keep(settings)
         self._done: dict[tuple[str, int], str] = {}
-        self._lines = KeptLines(path, what="result of verbatim rollout", take_in=self._take_in)
+        self._lines = KeptLines(path, what="a result of verbatim rollout", take_in=self._take_in)
 
     def __enter__(self) -> Self:
         return self

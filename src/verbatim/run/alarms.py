@@ -43,5 +43,5 @@ def sentence(alarm: Alarm) -> str:
     """The final message of a run that was stopped by this alarm."""
     return (
         f"{alarm.name} at step {alarm.step}: {alarm.message}. Most likely: {alarm.cause}. What to do: "
-        f"{alarm.advice}. [monitor.alarms] stop names it; --resume goes on"
+        f"{alarm.advice}. It is listed in [monitor.alarms] stop; --resume continues the run"
     )

@@ -58,7 +58,7 @@ class EpisodeLog:
         if path is None:
             return
         self._models = {model.fingerprint for model in models}
-        self._lines = KeptLines(path, what="episode that verbatim eval can go on from", take_in=self._take_in)
+        self._lines = KeptLines(path, what="an episode of verbatim eval", take_in=self._take_in)
         self.num_failed_before = self._lines.num_failed
 
     def __enter__(self) -> Self:

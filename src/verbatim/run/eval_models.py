@@ -75,8 +75,8 @@ def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
         if not holds_run(Path(folder)):
             found = "not a run" if Path(folder).is_dir() else "not a folder"
             raise UsageError(
-                f"--model {text}: {folder} is {found}; expected the folder of a run "
-                "before @, and latest, best or a step behind it, or NAME@http://... for an "
+                f"--model {text}: {folder} is {found}; expected a run folder "
+                "before @, and latest, best or a step after it, or NAME@http://... for an "
                 "API"
             )
         return _checkpoint(text, Path(folder), which)

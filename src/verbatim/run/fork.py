@@ -130,7 +130,7 @@ def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
     run = Path(name).expanduser()
     if not run.is_dir():
         raise UsageError(
-            f"--fork {text}: there is no folder {run}; expected that of a run, with @STEP behind it, "
+            f"--fork {text}: there is no folder {run}; expected a run folder, followed by @STEP, "
             "@best, or nothing for its latest checkpoint: --fork runs/NAME/latest@40"
         )
     unknown = [part for part in fresh if part not in FRESH]

@@ -14,7 +14,7 @@ from verbatim.logs.checkpoints.lock import FolderLock
 from verbatim.logs.monitors.jsonl import JsonlWriter
 
 _BEGINNING = json.dumps(stamped(LINES, {"step": 0})).removesuffix("0}")
-"""How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
+"""The beginning of each line. A torn last line is removed only if it begins like this: other files are left alone."""
 
 
 class KeptLines:
@@ -24,7 +24,7 @@ class KeptLines:
 
     Args:
         path: The file, created if missing.
-        what: What a line holds, for messages.
+        what: What a line holds, for messages: "an episode of verbatim eval".
         take_in: Called with each record in the file; returns True if the record is of a failure.
 
     Raises:
@@ -35,7 +35,7 @@ class KeptLines:
     def __init__(self, path: Path, *, what: str, take_in: Callable[[Mapping[str, Any]], bool]) -> None:
         self.path = path
         self.num_failed = 0
-        """Lines that were taken out."""
+        """Number of failures removed from the file."""
         self._what, self._take_in = what, take_in
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -57,10 +57,10 @@ class KeptLines:
         self.writer.write(stamped(LINES, record))
 
     def close(self, *, keeps_empty: bool = True) -> None:
-        """Close the file, and let other processes have it.
+        """Close the file, and release it to other processes.
 
         Args:
-            keeps_empty: Whether a file without a line stays.
+            keeps_empty: False: delete the file if it has no line.
         """
         self.writer.close()
         if not keeps_empty and self.writer.mark.size == 0:
@@ -98,4 +98,4 @@ class KeptLines:
             raise self._none_of_ours(number) from None
 
     def _none_of_ours(self, number: int) -> UsageError:
-        return UsageError(f"{self.path}:{number}: no {self._what}; name another --out file")
+        return UsageError(f"{self.path}:{number}: not {self._what}; name another --out file")

@@ -108,7 +108,7 @@ def _is_whole(folder: Path) -> bool:
     if damage is None:
         return True
     logger.warning(
-        "%s is damaged: %s; it is made again, and what was found is kept as %s", folder, damage, keep_aside(folder)
+        "%s is damaged: %s; it is made again, and the damaged one is kept as %s", folder, damage, keep_aside(folder)
     )
     return False
 

@@ -155,7 +155,7 @@ async def test_a_server_with_other_flags_is_refused_before_anything_is_sampled(
     [
         ("", None),
         ("no kept sets", "returns no kept set of a token that it draws with top_k = 4"),
-        ("wrong kept sets", "from those over the ids that it says it kept"),
+        ("wrong kept sets", "from those over the kept set that it returned"),
     ],
 )
 async def test_the_canary_draws_from_a_cut_distribution_there_too(trainer: TinyModel, fault: str, said: str | None):

@@ -165,7 +165,7 @@ class Cutting(Engine):
     ("kept", "drawn", "said"),
     [
         ([7, 9, 12], 2 / 7, None),  # 1/4 of 7/8
-        ([7, 9, 12], 1 / 4, "differ by 0.13 on average from those over the ids that it says it kept"),
+        ([7, 9, 12], 1 / 4, "differ by 0.13 on average from those over the kept set that it returned"),
         ([7, 9], 2 / 7, "differ by 0.15 on average"),  # 1/3
         (None, 2 / 7, "returns no kept set of a token that it draws with top_k = 4"),
     ],

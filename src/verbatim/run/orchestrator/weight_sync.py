@@ -157,6 +157,6 @@ class Canary:
         if not (difference := sum(differences) / len(differences)) <= self._tolerance:
             return (
                 f"logprobs of tokens that it draws with top_k = {CUT.top_k} differ by {difference:.2g} on average from "
-                f"those over the ids that it says it kept, more than {self._tolerance:g}"
+                f"those over the kept set that it returned, more than {self._tolerance:g}"
             )
         return None
