@@ -449,11 +449,11 @@ def test_a_models_name_is_a_run_a_checkpoint_a_folder_or_an_api(tmp_path: Path):
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        (["nowhere@best"], "nowhere is no folder; expected the folder of a run before @"),
+        (["nowhere@best"], "nowhere is not a folder; expected a run folder before @"),
         (["{run}@7"], "no checkpoint of step 7"),
         (["{run}@soon"], "expected latest, best or a step"),
         (["{run}@4", "{run}"], "is the same model as --model"),
-        (["m@http://"], "expected the folder of a run before @"),
+        (["m@http://"], "expected a run folder before @"),
     ],
 )
 def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str], said: str):
