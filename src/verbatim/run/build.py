@@ -59,7 +59,7 @@ def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
 def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
     """For each environment, the rules by which its groups become training samples."""
     tables, orchestrator = component_tables(), config.orchestrator
-    # A filter that reads a value which this training mode does not compute is skipped: it could only flag everything.
+    # Filters that read a value which has no meaning in this training mode are skipped.
     unknown = {"advantages"} if follows_a_teacher(config) else set()
     if orchestrator.training_mode == "sft":  # a teacher's texts have no sampling logprobs
         unknown.add("logprobs")

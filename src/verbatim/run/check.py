@@ -74,7 +74,7 @@ def check_run(
     Raises:
         UsageError: a check failed; the message has what was found and what was expected.
     """
-    # Cheap checks first: those from `_check_devices` on may import torch, which takes seconds.
+    # Cheap checks first: the later ones may import torch, which takes seconds.
     environments = make_environments(config, environments_table)
     check_environments(config, environments)
     _check_advantages(config, environments)

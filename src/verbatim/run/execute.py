@@ -4,6 +4,8 @@
 config -> holding                              locks the run folder, so that no second command continues the same run
        -> check_run -> environments            a run that is refused here leaves no folder
        -> RunFolder                            new, resumed, or shared with the trainer's process
+       -> TrainingRun: trainer side -> sampler, renderer, runner -> dispatcher -> loop -> final model
+```
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def load_forked(fork: Fork, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: as `load_config`.
     """
-    search_beside(fork.run / CONFIG)  # the configuration may name modules by path relative to the run
+    search_beside(fork.run / CONFIG)  # the configuration may name modules that are found from there
     return load_config(fork.config_file, ["--run-dir", "null", *overrides], component_tables())
 
 

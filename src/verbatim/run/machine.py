@@ -50,7 +50,10 @@ class Machine(Protocol):
         """True if the processor has instructions that multiply bfloat16."""
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
-        """Time one side's work with these layers; `kernel` is the one that the sampler would use."""
+        """Time one side's work with these layers.
+
+        `rows`: tokens per product (trainer), or sequences decoded together (sampler). `kernel`: used by the sampler.
+        """
 
 
 class OnCuda:

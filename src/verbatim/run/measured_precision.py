@@ -34,8 +34,8 @@ MOST_NUMBERS = 1 << 29
 """Maximum number of multiplications in one measured product; larger layers are measured with fewer rows."""
 PASSES = 8
 """Decode passes per measurement."""
-_PROMPT = 8
-_VOCAB = 256
+_PROMPT = 8  # tokens per prompt: only decode passes are measured
+_VOCAB = 256  # small, so that the output head hardly counts
 
 
 class ThisMachine:

@@ -31,7 +31,7 @@ from verbatim.run.rollouts import inference_settings
 logger = logging.getLogger(__name__)
 
 FASTER = 1.25
-"""Minimum speed-up of bfloat16: a pass has other costs that stay the same, and rounding costs precision."""
+"""Minimum measured speed-up for choosing bfloat16: the rest of a pass does not get faster, and casting has a cost."""
 TINY = 100_000
 """Mean number of elements of a weight matrix below which a model is tiny: casting then costs what the product saves."""
 TRAINER_ROWS = 1024

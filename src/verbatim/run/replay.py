@@ -208,7 +208,7 @@ def _trainer_before(
     configuration then takes over the first one's state.
     """
     between = plan.steps[:-1]
-    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as in the run
+    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as the run had left
     if changed is not None and not between:
         return _trainer(plan, changed, plan.checkpoint.folder, left)
     trainer = _trainer(plan, config, plan.checkpoint.folder, left)
