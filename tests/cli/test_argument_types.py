@@ -20,7 +20,7 @@ from verbatim.cli.main import main
         ("plan run.toml --memory-share 0", "--memory-share: '0': expected a share above 0, at most 1"),
         ("serve model --context-length 0", "--context-length: '0': expected a whole number of at least 1"),
         ("serve model --max-batch-size -1", "--max-batch-size: '-1': expected a whole number of at least 1"),
-        ("serve model --port 70000", "--port: '70000': expected 0 (any that is free) to 65535"),
+        ("serve model --port 70000", "--port: '70000': expected 0 (any free port) to 65535"),
         ("inference run.toml --port 0", "--port: '0': expected 1 to 65535"),
         ("view run --export page.html --trajectories -1", "'-1': expected a whole number from 0 on"),
         ("doctor log.jsonl --limit -1", "--limit: '-1': expected a whole number from 0 on"),

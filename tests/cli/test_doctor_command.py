@@ -249,7 +249,7 @@ def test_a_pipe_in_the_model_beside_the_log_is_refused_and_not_waited_for(tmp_pa
     (tmp_path / "model" / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "model" / "tokenizer.json")
     status, _, err = run(capsys, write(tmp_path / "log.jsonl", QWEN3))
-    assert status == 2 and "tokenizer.json is no regular file" in " ".join(err.split())
+    assert status == 2 and "tokenizer.json is not a regular file" in " ".join(err.split())
 
 
 def test_the_tokenizer_of_a_run_is_found_by_its_configuration(tmp_path: Path, model: Path, capsys):

@@ -43,7 +43,7 @@ def test_every_trajectory_of_the_steps_is_a_line(run: Path, capsys, options, ste
         (["run", "--out", "out.jsonl", "--steps", "9-2"], "--steps 9-2: expected a step or a range, such as 7 or 3-9"),
         (["run", "--out", "out.jsonl", "--steps", "5"], "run has no trajectories of the steps 5; out.jsonl was not"),
         (["run", "--out", "out.jsonl", "--steps", "0"], "run has no trajectories of the steps 0; out.jsonl was not"),
-        (["run", "--out", "run"], "--out run is there already; name a new file"),
+        (["run", "--out", "run"], "--out run exists already; name a new file"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(run: Path, capsys, arguments, says):

@@ -61,5 +61,5 @@ def test_a_damaged_configuration_of_the_checkpoint_is_named(tmp_path: Path):
     fork = stopped_after_20(tmp_path)
     assert fork.tables["model"] == {"name": "m"}
     fork.config_file.write_text("[model\n")
-    with pytest.raises(CheckpointError, match=r"step_000020/config.toml is no TOML"):
+    with pytest.raises(CheckpointError, match=r"step_000020/config.toml is not TOML"):
         _ = fork.tables

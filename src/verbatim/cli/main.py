@@ -48,7 +48,7 @@ COMMANDS = {
     "export": ("verbatim.cli.export_command", "write a run's trajectories as JSON lines"),
     "view": ("verbatim.cli.view_command", "show runs as a page, or write them as an HTML file"),
     "doctor": ("verbatim.cli.doctor_command", "explain why prompts do not extend what was sampled"),
-    "plan": ("verbatim.cli.plan_command", "predict whether a run fits into memory, and how long a step takes"),
+    "plan": ("verbatim.cli.plan_command", "predict whether a run fits into memory, and its step time"),
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
     "completion": ("verbatim.cli.completion_command", "print the code that enables completion in bash, zsh or fish"),
 }

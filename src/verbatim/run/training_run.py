@@ -78,7 +78,7 @@ class TrainingRun:
     started: float
     """`time.monotonic()` when this process began."""
     has_begun: bool = False
-    """True once the training loop runs. A run that fails before that leaves no folder."""
+    """True once the training loop runs. A mistake of the user that is found earlier leaves no folder."""
     finished: bool = False
     """True if all steps were taken; False after Ctrl-C, or if the trainer process was asked to end."""
     was_interrupted: bool = False

@@ -182,7 +182,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys):
         ([run], "needs at least two runs"),
         ([run, other, f"{other}/../run"], "are the same run"),
         ([run, other, "--metric", "nope"], "no step of these runs has the metric 'nope'; there are ledger/"),
-        ([run, other, "--plot", tmp_path], "is there already; name a new file"),
+        ([run, other, "--plot", tmp_path], "exists already; name a new file"),
         ([run, other, "--seed", "3"], "verbatim compare has no option --seed"),
     ):
         assert main(["compare", *map(str, typed)]) == 2
