@@ -33,6 +33,7 @@ _PARTS = {
 _Dtype: TypeAlias = Literal["float32", "bfloat16"]
 _DTYPES: tuple[_Dtype, ...] = ("float32", "bfloat16")
 _INSTALL = "install one; on Debian and Ubuntu: apt install gcc"
+"""What to do without a compiler."""
 _SMALL = LlamaConfig(
     vocab_size=97,
     hidden_size=64,

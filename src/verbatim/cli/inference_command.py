@@ -31,6 +31,7 @@ from verbatim.run.rollouts import backend_inputs, check_backend, inference_setti
 from verbatim.run.tables import component_tables
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Hosts that only this machine reaches, so that a server needs no key."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

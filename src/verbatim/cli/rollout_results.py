@@ -22,6 +22,7 @@ from verbatim.environments.sources import read_json_lines
 from verbatim.run.kept_lines import KeptLines
 
 _SECRETS = "secrets"
+"""The key of the stored settings with a short digest of their secrets."""
 
 
 @dataclass(frozen=True, kw_only=True)

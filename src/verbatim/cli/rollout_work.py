@@ -22,6 +22,7 @@ from verbatim.rollouts.conversation_rollout import ConversationRollout
 from verbatim.run.evaluation.play import digest_of
 
 Take: TypeAlias = Callable[[int, Trajectory], object]
+"""Called with the index of a job and its finished trajectory."""
 
 _OF_USER: tuple[str, ...] = ("user_base_url", "user_api_key_env", "user_prompt")
 _OF_TASKS: tuple[str, ...] = ("tools", "score", "user_model", *_OF_USER)

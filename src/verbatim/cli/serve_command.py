@@ -29,6 +29,7 @@ _CONTEXT = 4096
 _CHAT_PROCESSES = 2
 """Render processes; one of them is reserved for small requests."""
 _REFUSAL_SECONDS = 0.25
+"""Delay of an error response, in seconds, so that a client that repeats an invalid request costs less."""
 _SWITCH_SECONDS = 1e-4
 """Switch interval of Python's global lock, in seconds. The engine needs the lock after every operation, and would wait
 for the event loop's thread much longer with the default of 5 ms."""

@@ -25,6 +25,7 @@ _LONGEST = 400
 _MOST = 24
 """Maximum number of messages shown per episode, not counting the opening messages that both share."""
 _ROLES = {"assistant": "agent"}
+"""Names of the speakers, for roles that are shown under another name."""
 _Line = tuple[Text, Text]
 """The speaker, and the text."""
 

@@ -18,6 +18,7 @@ RunState = Literal["finished", "stopped", "failed"]
 """finished: all steps were taken; stopped: ended early on request; failed: ended by an error."""
 
 _LEDGER = "ledger/"
+"""The prefix of the ledger's metrics."""
 
 
 def ending(

@@ -15,6 +15,7 @@ from verbatim.logs.checkpoints.hold import holds_run
 from verbatim.models.catalog import folder_of
 
 _API = re.compile(r"(?P<model>.+)@(?P<url>https?://.+)")
+"""A model behind an API: "NAME@http://..."."""
 _READ = 1 << 16
 """Bytes read from the start and from the end of each file for the fingerprint. A few are enough to tell two checkpoints
 apart, because training changes every tensor."""

@@ -64,6 +64,7 @@ from verbatim.run.tables import component_tables
 FRESH = ("optimizer", "examples")
 """What a fork may reset: the optimizer's moments; the examples' order, their pools and the groups in flight."""
 _BEGINNINGS = ("model", "warm_start")
+"""Folders of a run with the model that it started from; a fork copies them."""
 _FIXED = {
     "model.": "the weights and their tokenizer are the checkpoint's",
     "warm_start.": "it came before step 0, and is in the weights",
@@ -71,6 +72,7 @@ _FIXED = {
 }
 """Keys that a fork cannot change, and why."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
+"""Exceptions to `_FIXED`: these keys do not affect the weights."""
 _LOGS = ("alarms.jsonl", "metrics.jsonl")
 """The logs in JSON lines, of which the fork keeps only the first part."""
 _FORKED = {
@@ -84,6 +86,7 @@ _FORKED = {
 }
 """Everything that a fork may put into its folder; only these names are removed after a crash."""
 _MOST_NAMED = 5
+"""Maximum number of names that an error message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,9 @@ LOOP_FILES = (STATE, *(f"{pool}_examples.jsonl" for pool in POOLS))
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file's name in `trainer.optimizer_state`, repeated here because that module imports torch."""
 _BASE = "base_model_name_or_path"
+"""The key of an adapter's configuration with the path of its base model."""
 _REFERENCE = "trainer.reference."
+"""The prefix of the reference model's keys."""
 
 
 def write_changed_state(source: Path, target: Path, origin: Origin, *, seed: int, moved: tuple[Path, Path]) -> None:

@@ -172,6 +172,7 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
 
 
 _SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")
+"""The methods that a sampler of any backend must have."""
 
 
 async def make_sampler(

@@ -73,6 +73,7 @@ def open_trainer(
         left = (config.max_steps - found.step) * config.trainer.optimizer_steps_per_batch
         trainer.load_state(found.folder / "trainer", left=left)
     shares_device = inference_settings(config).shares_device
+    # Published versions to keep: those that the sampler may lag behind, the one it reads, and the one being written.
     worker = TrainerWorker(
         trainer,
         version=found.step if found is not None else 0,

@@ -49,6 +49,7 @@ _USAGE = 2
 _IMPORTS = ("verbatim.trainer.worker", "verbatim.trainer.serve", "verbatim.models.build", "verbatim.run.prepare")
 """Modules that only the trainer needs. Its process imports them while this one checks the run."""
 _POLL = 0.02
+"""Seconds between two checks of a file or process."""
 _PATIENCE = 20.0
 """Seconds that the trainer has to end by itself after a run."""
 _LITTLE_PATIENCE = 2.0

@@ -42,6 +42,7 @@ _STATUS = {"run": 1, "usage": 2, "component": 2, "sampler": 1, "interrupted": 13
 _START_SECONDS = 600.0
 """Minimum timeout for a rank to start, in seconds: imports alone may take longer than a short deadline."""
 _POLL = 0.02
+"""Seconds between two checks whether the ranks have started."""
 _PATIENCE = 20.0
 """Seconds that the other ranks have to end by themselves."""
 

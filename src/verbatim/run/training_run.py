@@ -128,6 +128,7 @@ class TrainingRun:
         settings = inference_settings(self.config)
         is_here = isinstance(settings, TorchSettings) and not settings.urls and not settings.shares_device
         weights = named_weights(self.config)
+        # Resumed weights come from a checkpoint, and servers or a shared device cannot load alongside the trainer.
         if not is_here or weights is None or self._store.steps():
             return
         self._starting = starting = Future[Sampler]()
@@ -233,6 +234,7 @@ class TrainingRun:
             sending = SendingTrainer(side.link, ready.store)
             side = replace(side, link=sending)
         teacher, chat_teacher = settings.teacher, None
+        # In this mode a teacher writes the training episodes, over a chat API; in the others it only scores tokens.
         if settings.training_mode == "sft":
             assert teacher is not None and teacher.base_url is not None  # ensured by the configuration
             api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
@@ -257,6 +259,7 @@ class TrainingRun:
                 self.folder.path / "logs" / "environments",
             )
         )
+        # One limit for both purposes, since training and evaluation share the sampler.
         slots = asyncio.Semaphore(settings.max_concurrent)
         all_stats = {purpose: EpisodeStats(purpose) for purpose in made}
         for episode_stats in reversed(all_stats.values()):  # callbacks run in reverse order: "train" is logged first
@@ -278,6 +281,7 @@ class TrainingRun:
             )
             for purpose, writer in (("train", chat_teacher), ("eval", None))
         )
+        # Last, so that everything that the run needs is loaded: it is then excluded from garbage collection.
         stack.enter_context(seldom_collected())
         return await self._take_steps(side, state, stack, sampler, setups, eval_setups, all_stats["train"])
 
