@@ -72,7 +72,7 @@ _FIXED = {
 }
 """Keys that a fork cannot change, and why."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
-"""Exceptions to `_FIXED`: these keys do not affect the weights."""
+"""Exceptions to `_FIXED`: these keys do not affect training."""
 _LOGS = ("alarms.jsonl", "metrics.jsonl")
 """The logs in JSON lines, of which the fork keeps only the first part."""
 _FORKED = {

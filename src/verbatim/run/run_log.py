@@ -192,7 +192,7 @@ class RunLog:
         """
         with self.stage("checkpoint"):
             if trainer_state is None:
-                # Inside the run folder, so that moving the parts into the checkpoint is a rename within one file system.
+                # Inside the run folder, so that its parts can be renamed into the checkpoint, within one file system.
                 trainer_state = self._folder.path / ".trainer_state"
                 shutil.rmtree(trainer_state, ignore_errors=True)
                 try:

@@ -1,4 +1,4 @@
-"""`verbatim.run`: a bundled recipe with other settings, watched by a monitor, without a network."""
+"""`verbatim.run`: runs a bundled recipe with other settings, with a monitor attached, without a network."""
 
 import verbatim
 from verbatim.logs.monitors import Monitor

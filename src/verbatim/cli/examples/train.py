@@ -1,4 +1,4 @@
-"""`verbatim.train`: an environment of one's own and a model made of nothing. Under a minute, without a network."""
+"""`verbatim.train`: trains a new, small model on your own environment. Takes under a minute, without a network."""
 
 import random
 
@@ -10,7 +10,7 @@ RIGHT = {"lost": "refund", "late": "wait", "damaged": "replace", "delivered": "c
 
 
 class Case(Episode):
-    """A customer asks for a parcel: the agent looks what happened to it, then does something about it."""
+    """A customer asks for a parcel: the agent looks up what happened to it, then acts."""
 
     def __init__(self, status):
         self.status, self.right = status, False
@@ -38,7 +38,7 @@ class ParcelDesk:
         return Case(example.payload["status"])
 
     def demonstrations(self, count, seed):
-        """They show how to call the tools, not what is right."""
+        """Demonstrations show how to call the tools, not which action is right."""
         rng, shown = random.Random(seed), []
         for status in rng.choices(list(RIGHT), k=count):
             case = Case(status)
