@@ -36,7 +36,7 @@ _PAYLOAD, _JUDGED = 0.8, 2**12
 """The least share of a chunked body that is not about its chunks, once so many bytes of it have come."""
 
 
-class _Messages(h11.Connection):
+class _Messages(h11.ClientConnection):
     """One connection's HTTP.
 
     - Every head of more bytes than it may have is refused. h11 itself refuses those that have not come to their end,
