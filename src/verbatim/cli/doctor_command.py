@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
         "with --template: 0 every kind of message can be appended and tools are written and read, 1 if not; "
-        "with --machine: 0 everything is compiled and computes what PyTorch does, and MODEL, 1 if not"
+        "with --machine: 0 everything compiles, agrees with PyTorch and supports MODEL, 1 if not"
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -133,6 +133,7 @@ def _refuse_options_of_logs(args: argparse.Namespace, *instead: str) -> None:
 
 
 def _recognised(file: LogFile) -> Format:
+    """The format of the log. A single JSON value is refused with the command that converts it to JSON lines."""
     if is_outcome_path(file.path):
         return OutcomeFormat()
     try:

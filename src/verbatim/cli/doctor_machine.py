@@ -121,6 +121,7 @@ def _version(compiler: tuple[str, ...]) -> list[str]:
 
 
 def _look(source: native.CSource, what: str) -> _Part:
+    """Compile a file, and try the sampler's kernel."""
     made = native.build(source)
     compiled = made.functions is not None
     return _Part(

@@ -104,6 +104,7 @@ def _tokenizers(asked: str) -> list[tuple[str, Any]]:
 
 
 def _look(name: str, tokenizer: Any) -> _Template:
+    """Probe one chat template."""
     escaping = EscapingTokenizer(tokenizer)
     renderer = TemplateRenderer(escaping)
     try:

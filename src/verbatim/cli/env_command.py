@@ -132,6 +132,7 @@ def _renderer(config: RunConfig | None) -> Renderer | None:
 
 
 def _show(report: Report) -> None:
+    """Print a report for people."""
     console = PlainConsole()
     wrong = len(report.findings)
     verdict = ("nothing wrong", "green") if report.is_clean else (f"{wrong} thing{'s' * (wrong > 1)} to fix", "red")
@@ -174,6 +175,7 @@ def _list(name: str | None, *, as_json: bool) -> int:
 
 
 def _tasks_of(name: str) -> dict[str, str]:
+    """The tasks or games of a bundled environment, with their descriptions."""
     listing = getattr(import_object(ENVIRONMENTS[name]), "listing", None) if name in ENVIRONMENTS else None
     if listing is None:
         many = [known for known, path in ENVIRONMENTS.items() if hasattr(import_object(path), "listing")]

@@ -177,6 +177,7 @@ def _config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 
 def _models(args: argparse.Namespace, config: RunConfig, folder: Path | None) -> Sequence[str]:
+    """The models to evaluate: those of --model, or else the run's, or else the file's."""
     if args.models:
         models: Sequence[str] = args.models
         return models

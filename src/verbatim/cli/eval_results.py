@@ -182,6 +182,7 @@ class Results:
         write_file(path, text.encode())
 
     def _conditions(self) -> dict[str, object]:
+        """The settings under which all models were evaluated."""
         sampling = self._config.orchestrator.sampling
         return {
             "file": str(self._source),

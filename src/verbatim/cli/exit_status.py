@@ -7,7 +7,7 @@ from verbatim.core import ctrl_c
 FINISHED = 0
 """Everything was done: a run took all its steps, or used up its examples, and trained something."""
 STOPPED = 1
-"""The command could not continue: every rollout failed, a process died, the machine failed, or a part of it failed."""
+"""The command could not continue: every rollout failed, a process died, the machine failed; or a part of it failed."""
 USAGE = 2
 """A mistake in what was typed or configured, or in a file or folder named there: the user has to change something."""
 NOTHING_TRAINED = 3

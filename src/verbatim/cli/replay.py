@@ -88,6 +88,7 @@ def show(found: Replay, console: PlainConsole) -> None:
 
 
 def _show_tokens(what: str, found: TokenDifference, console: PlainConsole) -> None:
+    """Print the comparison of one per-token value."""
     if not found.num_compared and not found.is_exact:
         result = "not compared"
     elif not found.num_different:

@@ -94,6 +94,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    """Run --replay, which takes no other option but --run-dir, --json and keys."""
     from verbatim.cli.replay import run_replay
 
     given = [

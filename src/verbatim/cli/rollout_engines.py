@@ -72,6 +72,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
 
 
 def _over_chat(args: argparse.Namespace) -> Engine:
+    """The engine that samples from a chat-completions server."""
     own = {
         name: default if getattr(args, name) is None else getattr(args, name)
         for name, default in _OF_A_CHAT_SERVER.items()
@@ -89,6 +90,7 @@ def _over_chat(args: argparse.Namespace) -> Engine:
 
 
 def _over_inference(args: argparse.Namespace) -> Engine:
+    """The engine that samples with a run's [inference]."""
     from verbatim.models.loading import load_tokenizer
 
     config = load_config(args.inference, args.overrides, component_tables())

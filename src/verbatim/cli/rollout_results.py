@@ -67,6 +67,7 @@ def read_jobs(path: Path, samples: int) -> list[RolloutJob]:
 
 
 def _check_task(record: Mapping[str, Any], where: str) -> None:
+    """Refuse a line that is not a task."""
     messages, tools = record.get("messages"), record.get("tools", [])
     well_formed = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
     if not messages or not well_formed:

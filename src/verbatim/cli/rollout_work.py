@@ -62,6 +62,7 @@ def plan_of(args: argparse.Namespace) -> RolloutPlan:
 
 
 def _tasks(args: argparse.Namespace) -> RolloutPlan:
+    """The plan for the tasks of a file."""
     user, scorer = _user(args), _scorer(args.score)
     found = None if args.tools is None else import_object(args.tools)
 
@@ -80,6 +81,7 @@ def _tasks(args: argparse.Namespace) -> RolloutPlan:
 
 
 def _environment(args: argparse.Namespace) -> RolloutPlan:
+    """The plan for the examples of an environment."""
     env_args, split = args.env_args or {}, args.split or "eval"
     environment = create_environment(args.env, env_args)
     examples = {example.id: example for example in examples_of(environment, args.env, split)}
@@ -99,6 +101,7 @@ def _environment(args: argparse.Namespace) -> RolloutPlan:
 
 
 def _user(args: argparse.Namespace) -> UserSimulator | None:
+    """The simulated user, if --user-model asks for one."""
     if args.user_model is None:
         if any(getattr(args, name) is not None for name in _OF_USER):
             raise UsageError("a simulated user needs a model: --user-model NAME")
@@ -133,6 +136,7 @@ def _scorer(import_path: str | None) -> Scorer | None:
 
 
 def _managers(import_path: str, found: Any, jobs: Sequence[RolloutJob]) -> ToolManager | list[ToolManager] | None:
+    """The tools: one manager for all tasks, or one per task if --tools names a function."""
     if found is None or isinstance(found, ToolManager):
         return found
     if isinstance(found, list | tuple):

@@ -130,6 +130,7 @@ def key_of(args: argparse.Namespace) -> str | None:
 
 
 async def _serve(args: argparse.Namespace, api_key: str | None, console: Console, stop: asyncio.Event) -> None:
+    """Serve until stopped."""
     from verbatim.inference.http.server import serve_sampler
 
     renderer = _make_renderer(args)

@@ -104,6 +104,7 @@ def _filters(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 async def _serve(args: argparse.Namespace, runs: list[RunView], assets: dict[str, Asset], stop: asyncio.Event) -> None:
+    """Serve the page until stopped. Without --port, fall back to a free port if the default is in use."""
     from verbatim.inspection.viewer.serve import serve_runs
 
     async with contextlib.AsyncExitStack() as stack:

@@ -119,6 +119,7 @@ def _check_advantages(config: RunConfig, environments: Environments) -> None:
 
 
 def _check_loss(config: RunConfig) -> None:
+    """Try a custom loss on a small batch."""
     if config.trainer.loss.custom_path is None:
         return  # built-in losses need no trial, and torch takes seconds to import
     from verbatim.algorithms.losses.results import try_loss
@@ -152,6 +153,7 @@ def _check_runners(config: RunConfig, environments: Environments) -> None:
 
 
 def _check_devices(config: RunConfig) -> None:
+    """Refuse devices that this machine does not have."""
     teacher = config.orchestrator.teacher
     places = [("trainer.device", config.trainer.device)]
     if teacher is not None and teacher.base_url is None:
@@ -168,6 +170,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _check_teacher(teacher: TeacherConfig) -> None:
+    """Refuse a teacher without weights, or with an invalid URL or key."""
     if teacher.base_url is None:
         from verbatim.models.loading import check_weights
 
@@ -182,6 +185,7 @@ def _check_teacher(teacher: TeacherConfig) -> None:
 
 
 def _check_frozen(model: str, name: str, config: RunConfig) -> None:
+    """Refuse a reference model that cannot score the policy's tokens."""
     from verbatim.models.loading import check_model_config, check_weights
 
     try:

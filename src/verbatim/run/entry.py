@@ -148,6 +148,7 @@ def _run(
     quiet: bool,
     fork: Fork | None = None,
 ) -> RunResult:
+    """Load the configuration, run it in this process, and read its result."""
     if "callbacks" in settings:
         raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
     _check_arguments(resume, environments, monitors, caller)
@@ -196,6 +197,7 @@ def _run(
 
 
 def _load(caller: str, config: Config, settings: Mapping[str, Any], environments: Mapping[str, Any]) -> RunConfig:
+    """The configuration from a file, from tables or from a loaded one, with the settings applied."""
     tables = component_tables(environments)
     if isinstance(config, str | os.PathLike):
         return load_stored_config(
@@ -220,6 +222,7 @@ def _name(config: Config, loaded: RunConfig) -> str:
 
 @contextlib.contextmanager
 def _only_run(caller: str) -> Iterator[None]:
+    """Refuse a second run in this process while the block lasts."""
     if not _ONE_RUN.acquire(blocking=False):
         raise UsageError(
             f"{caller}(): another run is at work in this process; start this one after it, or in a "
@@ -232,6 +235,7 @@ def _only_run(caller: str) -> Iterator[None]:
 
 
 def _check_arguments(resume: object, environments: object, monitors: Sequence[Monitor], caller: str) -> None:
+    """Refuse arguments of the wrong type before anything is loaded."""
     if not isinstance(resume, bool | str | os.PathLike):
         raise ConfigError(
             f"{caller}(): resume: found {shown(resume, 80)} ({type(resume).__name__}), expected True for "

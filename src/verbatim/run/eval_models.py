@@ -67,6 +67,7 @@ def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) ->
 
 
 def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
+    """The model that one text names."""
     behind_api = _API.fullmatch(text)
     if behind_api is not None:
         api = make_api(behind_api["model"], behind_api["url"])

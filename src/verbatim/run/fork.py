@@ -305,6 +305,7 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
 def _write_checkpoints(
     fork: Fork, origin: Origin, config: RunConfig, path: Path, source: CheckpointStore, logs: Mapping[str, Any]
 ) -> None:
+    """Write the checkpoint that the fork resumes from, and the best one."""
     store = CheckpointStore(path / "checkpoints")
     step = fork.checkpoint.step
     best = read_loop_state(fork.checkpoint.folder)["evaluations"]["best"]

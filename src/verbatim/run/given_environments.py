@@ -51,6 +51,7 @@ def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], di
 
 
 def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
+    """The key of a table that names the environment; one without an import path is added to `objects`."""
     if isinstance(given, str):
         return {"import_path" if is_import_path(given) else "id": given}
     makes = inspect.isclass(given) or inspect.isroutine(given)

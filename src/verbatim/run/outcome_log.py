@@ -94,6 +94,7 @@ class OutcomeLog:
             self._writer.shutdown()
 
     def _write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
+        """Write one step's file, on the writer thread. Consecutive failures are logged once."""
         incomplete = self._files.num_incomplete
         try:
             self._files.write(step, outcomes)

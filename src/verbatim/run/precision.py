@@ -268,6 +268,7 @@ def _base(model: str | Path) -> Callable[[], Any]:
 
 
 def _layers(read: Callable[[], Any], name: str) -> Layers:
+    """The linear layers of the model whose configuration `read` returns; `name` is for messages."""
     from collections import Counter
 
     import torch

@@ -46,6 +46,7 @@ def prepare_model(
 
 
 def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
+    """Build the model in the run folder, unless an earlier process has."""
     build_config = config.model.build
     assert build_config is not None
     target = folder / "model"
@@ -68,6 +69,7 @@ def _warm_start(
     console: Console,
     ranks: Ranks | None,
 ) -> Path:
+    """Train the model on the conversations and save it in the run folder, unless an earlier process has."""
     target = folder / "warm_start"
     if _is_whole(target):
         console.print(f"warm start  done before, in {target}", soft_wrap=True)
@@ -116,6 +118,7 @@ def _is_whole(folder: Path) -> bool:
 def _warm_start_samples(
     config: RunConfig, environments: Environments, renderer: Renderer, console: Console
 ) -> list[list[TrainingSample]]:
+    """The training samples of each conversation that fits."""
     samples: list[list[TrainingSample]] = []  # one list per conversation
     left_out = 0
     conversations = to_imitate(config, environments)

@@ -147,6 +147,7 @@ def _compared(
     config: RunConfig,
     scratch: Path,
 ) -> Replay:
+    """Compare metrics, per-token values and, if there is a checkpoint of the step, weights."""
     found = {
         (sample.trajectory_id, turn): (logprobs, gradients)
         for sample, turn, logprobs, gradients in tokens.by_turn(samples)

@@ -59,6 +59,7 @@ def report(
 def _report(
     summary: Mapping[str, Any], title: str, folder: RunFolder, environments: Mapping[str, Environment], console: Console
 ) -> None:
+    """Print the report on the console, and a plain copy of it into `summary.txt`."""
     curve, comparisons = Curve(), list[BeforeAfter]()
     try:
         curve = read_curve(folder.metrics)

@@ -237,6 +237,7 @@ def backend_inputs(
     cores: CoreShare | None = None,
     kept_sets: bool = True,
 ) -> BackendInputs:
+    """What every inference backend needs to know of the run. Parameters as of `make_sampler`."""
     lora = config.trainer.lora
     return BackendInputs(
         model=source,

@@ -207,6 +207,7 @@ class RunLog:
             )
 
     def _write_checkpoint(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
+        """Write the checkpoint's folder, and update the links to the latest and the best one."""
         # The logs are synced first, so that they are never shorter than the checkpoint says.
         try:
             best = state["evaluations"]["best"]

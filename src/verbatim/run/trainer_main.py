@@ -202,6 +202,7 @@ def _serve_by_itself(
     console: Console,
     look_at_ranks: Callable[[], None],
 ) -> None:
+    """Serve an orchestrator that is started separately, print each step, and watch both ranks and orchestrator."""
     from verbatim.logs.monitors.console import format_number
     from verbatim.trainer.serve import serve
 

@@ -151,6 +151,7 @@ def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Ot
 def _connected(
     config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None
 ) -> Iterator[Ranks]:
+    """Join the process group of all ranks while the block runs."""
     import torch.distributed as dist
 
     from verbatim.run.make_trainer import set_trainer_threads
@@ -198,6 +199,7 @@ def follow_leader() -> None:
 
 
 def _follow(store: Any, rank: int, size: int) -> None:
+    """Get the configuration from rank 0, then follow its orders."""
     import tomllib
 
     from verbatim.config import make_config

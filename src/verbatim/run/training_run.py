@@ -146,6 +146,7 @@ class TrainingRun:
     async def _make_sampler(
         self, weights: str, version: int, cores: CoreShare | None, sender: SendingTrainer | None = None
     ) -> Sampler:
+        """Make the run's sampler."""
         from verbatim.run.make_trainer import threads_of
 
         return await make_sampler(
@@ -181,6 +182,7 @@ class TrainingRun:
         return self.watch
 
     async def _orchestrate(self, side: TrainerSide) -> bool:
+        """Open the log, restore it to the trainer's checkpoint, and run the training loop."""
         config, ready = self.config, side.ready
         state: dict[str, Any] = {}
         if ready.checkpoint is not None:
@@ -225,6 +227,7 @@ class TrainingRun:
             self._log.close(ended)
 
     async def _open_rollouts(self, side: TrainerSide, state: dict[str, Any], stack: contextlib.AsyncExitStack) -> bool:
+        """Open everything that episodes need, then take the steps. `stack` closes it all."""
         from verbatim.models.loading import load_tokenizer
 
         config, ready, settings = self.config, side.ready, self.config.orchestrator
@@ -295,6 +298,7 @@ class TrainingRun:
         eval_setups: Mapping[str, RolloutSetup],
         episode_stats: EpisodeStats,
     ) -> bool:
+        """Make the orchestrator, restore its state, and train."""
         from verbatim.run.orchestrator.loop import Orchestrator
         from verbatim.run.orchestrator.nothing_trained import why_nothing_was_trained
         from verbatim.run.trainer_process import while_telling

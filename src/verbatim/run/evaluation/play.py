@@ -285,6 +285,7 @@ class _Playing:
 
 
 def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: EvalSettings) -> Conditions:
+    """Everything that the episodes depend on. A stored episode counts only if all of this is unchanged."""
     orchestrator, env = config.orchestrator, plan.config
     depends: dict[str, Any] = {
         "seed": settings.seed,

@@ -285,6 +285,7 @@ class Dispatcher:
             self._collect(task)
 
     def _collect(self, task: asyncio.Task[Group]) -> None:
+        """Take over a finished group: ready for a batch, or dropped because its rewards are all equal."""
         if self._stopped:
             return  # keep it in `_running`, so that its tokens stay pending
         self._changed.set()

@@ -155,6 +155,7 @@ class EvalProgress:
         return is_best
 
     def _value(self, criterion: CriterionConfig, step: int, evaluations: Mapping[str, Evaluation]) -> float | None:
+        """The criterion's value; None, with a warning, if it is missing or too many episodes failed."""
         failed = {
             one.env: too_many_failed(one.num_failed, one.num_episodes, self.max_failed)
             for one in _counted(criterion, evaluations)

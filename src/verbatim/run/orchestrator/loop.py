@@ -174,6 +174,7 @@ class Orchestrator:
         return taken or why is not None
 
     async def _train(self) -> None:
+        """Consume the producer's batches until there are no more."""
         producer = asyncio.create_task(self._producer.run(self.step), name="producer")
         watch = asyncio.create_task(self._watch(), name="watch")
         try:
@@ -220,6 +221,7 @@ class Orchestrator:
         return self._producer.submitted[0]
 
     async def _finish_step(self, submitted: Submitted) -> None:
+        """Wait for the trainer's report on a batch, then settle it, load the weights, log, evaluate and store."""
         began = time.perf_counter()
         report = await submitted.report
         waited = time.perf_counter() - began

@@ -116,6 +116,7 @@ class Producer:
             await cancel_all([working, stop])
 
     def _assemble(self, groups: Sequence[Group], number: int) -> list[AssembledGroup]:
+        """Assemble each group, and record the episodes that fail for want of an advantage."""
         batch = []
         for group in groups:
             rules = self.rules[group.env]

@@ -98,6 +98,7 @@ class StepMetrics:
         dropped: Sequence[tuple[Flatness | None, Group]],
         tokens: TrainedTokens | None,
     ) -> None:
+        """Add the metrics of the batch and of dropped groups, and pass everything to the observer."""
         batch, number = submitted.batch, submitted.number
         oldest = max(rules.max_off_policy_steps for rules in self.rules.values())
         successes = {
