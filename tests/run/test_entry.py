@@ -277,7 +277,7 @@ def test_an_environment_that_is_an_object_stays_in_this_process(place, model):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"orchestrator.rollout.backend": "processes"}, "makes it again in worker processes"),
+        ({"orchestrator.rollout.backend": "processes"}, "creates it again in worker processes"),
         ({"trainer.separate_process": True}, "leave that key out"),
     ],
 )
@@ -367,7 +367,7 @@ def test_a_second_run_at_the_same_time_is_refused_and_the_first_goes_on(place):
                 try:
                     verbatim.run("run.toml", quiet=True)
                 except UsageError as error:
-                    assert "another run is at work in this process" in str(error)
+                    assert "another run is active in this process" in str(error)
                     self.refusals += 1
 
             thread = threading.Thread(target=second)

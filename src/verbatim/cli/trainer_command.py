@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     config = rl_command.load(args).named(args.file.stem)
     if args.resume and unresolved(config) and (stored := RunFolder.stored_tables(config, args.resume)) is not None:
         config, _ = resolve_dtypes(config, stored=stored)
-    refuse_auto(config, "trainer and orchestrator of this run are started one by one")
+    refuse_auto(config, "trainer and orchestrator of this run are started separately")
     console = PlainConsole()
     with holding(config, TRAINER, resume=args.resume, joins=True) as held:
         if not supervised:  # else `verbatim rl` has checked the run

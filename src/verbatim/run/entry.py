@@ -225,8 +225,8 @@ def _only_run(caller: str) -> Iterator[None]:
     """Refuse a second run in this process while the block lasts."""
     if not _ONE_RUN.acquire(blocking=False):
         raise UsageError(
-            f"{caller}(): another run is at work in this process; start this one after it, or in a "
-            "process of its own (multiprocessing, another script, `verbatim rl`)"
+            f"{caller}(): another run is active in this process; start this one after it, or in "
+            "another process (multiprocessing, another script, `verbatim rl`)"
         )
     try:
         yield

@@ -131,7 +131,7 @@ def _as_stored(
     if stored is not None:
         config, choices = resolve_dtypes(config, stored=stored)
     if trainer_elsewhere:
-        refuse_auto(config, "trainer and orchestrator of this run are started one by one")
+        refuse_auto(config, "trainer and orchestrator of this run are started separately")
     return config, choices
 
 

@@ -294,7 +294,7 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
         if isinstance(error, FileNotFoundError) and fork.checkpoint.step not in source.steps():
             raise UsageError(
                 f"the checkpoint of step {fork.checkpoint.step} was removed while it was copied: "
-                f"{fork.run} is at work; fork a newer one"
+                f"{fork.run} is still active; fork a newer one"
             ) from error
         raise
     (path / FORKING).unlink()

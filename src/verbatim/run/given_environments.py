@@ -59,9 +59,8 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
         found, cls = f"{shown(given, 80)} ({type(given).__name__})", type(given).__name__
         if adapter_of(given) is not None:
             raise ConfigError(
-                f"{where}: environment: found {found}, an object, and every episode makes one of its "
-                f"own: give the class, environment={cls}, or a function, "
-                f"environment=lambda: {cls}(...)"
+                f"{where}: environment: found {found}, an object, but every episode needs a new one: "
+                f"give the class, environment={cls}, or a function, environment=lambda: {cls}(...)"
             )
         raise ConfigError(f"{where}: environment: found {found}, expected {_EXPECTED}")
     if makes and (path := _import_path(given)) is not None:
@@ -128,7 +127,7 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
                 if orchestrator.rollout.backend == "local"
                 else (f'orchestrator.rollout.backend = "{orchestrator.rollout.backend}"')
             )
-            raise ConfigError(_only_here(where, name, f"{key} makes it again in worker processes"))
+            raise ConfigError(_only_here(where, name, f"{key} creates it again in worker processes"))
     if config.trainer.separate_process and "separate_process" in config.trainer.model_fields_set:
         raise ConfigError(
             _only_here(
@@ -144,6 +143,6 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
 def _only_here(where: str, name: str, why: str) -> str:
     return (
         f"{where}: environment {name!r} is an object that exists only in this process, and {why}. Or put its class "
-        f'into a module of its own, my_module.py, and give its import path: environment="my_module.{name}" (its '
+        f'into a module, my_module.py, and give its import path: environment="my_module.{name}" (its '
         'arguments with it: environment={"id": "my_module.' + name + '", "args": {...}})'
     )

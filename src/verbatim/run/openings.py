@@ -40,7 +40,7 @@ def look_at_openings(config: RunConfig, environments: Environments, renderer: Re
     for where, openings in _measured(config, environments, renderer, is_quick=False):
         if openings.found is not None:
             yield (
-                f"{where}: {openings.found}; nothing is sampled of them, and their rollouts fail as no_turns: "
+                f"{where}: {openings.found}; nothing is sampled for them, and their rollouts fail as no_turns: "
                 "raise orchestrator.seq_len, shorten the prompts, or leave the examples out"
             )
         if openings.left_out is not None:

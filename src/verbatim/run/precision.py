@@ -226,7 +226,7 @@ def _choose_side(
             "bfloat16" if rounds else "float32", f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}"
         )
     if not layers.linear_alone:
-        return chosen("float32", "the model has other products than those of linear layers")
+        return chosen("float32", "the model has matrix products outside its linear layers")
     if casts:
         return chosen("float32", "it is autocast on a CPU where torch compiles the layers or several processes train")
     if not machine.has_instructions():

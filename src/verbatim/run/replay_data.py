@@ -121,7 +121,7 @@ def read_step(run: Path, step: int) -> StoredStep:
     if metrics is not None and "trained_tokens" in metrics and found != metrics["trained_tokens"]:
         raise UsageError(
             f"{file} has {found} of the {metrics['trained_tokens']:.0f} tokens that step {step} trained: "
-            "a step can be replayed where monitor.trajectory_share was 1"
+            "only steps with monitor.trajectory_share = 1 can be replayed"
         )
     return StoredStep(step=step, outcomes=outcomes, metrics=metrics)
 

@@ -80,8 +80,8 @@ def trainer_inside(
     if config.trainer.parallel.processes > 1:
         raise UsageError(
             f"trainer.parallel.processes = {config.trainer.parallel.processes}, but the trainer is on a "
-            "thread of this process (trainer.separate_process = false, or an environment that cannot be "
-            "made again in another process); use one process"
+            "thread of this process (trainer.separate_process = false, or an environment that exists "
+            "only in this process); use one process"
         )
     states = folder.path / "states"
     # Clean up after an earlier process and its trainer, unless that trainer is still running.

@@ -99,8 +99,8 @@ def refuse_unreachable(store: WeightStore) -> None:
     """
     if _is_loopback(store.host) and store.on != socket.gethostname():
         raise UsageError(
-            f"the trainer is on the host {store.on}, and meets the sampler's servers on {store.host}, "
-            "which no other host reaches; type inference.vllm.transfer_address = an address of that host"
+            f"the trainer on host {store.on} listens for the sampler's servers on {store.host}, "
+            "which no other host can reach; type inference.vllm.transfer_address = an address of that host"
         )
 
 

@@ -77,7 +77,7 @@ class LoopLag:
                 where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
                 logger.warning(
                     "the event loop has been blocked for %.0f s, and the run with it. It is in\n%s"
-                    "code that takes long belongs into `await asyncio.to_thread(...)`, or its environment "
+                    "code that takes long belongs in `await asyncio.to_thread(...)`, or its environment "
                     "into processes of its own (isolated = true)",
                     blocked,
                     where,
