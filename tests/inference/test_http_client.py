@@ -204,7 +204,7 @@ async def test_an_answer_of_absurd_size_is_given_up_while_it_arrives(
     failures: Counter[str] = Counter()
     async with serving(always(http(gzip.compress(body) if headers else body, **headers))) as server:
         async with asking(server) as asked:
-            with pytest.raises(SamplerFault, match=r"an answer of more than 100,000 bytes$"):
+            with pytest.raises(SamplerFault, match=r"the response exceeds 100,000 bytes$"):
                 await asked.ask("POST", "/", b"{}", read_json, failures)
         assert len(server.heads) == 1
     assert failures == {"bad_answer": 1}
@@ -509,7 +509,7 @@ def test_a_fragment_is_not_written_down():
 )
 @pytest.mark.parametrize("make", [HttpSampler, lambda url, **limits: OpenAI(model="m", base_url=url, **limits)])
 def test_limits_with_which_no_request_could_be_made_are_refused_at_once(make, limits):
-    with pytest.raises(UsageError, match="expected at least 0 retries and a time above 0"):
+    with pytest.raises(UsageError, match="expected at least 0 retries and a timeout above 0"):
         make("http://h", **limits)
 
 

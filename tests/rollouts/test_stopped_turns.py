@@ -147,7 +147,7 @@ async def test_samplers_know_no_texts_and_say_so():
         ScriptedSampler(script=[[1]], vocab_size=9, context_length=9),
         HttpSampler("http://127.0.0.1:9", context_length=9, vocab_size=9, ours=True),
     ):
-        with pytest.raises(RecordError, match=r"stop: a sampler knows ids and no texts, found \['x'\]"):
+        with pytest.raises(RecordError, match=r"stop: a sampler takes token ids only, found \['x'\]"):
             await sampler.generate(request)
         await sampler.close()
 

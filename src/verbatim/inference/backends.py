@@ -1,4 +1,4 @@
-"""Lists the inference backends by name, and defines the inputs that each is started with."""
+"""Lists the inference backends by name, and defines the inputs for starting one."""
 
 from __future__ import annotations
 
@@ -14,63 +14,64 @@ from verbatim.models.native.cores import CoreShare
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInputs:
-    """What a run gives to its inference backend, beside the backend's own settings."""
+    """What a run passes to its inference backend, in addition to the backend's own settings."""
 
     model: str | Path
-    """A folder in Hugging Face format, or a hub id: the weights to begin with. With `adapter_rank` maybe the folder of
-    an adapter, which names its base model."""
+    """Initial weights: a folder in Hugging Face format, or a hub id. With `adapter_rank` it may be an adapter's folder,
+    which names its base model."""
     context_length: int
-    """Most tokens of prompt and completion together."""
+    """Maximum number of tokens in prompt and completion together."""
     policy_version: int = 0
-    """The version of these weights."""
+    """Policy version of the initial weights."""
     num_threads: int | None = None
-    """The backend's share of this machine's cores, for one that computes here; None: all of them."""
+    """Threads for a backend that computes on this machine; None: one for each core."""
     cores: CoreShare | None = None
-    """Tells a backend that computes here how many threads it may have now; None: `num_threads` all the time."""
+    """Reports how many threads a backend on this machine may use now; None: always `num_threads`."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
     return_routed_experts: bool = False
-    """Whether completions have the experts of a mixture that computed each token."""
+    """True if completions must include the mixture-of-experts experts that computed each token."""
     return_kept_sets: bool = False
-    """Whether completions have the ids among which each token was drawn, where some were cut off; a backend whose
-    servers return them only where they are told to has to tell them."""
+    """True if completions must include the kept set of each token. A backend whose servers return kept sets only on
+    request has to configure its servers for it."""
     adapter_rank: int | None = None
-    """Rank of the low-rank adapters that updates bring; None: they bring whole weights."""
+    """Rank of the low-rank adapters in weight updates; None: updates hold full weights."""
     sender: WeightSender | None = None
-    """The trainer, where it sends its weights to the backend's servers; None: they read what it publishes."""
+    """The trainer, if it sends weights to the backend's servers; None: the servers read the published folders."""
     logs: Path | None = None
-    """A folder for what the backend's processes print; None keeps nothing of it."""
+    """Folder for the output of the backend's processes; None: the output is discarded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listening:
-    """Where servers that stand by themselves listen, and to whom."""
+    """Addresses and access settings of standalone servers."""
 
     host: str
-    """The address."""
+    """Address to listen on."""
     port: int
-    """Of the first one; the next ones follow."""
+    """Port of the first server; the others use the ports after it."""
     api_key: str | None
-    """What every request must bring; None: nothing."""
+    """Key that every request must carry; None: no key is required."""
     uploads: Path | None
-    """Where weights land that are sent; None: none are taken."""
+    """Folder for uploaded weights; None: uploads are refused."""
 
 
 SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
     "torch": "verbatim.inference.embedded.backend:torch_backend",
     "vllm": "verbatim.inference.vllm.backend:vllm_backend",
 }
-"""`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives; `async def` where starting takes
-time. The annotation of `settings`, a subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a
-backend's module loads nothing heavy."""
+"""By backend name: `backend(inputs: BackendInputs, settings) -> Sampler`, or its import path; `async def` if startup
+takes time. The annotation of `settings`, a subclass of `BackendSettings`, defines the keys of [inference.NAME].
+Importing a backend's module must not import torch or vLLM: reading the configuration imports it."""
 
 SERVERS: Mapping[str, str] = {
     "torch": "verbatim.inference.embedded.backend:found_servers",
     "vllm": "verbatim.inference.vllm.servers:vllm_servers",
 }
-"""`servers(inputs, settings) -> Servers` of the backends whose servers a run may find."""
+"""By backend name: `servers(inputs, settings) -> Servers`, for backends that can use servers which already run."""
 STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:StandingVllm"}
-"""`standing(inputs, settings, listening)`: servers for runs on other hosts, of the backends that do not compute in the
-process that serves: `urls`, `named`, `start()`, `keep_running()`, `close()`."""
+"""By backend name: `standing(inputs, settings, listening)`, standalone servers for runs on other hosts, for backends
+that compute in other processes than the serving one. Has `urls`, `named`, `start()`, `keep_running()`, `close()`."""
 INSTALLERS: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.install:install_vllm"}
-"""`install(folder, build, say)`, of the backends that have a Python environment of their own; returns its Python."""
+"""By backend name: `install(folder, build, say)`, for backends with their own Python environment; returns the path of
+its interpreter."""

@@ -1,6 +1,7 @@
-"""Counts tokens whose completion is never delivered: of cancelled calls and failed engines.
+"""Counts the tokens of completions that are never delivered, because the call was cancelled or the engine failed.
 
-Both leave `generate` as exceptions that hold how many tokens had been drawn, so that the caller can count them.
+In both cases `generate` raises, and the exception carries the number of tokens drawn, so that the caller can put them
+into the ledger.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any
 
 
 def cancelled(num_tokens: int, *, num_lost_tokens: int = 0) -> asyncio.CancelledError:
-    """The error of a cancelled `generate` call, once the engine has ended it.
+    """The error that a cancelled `generate` call raises, once the engine has ended the request.
 
-    It is no subclass, because `asyncio.timeout` accepts CancelledError only.
+    The counts are attributes of a plain CancelledError: `asyncio.timeout` (Python 3.12) compares the exact type, and
+    would not turn a subclass into TimeoutError.
 
     Args:
-        num_tokens: Tokens drawn until then; they are not delivered.
-        num_lost_tokens: Tokens drawn for the call before by replicas that were lost.
+        num_tokens: Tokens drawn before the cancellation; they are not delivered.
+        num_lost_tokens: Tokens drawn for the same call by replicas that were lost before.
     """
     error = asyncio.CancelledError()
     error.num_tokens = num_tokens  # type: ignore[attr-defined]
@@ -31,14 +33,14 @@ def num_tokens_drawn(end: BaseException) -> int:
 
 
 def num_tokens_lost(end: BaseException) -> int:
-    """Tokens drawn for a call that ended with this error, by replicas that were lost before; 0 if it is not known."""
+    """Tokens drawn by lost replicas for a call that ended with this error; 0 if the number is unknown."""
     return int(getattr(end, "num_lost_tokens", 0))
 
 
 async def settle(futures: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all are done, even if the caller is cancelled meanwhile; the cancellation is raised at the end.
+    """Wait until all futures are done, even if the caller is cancelled meanwhile; re-raise the cancellation at the end.
 
-    For results that come soon and must not be lost, such as an engine's answer to a cancellation.
+    For results that arrive soon and must not be lost, such as the token count of a cancelled request.
     """
     cancelled: asyncio.CancelledError | None = None
     while left := [future for future in futures if not future.done()]:

@@ -1,6 +1,7 @@
-"""What our servers do as vLLM's do, in whose processes Verbatim is not installed: how the key of a request is read and
-compared, and how weights come in over HTTP. The files lie with vLLM's plugin, whose folder such a process has in its
-PYTHONPATH; they use only the standard library."""
+"""Code that our own servers share with the vLLM plug-in: reading and comparing API keys, and receiving weight uploads.
+
+The modules are in the plug-in's folder and use only the standard library, because a vLLM process has that folder on its
+PYTHONPATH but does not have Verbatim installed."""
 
 from verbatim.inference.vllm.plugin.verbatim_keys import is_key, key_of
 from verbatim.inference.vllm.plugin.verbatim_uploads import PREFIX, sha256, take

@@ -1,4 +1,4 @@
-"""Delegates to another sampler; cannot update or close it."""
+"""A sampler that delegates to another one, but cannot update or close it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from verbatim.inference.sampler import Sampler, failure_of
 
 
 class SamplerProxy:
-    """A sampler for callers that may neither update its weights nor close it.
+    """A sampler for callers that must neither update its weights nor close it.
 
     Args:
-        sampler: The sampler that answers.
+        sampler: The sampler that does the work.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -21,12 +21,12 @@ class SamplerProxy:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
+        """Maximum number of tokens in prompt and completion together."""
         return self._sampler.context_length
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Size of the vocabulary; all ids are below it."""
         return self._sampler.vocab_size
 
     @property
@@ -40,16 +40,16 @@ class SamplerProxy:
         return self._sampler.policy_version
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Refused.
+        """Always refused: the run loads the weights.
 
         Raises:
-            SamplerFault: always.
+            SamplerFault: on every call.
         """
         raise SamplerFault("the run loads its weights itself")
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprobs of the other sampler: float32 [L]; the first is NaN."""
+        """Prompt logprobs from the wrapped sampler: float32 [L]; the first is NaN."""
         return await self._sampler.prompt_logprobs(token_ids, temperature)
 
     async def close(self) -> None:
-        """Do nothing: the other sampler stays open."""
+        """Do nothing: the wrapped sampler stays open."""

@@ -1,4 +1,4 @@
-"""Defines the `Sampler` protocol of rollout engines: exact ids in, exact ids, logprobs and policy versions out."""
+"""Defines the `Sampler` protocol for engines that generate: exact ids in; exact ids, logprobs, policy versions out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Experts, Float32, Int32, KeptSets, StopReason
 
 _LOOK_EVERY = 0.2
-"""Seconds between two checks that the engine lives."""
+"""Seconds between two checks of whether the engine is alive."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,11 +27,11 @@ class SampleRequest:
     params: SamplingParams
     """Sampling parameters."""
     seed: int
-    """Randomness is a function of (seed, position of the token in the whole sequence) only."""
+    """Randomness depends only on the seed and each token's position in the whole sequence, not on the batch."""
     session: str = ""
-    """Requests of one session share a growing prefix: a hint for prefix caching; may be empty."""
+    """Requests of one session share a growing prefix. A hint for prefix caching; may be empty."""
     routed_experts_start: int = 0
-    """Tokens at the beginning of the prompt whose experts need not be returned, by a sampler that returns any."""
+    """Number of leading prompt tokens whose routed experts need not be returned."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,26 +41,25 @@ class Completion:
     ids: Int32
     """Sampled ids: int32 [C]; ends with a stop id if `stop_reason` is "stop"."""
     logprobs: Float32 | None
-    """float32 [C], of the distribution that was sampled from; None: the engine gives none."""
+    """Logprob of each token under the distribution it was drawn from: float32 [C]; None: the engine reports none."""
     policy_versions: Int32 | None
-    """Version of the weights that sampled each token: int32 [C]; None: the engine gives none."""
+    """Version of the weights that sampled each token: int32 [C]; None: the engine reports none."""
     stop_reason: StopReason
     """"stop", "length" or "cancelled"."""
     queued_seconds: float = 0.0
-    """Seconds of waiting for a slot in the batch."""
+    """Seconds spent waiting for a slot in the batch."""
     generated_seconds: float = 0.0
-    """Seconds from then to the last token."""
+    """Seconds from the slot to the last token."""
     routed_experts: Experts | None = None
-    """The experts that computed each token from `routed_experts_start` of the request on, but for the last one, which
-    is sampled and not computed: [N, D, K]. None: the engine returns none."""
+    """Experts that computed each token: [N, D, K], from the request's `routed_experts_start` to the last token but one
+    (the last token is sampled, but never fed to the model). None: the engine returns none."""
     kept_sets: KeptSets | None = None
-    """The ids among which each token was drawn, of C ids, where the request asks for them (`needs_kept_sets`)."""
+    """The kept set of each of the C tokens, if the request asks for them (`needs_kept_sets`)."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that the engine did not compute for this request, because a prefix cache had them; None =
-    the engine does not say."""
+    """Prompt tokens that came from the prefix cache; None: the engine does not report it."""
     num_lost_tokens: int = 0
-    """Tokens known to have been drawn for this request by replicas that were lost or whose weights were wrong. They are
-    in no completion, and `ids` does not count them."""
+    """Tokens known to have been drawn for this request by replicas that were lost or held wrong weights. They are not
+    part of `ids` or of any other completion."""
 
 
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
@@ -84,7 +83,7 @@ class CanFail(Protocol):
 
 
 def failure_of(sampler: Sampler) -> str | None:
-    """Why the sampler's engine is dead; None while it lives, or if the sampler cannot report it."""
+    """Why the sampler's engine is dead; None while it lives, or if the sampler does not report failures."""
     return sampler.failure if isinstance(sampler, CanFail) else None
 
 
@@ -92,7 +91,7 @@ async def watch_engine(sampler: Sampler) -> None:
     """Wait until the engine is dead.
 
     Raises:
-        EngineDead: the engine is dead; the message says why.
+        EngineDead: the engine is dead; the message holds the reason.
     """
     while (failure := failure_of(sampler)) is None:  # noqa: ASYNC110 - the engine dies on its own thread, for any reason
         await asyncio.sleep(_LOOK_EVERY)
@@ -101,19 +100,19 @@ async def watch_engine(sampler: Sampler) -> None:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A rollout engine. All methods may be called concurrently from one event loop.
+    """An engine that generates. All methods may be called concurrently from one event loop.
 
-    Raises (everywhere): SamplerFault when the engine failed for good; RecordError for a prompt that is empty,
+    Every method raises SamplerFault once the engine has failed for good, and RecordError for a prompt that is empty,
     too long, or holds ids outside the vocabulary.
     """
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
+        """Maximum number of tokens in prompt and completion together."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Size of the vocabulary; all ids are below it."""
 
     @property
     def policy_version(self) -> int:
@@ -122,40 +121,41 @@ class Sampler(Protocol):
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call frees its slot in the batch.
 
-        An engine that knows how many tokens it had drawn for a cancelled or failed call reports the number:
-        `raise cancelled(num_tokens)` (in `inference.cancelled`), `SamplerFault(..., num_tokens=...)`.
+        An engine that knows how many tokens it had drawn for a cancelled or failed call reports the number, so that the
+        ledger adds up: `raise cancelled(num_tokens)` (in `inference.cancelled`), `SamplerFault(..., num_tokens=...)`.
         """
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder between two decode steps; requests in flight continue."""
+        """Load weights from a Hugging Face folder between two decode steps; requests in flight continue."""
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN."""
 
     async def close(self) -> None:
-        """Stop; requests in flight end as cancelled."""
+        """Stop the sampler; requests in flight end with the stop reason "cancelled"."""
 
 
 Watch: TypeAlias = Callable[[Sequence[int]], bool]
-"""Gets the ids drawn since its last call, in order; True ends the completion with the last of them."""
+"""A callback for drawn tokens: gets the ids since its last call, in order; returns True to end the completion after the
+last of them."""
 
 
 @runtime_checkable
 class ShowsTokens(Protocol):
-    """A sampler that shows tokens as they are drawn, and can be told to stop there."""
+    """A sampler that passes tokens to a callback as they are drawn, and stops when the callback asks for it."""
 
     async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
-        """As `generate`, for someone who watches; a completion that `watch` ends has the stop reason "stop".
+        """Like `generate`, with a callback; a completion that `watch` ends has the stop reason "stop".
 
         Args:
             request: As in `generate`.
-            watch: Called on any thread while tokens are drawn, so it has to be quick; not for the tokens with which a
-                completion ends anyway. An exception of it fails the request.
+            watch: Called while tokens are drawn, on any thread, and delays the engine, so it has to be fast. It is not
+                called for tokens that end the completion anyway. If it raises, the request fails.
         """
 
 
 async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watch | None) -> Completion:
-    """Sample a completion while it is watched, where the sampler shows its tokens; else whole and unwatched."""
+    """Sample one completion with a callback if the sampler supports it; otherwise `watch` is never called."""
     if watch is not None and isinstance(sampler, ShowsTokens):
         return await sampler.generate_watched(request, watch)
     return await sampler.generate(request)
@@ -163,36 +163,37 @@ async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watc
 
 @runtime_checkable
 class DescribesEngine(Protocol):
-    """A sampler that says how it was started, for those who find it behind a server."""
+    """A sampler that reports its settings, for a client that reaches it over HTTP and has to compare them."""
 
     @property
     def how(self) -> Mapping[str, str]:
-        """`{"dtype": "float32", "on_weight_update": "recompute"}`."""
+        """Engine settings: `{"dtype": "float32", "on_weight_update": "recompute"}`."""
 
 
 @runtime_checkable
 class AsksPrefixCache(Protocol):
-    """A sampler whose prefix cache can be asked for a logprob."""
+    """A sampler that can score an id through its prefix cache."""
 
     async def cached_logprob(self, token_ids: Int32) -> float:
         """Logprob of the last id given those before it, at temperature 1.
 
-        The request is new and ordinary: it reads the prefix cache as those of episodes do, and writes it.
+        Sent as an ordinary request: it reads and writes the prefix cache as the requests of episodes do, so that a
+        cache entry computed with old weights shows in the logprob.
         """
 
 
 class WeightCheck(Protocol):
-    """Finds out whether samplers hold the published weights."""
+    """Checks whether samplers hold the published weights."""
 
     async def prepare(self, sampler: Sampler) -> None:
-        """Called before a sampler loads: put into its caches what must not outlive its old weights.
+        """Called before a sampler loads weights: fills its caches with entries that must not survive the update.
 
         Raises:
             SamplerFault: the sampler failed.
         """
 
     async def __call__(self, sampler: Sampler) -> str | None:
-        """What shows that the sampler does not hold the published weights; None if it does.
+        """Evidence that the sampler does not hold the published weights; None if it holds them.
 
         Raises:
             SamplerFault: the sampler failed.
@@ -200,11 +201,11 @@ class WeightCheck(Protocol):
 
 
 class SleepingSampler(Sampler, Protocol):
-    """A sampler that can leave its device to the trainer."""
+    """A sampler that can hand its device over to the trainer."""
 
     async def sleep(self) -> None:
-        """Release the device's memory, weights and cache. Requests in flight end first; others wait until the next
-        update, which takes the memory again.
+        """Release the device memory of weights and cache. Requests in flight finish first; new ones wait for the next
+        weight update, which allocates the memory again.
 
         Raises:
             SamplerFault: the sampler failed for good.
@@ -212,30 +213,30 @@ class SleepingSampler(Sampler, Protocol):
 
 
 class ReplicatedSampler(Sampler, Protocol):
-    """A sampler of several replicas, each of which has to be checked."""
+    """A sampler with several replicas, each of which has to be checked."""
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck) -> None:
-        """Load a Hugging Face folder on every replica, at the same time. Replicas that join later are checked too.
+        """Load a Hugging Face folder on every replica, all at the same time. Replicas that join later are checked too.
 
-        What a replica samples from the beginning of its update is withheld until its check has passed. One that fails
-        it is taken out, and the others go on.
+        Completions of a replica are withheld from the start of its update until its check has passed. A replica that
+        fails the check is removed; the others continue.
 
         Raises:
-            EngineDead: no replica is left; says what happened to each.
+            EngineDead: no replica is left; the message lists what happened to each.
         """
 
     async def check_replicas(self, check: WeightCheck) -> None:
-        """Check the weights that the replicas begin with.
+        """Check the initial weights of all replicas.
 
         Raises:
-            EngineDead: no replica is left; says what happened to each.
+            EngineDead: no replica is left; the message lists what happened to each.
         """
 
 
 def as_replicated(sampler: Sampler) -> ReplicatedSampler | None:
     """The sampler if it is a `ReplicatedSampler`, else None.
 
-    `isinstance` would read its properties, for which a sampler over HTTP asks its server.
+    Not `isinstance`: for a runtime protocol it reads the properties, and `HttpSampler` sends a request to answer them.
     """
     is_one = all(hasattr(type(sampler), name) for name in ("update_replicas", "check_replicas"))
     return cast(ReplicatedSampler, sampler) if is_one else None

@@ -1,4 +1,4 @@
-"""Samples completions from a script: for tests of callers, without a model."""
+"""A sampler that returns scripted completions, for testing callers without a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from verbatim.inference.sampler import Completion, SampleRequest, Watch
 from verbatim.inference.validation import check_ids, check_prompt
 
 Fault: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
-"""The fault of a request: raise SamplerFault, never answer, one logprob too few, an id equal to the vocabulary's size,
-a NaN logprob."""
+"""Injected fault of a request: "fail" raises SamplerFault, "hang" never answers, "wrong_length" returns one logprob too
+few, "outside_vocabulary" returns an id equal to `vocab_size`, "nan" returns a NaN logprob."""
 
 Script: TypeAlias = Callable[[SampleRequest], Ids] | Mapping[tuple[int, ...], Ids] | Sequence[Ids]
-"""A function of the request; or completions by prompt; or completions in order of the requests."""
+"""A function of the request; or completions by prompt; or completions in the order of the requests."""
 
 
 def default_logprob(token_id: int) -> float:
@@ -36,7 +36,7 @@ def default_logprob(token_id: int) -> float:
 
 @dataclass(kw_only=True)
 class ScriptedSampler:
-    """A `Sampler` whose completions come from a script, cut at stop ids, `max_tokens` and the context's end.
+    """A `Sampler` whose completions come from a script, cut at stop ids, `max_tokens` and the end of the context.
 
     Example:
         >>> from verbatim.inference import SamplingParams
@@ -51,40 +51,40 @@ class ScriptedSampler:
     script: Script
     """The completions."""
     vocab_size: int
-    """Ids are below this."""
+    """Size of the vocabulary; all ids are below it."""
     context_length: int
-    """Most tokens of prompt and completion together."""
+    """Maximum number of tokens in prompt and completion together."""
     logprob: Callable[[int], float] | None = default_logprob
-    """The logprob of a token id; None: an engine that gives none."""
+    """Maps a token id to its logprob; None: completions have no logprobs."""
     seconds_per_token: float = 0.0
-    """Delay before each token; other tasks run between tokens even at 0."""
+    """Delay in seconds before each token; other tasks run between tokens even at 0."""
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep
-    """Awaited with that delay; another one draws tokens when a test says so, by no clock."""
+    """Awaited with that delay. A test can pass its own function to control when tokens are drawn, without a clock."""
     policy_version: int = 0
-    """The version of the "weights" in use; each token carries the version at its time."""
+    """The current version of the "weights"; each token carries the version that is current when it is drawn."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
-    """Faults by index in `requests`, or as a function of index and request."""
+    """Injected faults, by index in `requests` or as a function of index and request."""
     failing_updates: frozenset[int] = frozenset()
     """Versions whose weights cannot be loaded: `update_weights` raises ModelError."""
     requests: list[SampleRequest] = field(default_factory=list, init=False)
     """All requests, in order."""
     updates: list[tuple[Path, int]] = field(default_factory=list, init=False)
-    """All (path, version) that were loaded, in order."""
+    """(path, version) of each loaded update, in order."""
     num_cancelled: int = field(default=0, init=False)
-    """Calls whose caller cancelled them."""
+    """Number of calls that were cancelled by their caller."""
     num_in_flight: int = field(default=0, init=False)
-    """Calls that have not ended."""
+    """Number of calls in progress."""
     num_drawn: int = field(default=0, init=False)
-    """Tokens drawn, those of cancelled calls included."""
+    """Number of tokens drawn, including those of cancelled calls."""
     _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
     async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
-        """Return the script's completion; `watch` is called after each token but the last.
+        """Return the scripted completion; `watch` is called after each token but the last.
 
         Raises:
-            RecordError: an invalid prompt, or a script without a completion for this request.
-            SamplerFault: the request fails by `trouble`, or the sampler is closed.
-            asyncio.CancelledError: the call was cancelled; it holds how many tokens had been drawn.
+            RecordError: the prompt is invalid, or the script has no completion for this request.
+            SamplerFault: `trouble` makes the request fail, or the sampler is closed.
+            asyncio.CancelledError: the call was cancelled; the error holds the number of tokens drawn.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if self._closed.is_set():
@@ -104,7 +104,7 @@ class ScriptedSampler:
     generate_watched = generate
 
     async def _answer(self, index: int, request: SampleRequest, versions: list[int], watch: Watch | None) -> Completion:
-        """Append the version of each token to `versions` as it is drawn."""
+        """Run the request; appends to `versions` as tokens are drawn, so that a cancelled call knows their number."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
             raise SamplerFault(f"request {index} fails, as scripted")
@@ -153,19 +153,19 @@ class ScriptedSampler:
         return self.script[index]
 
     def _cut(self, ids: Ids, request: SampleRequest) -> tuple[Int32, StopReason]:
-        """Cut at the first stop id, or for length (also where the script's completion just ends)."""
-        said = check_ids(ids, self.vocab_size, "script") if len(ids) else np.empty(0, dtype=np.int32)
-        said = said[: min(request.params.max_tokens, self.context_length - len(request.prompt_ids))]
-        stops = np.flatnonzero(np.isin(said, request.params.stop_token_ids))
+        """Cut after the first stop id, or at the length limits; a script without a stop id counts as "length" too."""
+        drawn = check_ids(ids, self.vocab_size, "script") if len(ids) else np.empty(0, dtype=np.int32)
+        drawn = drawn[: min(request.params.max_tokens, self.context_length - len(request.prompt_ids))]
+        stops = np.flatnonzero(np.isin(drawn, request.params.stop_token_ids))
         if stops.size:
-            return said[: stops[0] + 1], StopReason.STOP
-        return said, StopReason.LENGTH
+            return drawn[: stops[0] + 1], StopReason.STOP
+        return drawn, StopReason.LENGTH
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Record the update; tokens from now on carry the version.
+        """Record the update; tokens drawn from now on carry the new version.
 
         Raises:
-            ModelError: the version is one of `failing_updates`; nothing changes.
+            ModelError: the version is in `failing_updates`; nothing changes.
         """
         if version in self.failing_updates:
             raise ModelError(f"{path} does not fit the model, as scripted")
@@ -173,17 +173,17 @@ class ScriptedSampler:
         self.policy_version = version
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """`logprob` of each id, at any temperature: float32 [L]; the first is NaN.
+        """`logprob` of each id, whatever the temperature: float32 [L]; the first is NaN.
 
         Raises:
             RecordError: no ids, or an id outside the vocabulary.
-            SamplerFault: an engine that gives no logprobs.
+            SamplerFault: `logprob` is None.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
         if self.logprob is None:
-            raise SamplerFault("this engine gives no logprobs")
+            raise SamplerFault("this engine returns no logprobs")
         return np.array([np.nan, *(self.logprob(int(i)) for i in ids[1:])], dtype=np.float32)
 
     async def close(self) -> None:
-        """Stop; requests in flight end as cancelled, with the tokens it has. May be called again."""
+        """Stop the sampler; requests in flight return the tokens drawn so far, as "cancelled". May be called again."""
         self._closed.set()

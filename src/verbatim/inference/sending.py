@@ -1,4 +1,4 @@
-"""Defines how a sampler asks the trainer to send it weights, where it does not read what the trainer publishes."""
+"""Defines how a sampler asks the trainer to send it weights directly, instead of reading the published folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from verbatim.config.sections import BroadcastKind
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStore:
-    """Where the trainer serves the store in which senders and receivers of weights meet."""
+    """The trainer's rendezvous store (`torch.distributed`), where the ranks of a weight group find each other."""
 
     host: str
-    """An address of the trainer's host that the sampler's servers reach."""
+    """Address of the trainer's host, reachable from the sampler's servers."""
     port: int
-    """Where it listens there."""
+    """Port of the store."""
     on: str
-    """The name of that host."""
+    """Name of the trainer's host."""
     nccl: str | None = None
-    """Version of the trainer's NCCL: all ranks of a group need the same one. None where there is no CUDA."""
+    """The trainer's NCCL version: all ranks of a group need the same one. None: the trainer has no CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,40 +27,40 @@ class SendOrder:
     """A request to the trainer: send the weights of a version to a group of receivers."""
 
     version: int
-    """The policy version that the trainer holds."""
+    """The policy version to send; the trainer must hold it."""
     group: str
-    """The group's name. Another one than before is made anew, with these receivers."""
+    """Name of the process group. A new name makes the trainer form a new group with the current receivers."""
     size: int
-    """Ranks of the group: the trainer, which is rank 0, and the receivers."""
+    """Number of ranks in the group: the trainer, as rank 0, and the receivers."""
     kind: BroadcastKind
-    """How."""
+    """Transport of the broadcast."""
     seconds: float
-    """Limit for all of it."""
+    """Timeout in seconds for the whole order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendReport:
-    """What came of a `SendOrder`."""
+    """Result of a `SendOrder`."""
 
     fault: str | None = None
-    """Why not all tensors were sent; None: they were."""
+    """Why the transfer failed; None: all tensors were sent."""
     num_bytes: int = 0
-    """Bytes of the tensors that were sent, to all receivers at one time."""
+    """Bytes of all tensors, counted once: a broadcast reaches all receivers together."""
     seconds: float = 0.0
-    """Seconds of the whole order."""
+    """Seconds that the whole order took."""
     seconds_meeting: float = 0.0
-    """Those of them until the group was complete."""
+    """Seconds of these that passed until all ranks had joined the group."""
 
 
 class WeightSender(Protocol):
-    """The trainer, as a sampler sees it."""
+    """The trainer's side of a weight transfer, as a sampler sees it."""
 
     @property
     def store(self) -> WeightStore:
-        """Where receivers meet it."""
+        """The store through which receivers join the group."""
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Send the weights; the receivers of the group have to receive meanwhile.
+        """Send the weights. The receivers have to receive at the same time: a broadcast needs all ranks.
 
         Raises:
             RunStopped: the trainer is gone, or one of its processes failed.

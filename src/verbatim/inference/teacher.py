@@ -1,4 +1,4 @@
-"""Computes the logprobs that a second model gives to exact ids: on a server, or loaded in this process."""
+"""Computes the logprobs of exact ids under a teacher model, on a server or in this process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from verbatim.inference.http.scoring import read_scores, scoring_body
 from verbatim.inference.validation import check_ids
 
 ATTEMPTS = 5
-"""Attempts of one request, with a pause after each failure."""
+"""Maximum number of attempts for one request."""
 TIMEOUT = 120.0
-"""Seconds for one answer."""
+"""Timeout in seconds of one attempt."""
 
 
 class Teacher(Protocol):
@@ -29,26 +29,26 @@ class Teacher(Protocol):
         """Logprob of each token given those before it, over its kept set: float32 [L]; the first is NaN.
 
         Raises:
-            RunStopped: it cannot be had, and a run without it makes no sense.
+            RunStopped: the logprobs cannot be computed, and the run cannot go on without them.
         """
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release connections and other resources."""
 
 
 class LocalTeacher:
     """A frozen model in this process."""
 
     def __init__(self, config: TeacherConfig) -> None:
-        """Load it; raises `ModelError` if there is no such model."""
+        """Load the model; raises `ModelError` if it cannot be found."""
         from verbatim.models.head import CausalLM
         from verbatim.models.loading import load_model
 
         self._model = CausalLM(load_model(config.model, device=config.device))
-        self._one_at_a_time = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()  # else each call runs on a thread of its own, with activations in memory
 
     async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
-        """At this temperature, as `Teacher.logprobs`.
+        """See `Teacher.logprobs`.
 
         Raises:
             RunStopped: an id outside the teacher's vocabulary.
@@ -76,22 +76,22 @@ class LocalTeacher:
         return scored
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there are no connections."""
 
 
 class ServerTeacher:
-    """A vLLM server, asked with exact ids: on its token endpoint (`--enable-scale-out`), or else on `/completions`, as
-    other servers with vLLM's `prompt_logprobs` have it.
+    """A teacher on a vLLM server, queried with exact ids: through the token endpoint (`--enable-scale-out`), or else
+    through `/completions`, which other servers with vLLM's `prompt_logprobs` have too.
 
-    Its logprobs are those of the unscaled distribution, so it only serves samples of temperature 1. A request that
-    fails in passing is retried, `ATTEMPTS` attempts in all.
+    Prompt logprobs are those of temperature 1, so only samples of temperature 1 can be scored. Transient failures are
+    retried, up to `ATTEMPTS` attempts in all.
     """
 
     def __init__(self, config: TeacherConfig) -> None:
-        """Connect to nothing yet."""
+        """Prepare the client; the first request connects."""
         self._config = config
         base = str(config.base_url).rstrip("/")
-        root = base.removesuffix("/v1")  # the token endpoint is beside /v1
+        root = base.removesuffix("/v1")  # the token endpoint is not below /v1
         self._completions = f"{base[len(root) :]}/completions"
         self._has_token_endpoint: bool | None = None
         self._client = HttpClient(
@@ -103,34 +103,33 @@ class ServerTeacher:
         )
 
     async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
-        """As `Teacher.logprobs`, at temperature 1 and over the vocabulary.
+        """See `Teacher.logprobs`; at temperature 1 and over the whole vocabulary only.
 
         Raises:
-            RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids; or tokens
-                were drawn from a cut distribution.
+            RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids; or the
+                tokens were drawn from kept sets.
         """
         assert temperature == 1.0, "the configuration admits no other temperature"
         if kept_sets is not None:
             raise RunStopped(
                 f"the teacher at {self._config.base_url} gives logprobs over the whole vocabulary, and a client of the "
-                "gateway cut the distribution with top_p, top_k or min_p; let the run's sampling hold, or load the "
-                "teacher here (remove orchestrator.teacher.base_url)"
+                "gateway truncated the distribution with top_p, top_k or min_p; remove these settings from the "
+                "client's requests, or load the teacher in this process (remove orchestrator.teacher.base_url)"
             )
         try:
             answer = await self._ask(token_ids)
         except SamplerFault as fault:
-            raise RunStopped(f"the teacher gave no logprobs: {fault}") from fault
+            raise RunStopped(f"the teacher returned no logprobs: {fault}") from fault
         try:
             return read_scores(answer, token_ids)
         except ValueError as error:
             raise RunStopped(
                 f"the teacher at {self._config.base_url} answered without the prompt_logprobs of the {len(token_ids)} "
-                f"ids it was given ({error}); expected a vLLM server, or one that offers them on /completions as vLLM "
-                "does"
+                f"ids it was given ({error}); expected vLLM, or a server with vLLM's prompt_logprobs on /completions"
             ) from error
 
     async def _ask(self, token_ids: Int32) -> Any:
-        """An answer with `prompt_logprobs`. Which endpoint there is shows in the first answers."""
+        """Request the `prompt_logprobs`. The first answer shows whether the server has the token endpoint."""
         model = self._config.model
         if self._has_token_endpoint is not False:
             read = read_json if self._has_token_endpoint else _read_unless_missing
@@ -138,19 +137,19 @@ class ServerTeacher:
             self._has_token_endpoint = answer is not None
             if answer is not None:
                 return answer
-        # The token that is generated is not looked at: servers refuse to generate none.
+        # Servers refuse max_tokens = 0; the one generated token is ignored.
         body = encode({"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1})
         answer = await self._client.ask("POST", self._completions, body, read_json)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         return choices[0] if isinstance(choices, list) and choices else answer
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         await self._client.close()
 
 
 _MISSING = (401, 403, 404, 405, 501)
-"""Statuses of a route that a server does not have; gateways ask for a key there, or forbid it."""
+"""Statuses that mean "no such route": API gateways in front of a server may answer an unknown route with 401 or 403."""
 
 
 def _read_unless_missing(answer: HttpResponse) -> Any:
@@ -158,5 +157,5 @@ def _read_unless_missing(answer: HttpResponse) -> Any:
 
 
 def make_teacher(config: TeacherConfig) -> Teacher:
-    """The configured teacher: a server where there is a `base_url`, else a model of this process."""
+    """The configured teacher: a server if `base_url` is set, else a model in this process."""
     return LocalTeacher(config) if config.base_url is None else ServerTeacher(config)

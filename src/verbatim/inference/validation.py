@@ -25,7 +25,7 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
         bad = np.flatnonzero((array < 0) | (array >= vocab_size))
         raise RecordError(
             f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is outside the vocabulary of "
-            f"{vocab_size} ids; is the tokenizer the model's own?"
+            f"{vocab_size} ids; does the tokenizer belong to this model?"
         )
     return array.astype(np.int32)
 
@@ -41,25 +41,25 @@ def check_version(version: int) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that defines no logprobs.
+    """Refuse a temperature at which logprobs are undefined or overflow.
 
     Raises:
-        RecordError: not above 0, too near to 0, or too large.
+        RecordError: not above 0, too close to 0, or too large.
     """
     if not COLDEST <= temperature <= HOTTEST:
         raise RecordError(f"temperature = {temperature}; expected a number from {COLDEST} to {HOTTEST:.0f}")
 
 
 def refuse_stop_strings(request: SampleRequest) -> None:
-    """Refuse texts where only ids are known.
+    """Refuse stop strings: a sampler handles ids and has no tokenizer to find a text with.
 
     Raises:
         RecordError: the request has stop strings.
     """
     if request.params.stop:
         raise RecordError(
-            f"stop: a sampler knows ids and no texts, found {str(list(request.params.stop))[:80]}; an "
-            "AgentLoop ends turns with stop strings, and so do the chat routes of a server"
+            f"stop: a sampler takes token ids only, found {str(list(request.params.stop))[:80]}; for stop strings use "
+            "an AgentLoop or the chat routes of a server, or give stop_token_ids"
         )
 
 
@@ -67,8 +67,8 @@ def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int
     """Refuse a prompt without room for one more token, stop ids outside the vocabulary, and stop strings.
 
     Raises:
-        RecordError: an empty or too long prompt, an id outside the vocabulary (names position and value), or texts
-            where only ids are known.
+        RecordError: an empty or too long prompt, an id outside the vocabulary (the message has position and value), or
+            stop strings.
     """
     refuse_stop_strings(request)
     prompt = check_ids(request.prompt_ids, vocab_size, "prompt_ids")
@@ -82,5 +82,5 @@ def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int
         position = next(k for k, token in enumerate(stops) if token >= vocab_size)
         raise RecordError(
             f"stop_token_ids: id {stops[position]} at position {position} is outside the vocabulary of "
-            f"{vocab_size} ids, so nothing could end with it"
+            f"{vocab_size} ids, so the model can never sample it"
         )

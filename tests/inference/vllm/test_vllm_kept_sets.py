@@ -124,7 +124,7 @@ async def test_a_request_without_top_k_is_refused_before_it_is_sent(trainer: Tin
     async with connected(trainer) as (double, replica):
         for cut in ({}, {"top_p": 0.9}, {"min_p": 0.1}):
             with pytest.raises(
-                RecordError, match=r"takes no request without top_k, which bounds them: give one, .* 512"
+                RecordError, match=r"accepts only requests with a top_k, which bounds their size: set one, .* 512"
             ):
                 await replica.generate(request(trainer.ids(5), **cut))
         assert double.calls == []

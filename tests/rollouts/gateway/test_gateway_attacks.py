@@ -261,7 +261,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(http, ga
     client = Client(http, gateway.episode())
     answer = await client.post(route, BRACKETS)
     assert client.status == 400
-    assert "values; at most that many are taken" in answer["error"]["message"]
+    assert "values, which is the limit" in answer["error"]["message"]
 
 
 async def test_a_conversation_of_megabytes_is_read_on_a_thread(http, gateway, monkeypatch):

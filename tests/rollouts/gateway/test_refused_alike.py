@@ -251,7 +251,7 @@ async def test_a_body_is_utf8_with_or_without_a_mark_and_nothing_else(server):
                 "utf-8": (200, ""),
                 "utf-8-sig": (200, ""),
                 **dict.fromkeys(OTHER_ENCODINGS, (400, other)),
-                "latin-1": (400, f"the body is no UTF-8: byte 0xfc at position {place}; send JSON in UTF-8"),
+                "latin-1": (400, f"the body is not UTF-8: byte 0xfc at position {place}; send JSON in UTF-8"),
             }
             status, _, answer = await post(route, b"\xef\xbb\xbf" + text.encode("utf-8-sig"))  # two marks
             assert (status, error_of(route, answer)["message"][:20]) == (400, "the body is not JSON")

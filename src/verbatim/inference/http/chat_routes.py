@@ -1,4 +1,4 @@
-"""Serves chat protocols over a sampler: whole answers, and streams of what is sampled as it is sampled."""
+"""Serves the chat protocols on top of a sampler: whole responses and token streams."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from verbatim.inference.sampler import Completion, Sampler, SampleRequest, Watch
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_MESSAGE = 2000
+_LONGEST_MESSAGE = 2000  # characters of an error in a response
 
 
 class ChatRoutes:
     """The endpoints of all chat protocols.
 
     Args:
-        sampler: Samples.
-        render_pool: Renders and parses; None where the server has no renderer.
-        decode: The renderer's, called on the sampler's thread to find stop strings.
+        sampler: The sampler that generates.
+        render_pool: Renders conversations and parses completions; None: the server has no renderer.
+        decode: The renderer's `decode`; called on the sampler's thread to find stop strings.
         model: The model's name in requests.
-        limits: Of one client.
-        options: Fields that are let pass.
-        draw_seed: The seed of a request that brings none.
+        limits: Limits of one client.
+        options: Fields that are accepted although they cannot be enforced.
+        draw_seed: Draws the seed of a request that has none.
         stopped: Set when the server stops.
     """
 
@@ -77,10 +77,10 @@ class ChatRoutes:
         self._draw_seed, self._stopped = draw_seed, stopped
         self.protocols = ChatProtocols(options)
         self.refused: Counter[str] = Counter()
-        """Requests by protocol and the field that they were refused for, and fields that were let pass."""
+        """Number of requests by protocol and by the field that was refused, or accepted but not enforced."""
 
     async def answer(self, request: Request) -> Response:
-        """Answer a request of any of the protocols."""
+        """Answer a request; the path decides the protocol."""
         protocol = self.protocols.of(request.url.path.removeprefix("/v1/"))
         try:
             return await self._answer(request, protocol)
@@ -131,7 +131,7 @@ class ChatRoutes:
         return await self._read(asked, await run_together(drawing), seeds, stamp)
 
     async def _sample(self, asked: RenderedRequest, seed: int, show: Watch | None) -> Completion:
-        """Sample one completion, which ends with the token that completes a stop string where the sampler can."""
+        """Sample one completion. It ends with the token that completes a stop string, if the sampler can stop there."""
         request = SampleRequest(
             prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
         )
@@ -143,7 +143,7 @@ class ChatRoutes:
         return completion
 
     def _seeds(self, asked: RenderedRequest) -> list[int]:
-        """A seed for each reply: the request's own for the first, and others that follow from it."""
+        """A seed for each reply: the request's own seed, then seeds derived from it, so that all are reproducible."""
         given = asked.request.sampling.seed
         seed = self._draw_seed() if given is None else given
         return [seed, *(random.Random(f"{seed}/{k}").getrandbits(63) for k in range(1, asked.request.n))]
@@ -160,11 +160,11 @@ class ChatRoutes:
     # ---- streams
 
     async def _stream(self, asked: RenderedRequest, stream: ChatStream, stamp: Stamp) -> AsyncGenerator[bytes]:
-        """The events of an answer, as tokens are drawn."""
+        """The events of a response, as tokens are drawn."""
         render_pool, live = self._render_pool, LiveAnswer(asked.request.n, asked.prompt_ids)
         assert render_pool is not None
         working = asyncio.ensure_future(self._replies(asked, stamp, live))
-        working.add_done_callback(lambda _: live.wake())
+        working.add_done_callback(lambda _: live.wake())  # else `events` would wait for tokens that never come
 
         async def read(ids: Int32, prompt_ids: Int32) -> tuple[str, str]:
             return await render_pool.run(0, read_partial, asked, ids)
@@ -179,12 +179,13 @@ class ChatRoutes:
 
 
 class _EventStream(Response):
-    """Sends events while the client is there. What fails after the first of them is an event too.
+    """Sends events as long as the client is connected. An error after the first event is sent as an event, because the
+    status line has been sent.
 
     Args:
-        protocol: Of the request.
-        stream: Writes an error as an event.
-        events: The events.
+        protocol: The request's protocol.
+        stream: Formats an error as an event.
+        events: The events to send.
         stopped: Set when the server stops.
     """
 

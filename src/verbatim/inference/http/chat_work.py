@@ -1,4 +1,4 @@
-"""The parts of a chat request that need the renderer: making it ids, and reading what is sampled."""
+"""The steps of a chat request that need the renderer: rendering the prompt, and parsing what was sampled."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from verbatim.models.renderers.stop_ids import ends_within
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RenderedRequest:
-    """A chat request that has become ids."""
+    """A chat request whose conversation is rendered."""
 
     request: ChatRequest
-    """Without its messages, which are in the prompt."""
+    """The request without its messages: the prompt has them, and the record crosses a process boundary."""
     prompt_ids: Int32
-    """int32 [P]."""
+    """The prompt: int32 [P]."""
     params: SamplingParams
 
 
@@ -44,23 +44,23 @@ def read_chat(
     vocab_size: int,
     is_count: bool = False,
 ) -> RenderedRequest:
-    """Read and render the body of a request; refuses as much as possible before it renders.
+    """Read and render the body of a request. Checks as much as possible first, because rendering is expensive.
 
     Args:
         data: The body.
-        headers: Of the request, by lower-case name.
-        protocol: The body's.
-        renderer: The model's.
+        headers: The request's headers, by lower-case name.
+        protocol: The protocol of the body.
+        renderer: The model's renderer.
         model: The model's name in requests.
-        room: Context length in tokens; completions are as long as the prompt leaves room, if the request says no less.
+        room: Context length in tokens. Without a limit in the request, a completion may fill what the prompt leaves.
         vocab_size: The model's; the renderer may have stop ids that the model cannot sample.
-        is_count: Only the tokens of the prompt are wanted.
+        is_count: True if only the prompt's number of tokens is wanted.
 
     Raises:
-        Refused: a field that is invalid or cannot be honoured, or another model.
-        UsageError: no JSON object, or messages that are too long or cannot be rendered.
-        RecordError: messages that are longer than the context.
-        EnvironmentFault: messages that the model's template refuses.
+        Refused: a field is invalid or cannot be honoured, or the request names another model.
+        UsageError: the body is not a JSON object, or the messages are too long or cannot be rendered.
+        RecordError: the messages are longer than the context.
+        EnvironmentFault: the model's chat template refuses the messages.
     """
     body = read_json(data)
     request = protocol.read(body, headers)
@@ -89,18 +89,18 @@ def _render(renderer: Renderer, request: ChatRequest) -> Int32:
         raise
     except Exception as error:  # templates and tokenizers raise anything
         about = "messages or tools" if request.tools else "messages"
-        raise UsageError(f"{about}: they cannot be rendered ({error_text(error, 200)})") from error
+        raise UsageError(f"{about}: rendering failed ({error_text(error, 200)})") from error
 
 
 def read_partial(asked: RenderedRequest, ids: Int32, *, renderer: Renderer) -> tuple[str, str]:
-    """Thinking and content that the reply will begin with, after these ids."""
+    """(reasoning, content) that the reply is certain to begin with, given the ids so far."""
     return partial_texts(ids, asked.request, renderer, asked.prompt_ids)
 
 
 def read_completion(
     asked: RenderedRequest, completion: Completion, seed: int, call_prefix: str, *, renderer: Renderer
 ) -> ChatReply:
-    """The reply that a completion is.
+    """Parse a completion into the reply.
 
     Raises:
         SamplerFault: the engine's logprobs or versions do not match the ids.

@@ -1,7 +1,7 @@
-"""Sends HTTP requests to samplers, chat servers and teachers, and retries where that may help.
+"""Sends HTTP requests to samplers, chat servers and teachers, and retries transient failures.
 
-Each attempt has a deadline. A failure that may pass (a lost connection, a deadline, 429, 5xx, a broken answer) is
-retried after a growing pause, or when the server's `Retry-After` says so; any other is final.
+Each attempt has a deadline. A transient failure (a lost connection, a timeout, 429, 5xx, a malformed response) is
+retried with exponential backoff, and not before the server's `Retry-After`; any other failure is final.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.5
-"""Seconds after the first failure; doubled after each further one, give or take a half."""
+"""Pause in seconds after the first failure; doubled after each further one, with 50% jitter."""
 LONGEST_PAUSE = 30.0
-"""Seconds; what it is doubled up to."""
+"""Upper limit in seconds for the doubled pause."""
 LONGEST_RETRY_AFTER = 120.0
-"""Seconds that a server may ask to wait; a longer wait is a final failure."""
+"""Longest `Retry-After` in seconds that is followed; a longer one makes the failure final."""
 CONNECT = 10.0
-"""Seconds for a connection, or for a question that needs no sampling."""
+"""Timeout in seconds for connecting, and for requests that need no sampling."""
 MAX_ANSWER_BYTES = 2**28
-"""Larger answers are refused while they arrive: the prompt logprobs of a million ids take two thirds of it."""
+"""Larger responses are refused while they arrive. The prompt logprobs of a million ids take two thirds of this."""
 _PASSING = {408, 409, 425, 429}
-"""Statuses that are retried, beside those from 500 on."""
+"""Statuses that are retried, in addition to 500 and above."""
 _MAX_CONNECTIONS = 1024
-"""Attempts under way at a time; more wait their turn, outside of their deadline."""
+"""Maximum number of concurrent attempts. The wait for a free slot does not count towards the attempt's deadline."""
 _IDLE = 30.0
-"""Seconds that an idle connection is kept: shorter than our server keeps it, so that it is never found closed."""
+"""Seconds that an idle connection is kept: fewer than our server's 75, so that the client closes it first and never
+sends a request on a connection that the server is closing."""
 _SHORTEST_SECRET = 8
-"""Characters. Shorter keys ("EMPTY", "none") hide nothing, and would be found inside ordinary words."""
+"""Minimum characters of a secret to redact. Shorter keys ("EMPTY", "none") are placeholders, and redacting them would
+garble ordinary words."""
 
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """What a server answered to one attempt."""
+    """A server's response to one attempt."""
 
     path: str
     status: int
@@ -71,7 +73,7 @@ class HttpResponse:
 
     @property
     def text(self) -> str:
-        """The body as UTF-8, whatever character set the server names."""
+        """The body decoded as UTF-8; the server's charset is ignored."""
         return self.body.decode("utf-8", "replace")
 
 
@@ -79,10 +81,10 @@ class AttemptFailed(Exception):
     """One attempt failed.
 
     Args:
-        kind: What is counted: "status_500", "connection", "timeout", "bad_answer", "unsendable".
-        text: For people; the client hides the api key in it.
+        kind: Key for counters: "status_500", "connection", "timeout", "bad_answer", "unsendable".
+        text: Message for people; the client redacts the API key in it.
         retry_after: Seconds that the server asks to wait.
-        final: No retry can help.
+        final: True if a retry cannot help.
     """
 
     def __init__(self, kind: str, text: str, *, retry_after: float = 0.0, final: bool = False) -> None:
@@ -91,12 +93,12 @@ class AttemptFailed(Exception):
 
 
 class ClientClosed(SamplerFault):
-    """Our side closed the connections while this request was under way."""
+    """This client was closed while the request was in flight."""
 
 
 @dataclass(eq=False)
 class _LoopState:
-    """What belongs to one event loop: its connections, and the requests under way."""
+    """State of one event loop: its connections, and the requests in flight."""
 
     session: aiohttp.ClientSession
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -104,20 +106,20 @@ class _LoopState:
 
 
 class HttpClient:
-    """Requests to one server. Connects when needed; can be pickled, and used from several event loops.
+    """An HTTP client for one server. Connects on first use; can be pickled, and used from several event loops.
 
     Args:
-        url: What every path is appended to: "http://127.0.0.1:8000".
-        api_key: Sent as a bearer token; hidden in every message.
-        request_timeout: Seconds for one attempt, from the connection to the last byte.
-        max_retries: Attempts after the first.
-        remote_api: The server is out in the world: proxies are those of the environment (as httpx and OpenAI's client
-            have them), and redirects are followed. A proxy is not asked about the machine next door.
-        headers: Sent with every request.
+        url: Base address that every path is appended to: "http://127.0.0.1:8000".
+        api_key: Sent as a bearer token; redacted in every message.
+        request_timeout: Timeout in seconds of one attempt, from connecting to the last byte.
+        max_retries: Maximum number of attempts after the first.
+        remote_api: True for a server on the internet: the proxy comes from environment variables (as in httpx and
+            OpenAI's client), and redirects are followed. False for servers of the same cluster, which a proxy may not
+            reach.
+        headers: Additional headers of every request.
 
     Raises:
-        UsageError: no plain http(s) address, limits or a key that cannot be used,
-            a proxy that is no HTTP proxy, or the extra `api` is not installed.
+        UsageError: the address, a limit, the key or the proxy is invalid, or the extra `api` is not installed.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class HttpClient:
         self._request_timeout = request_timeout
         self._max_retries = max_retries
         self._closed = False
-        self._warned = False  # of the first connection that failed
+        self._warned = False  # whether a failed connection has been logged as a warning
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loops": None}
+        return {**vars(self), "_loops": None}  # connections and event loops cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _loops=weakref.WeakKeyDictionary())
@@ -170,19 +172,20 @@ class HttpClient:
         read: Callable[[HttpResponse], T],
         failures: Counter[str] | None = None,
     ) -> T:
-        """Send a request until it is answered. Cancelling the call closes its connection.
+        """Send a request, with retries. Cancelling the call closes its connection.
 
         Args:
-            method: "GET" or "POST".
-            path: "/v1/models".
-            body: JSON.
-            read: Makes the result of an answer, or raises `AttemptFailed`; other exceptions are passed on.
-            failures: Every failed attempt is counted here as it happens, by its kind.
+            method: "GET", "POST" or "PUT".
+            path: Path below the base address: "/v1/models".
+            body: The body, usually JSON; None: no body.
+            read: Turns a response into the result, or raises `AttemptFailed`; other exceptions propagate.
+            failures: Counts each failed attempt by its kind, as it happens.
 
         Raises:
-            SamplerFault: a final failure, or one more than `max_retries`; says how the last attempt failed.
+            SamplerFault: a final failure, or more than `max_retries` failures; the message describes the last one.
             ClientClosed: `close` or `hang_up` was called meanwhile.
         """
+        # A task of its own, so that `hang_up` can cancel the request without cancelling the caller.
         under_way = self._of_this_loop().under_way
         task = asyncio.create_task(self._ask(method, path, body, read, Counter() if failures is None else failures))
         under_way.add(task)
@@ -190,19 +193,19 @@ class HttpClient:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            if current is not None and current.cancelling():  # the caller was cancelled, not only the request
                 raise
             raise ClientClosed(f"{self.url}: the connection was closed here before the server had answered") from None
         finally:
             under_way.discard(task)
 
     async def close(self) -> None:
-        """No more requests; those under way in this event loop end as `ClientClosed`."""
+        """Close the client for good; requests in flight in this event loop end with `ClientClosed`."""
         self._closed = True
         await self.hang_up()
 
     async def hang_up(self) -> None:
-        """Close this event loop's connections; requests under way end as `ClientClosed`, later ones connect anew."""
+        """Close this event loop's connections. Requests in flight end with `ClientClosed`; later ones reconnect."""
         state = self._loops.pop(asyncio.get_running_loop(), None)
         if state is not None:
             await cancel_all(state.under_way)
@@ -216,17 +219,18 @@ class HttpClient:
                 return read(await self._attempt(method, path, body))
             except AttemptFailed as failure:
                 failures[failure.kind] += 1
-                said = f"{self.url}: {self._hide(failure.text)}"
+                reason = f"{self.url}: {self._hide(failure.text)}"
                 if failure.final or attempt > self._max_retries:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
-                    raise SamplerFault(said + tries) from None
+                    raise SamplerFault(reason + tries) from None
                 seconds = pause(attempt - 1, failure.retry_after, self._random)
+                # Only the first failed connection to a remote server is a warning: a wrong address shows at once.
                 is_news = self._remote_api and failure.kind == "connection" and not self._warned
             self._warned = self._warned or is_news
             logger.log(
                 logging.WARNING if is_news else logging.DEBUG,
-                "%s; again in %.1f s, at most %d times in all",
-                said,
+                "%s; retrying in %.1f s, at most %d retries",
+                reason,
                 seconds,
                 self._max_retries,
             )
@@ -244,13 +248,13 @@ class HttpClient:
                     return HttpResponse(path, response.status, await _read_body(response), response.headers)
             except aiohttp.ClientConnectorCertificateError as error:
                 raise AttemptFailed("certificate", untrusted(error.certificate_error), final=True) from None
-            except aiohttp.ClientError as error:  # no connection within CONNECT, too
+            except aiohttp.ClientError as error:  # includes a connect timeout
                 raise AttemptFailed("connection", f"Connection error ({type(error).__name__}: {error})") from None
             except TimeoutError:
                 raise AttemptFailed("timeout", f"no answer within {self._request_timeout:g} s") from None
 
     def _of_this_loop(self) -> _LoopState:
-        """Connections live in one event loop each."""
+        """State of the running event loop: connections cannot be shared between loops."""
         if self._closed:
             raise SamplerFault(f"the connections to {self.url} were closed; make a new client")
         loop = asyncio.get_running_loop()
@@ -260,7 +264,7 @@ class HttpClient:
         return self._loops[loop]
 
     def _open_session(self) -> aiohttp.ClientSession:
-        """Connections to the server, opened when they are needed, without cookies."""
+        """A session for this event loop. It connects on demand and keeps no cookies; `slots` limits its connections."""
         import aiohttp
 
         return aiohttp.ClientSession(
@@ -274,13 +278,14 @@ class HttpClient:
         )
 
     def _drop_ended_loops(self) -> None:
-        """A session holds on to its loop, so both would stay for ever."""
+        """Drop the sessions of closed event loops: a session refers to its loop, so neither would ever be freed."""
         for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with contextlib.suppress(StopIteration):
-                self._loops.pop(loop).session.close().send(None)  # without its loop, `close` has nothing to wait for
+                # Runs the coroutine by hand: its loop is closed, and `close` has nothing left to await.
+                self._loops.pop(loop).session.close().send(None)
 
     def _hide(self, text: str) -> str:
-        """Servers quote the key that they refuse; a quote may end in the middle of it."""
+        """Redact the secrets in a server's text: servers quote the key that they refuse, sometimes only its start."""
         for secret in self._secrets:
             for end in range(len(secret), _SHORTEST_SECRET - 1, -1):
                 text = text.replace(secret[:end], REDACTED)
@@ -288,7 +293,7 @@ class HttpClient:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """JSON, integer arrays as lists; floats have to be finite. 32,768 ids take 0.2 ms.
+    """Encode JSON; arrays become lists, and floats have to be finite. 32,768 ids take 0.2 ms.
 
     >>> encode({"ids": np.array([1, 2], dtype=np.int32)})
     b'{"ids":[1,2]}'
@@ -297,19 +302,20 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
     try:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # half a surrogate pair, an integer beyond 64 bits, an array that is not contiguous
+    except TypeError:  # a lone surrogate, an integer of more than 64 bits, or an array that is not contiguous
         return json.dumps(body, default=lambda array: array.tolist(), allow_nan=False).encode()
 
 
 def decode(answer: HttpResponse) -> Any:
-    """The JSON of a body; floats are the nearest to what is written, so a float32 comes back bit for bit.
+    """Parse the body as JSON. Floats are rounded to the nearest double, so a float32 survives bit for bit.
 
     Raises:
-        ValueError: it is no JSON, or is nested too deeply.
+        ValueError: the body is not JSON, or is nested too deeply.
     """
     import orjson
 
-    with contextlib.suppress(ValueError):  # Python's reader takes more: half a surrogate pair, NaN, huge integers
+    # Python's parser, the fallback, accepts more: lone surrogates, NaN, huge integers.
+    with contextlib.suppress(ValueError):
         return orjson.loads(answer.body)
     try:
         return json.loads(answer.text)
@@ -318,34 +324,34 @@ def decode(answer: HttpResponse) -> Any:
 
 
 def read_json(answer: HttpResponse, hint: str = "") -> Any:
-    """The JSON of a successful answer; `hint` is what people are told beside a failure.
+    """The JSON of a successful response; `hint` is appended to the message of a failed one.
 
     Raises:
-        AttemptFailed: another status, or a body that is no JSON.
+        AttemptFailed: the status is not 200, or the body is not JSON.
     """
     if answer.status != 200:
         raise status_failure(answer, hint)
     try:
         return decode(answer)
     except ValueError:
-        raise AttemptFailed("bad_answer", f"an answer that is no JSON: {answer.text[:200]!r}") from None
+        raise AttemptFailed("bad_answer", f"the response is not JSON: {answer.text[:200]!r}") from None
 
 
 def status_failure(answer: HttpResponse, hint: str = "") -> AttemptFailed:
-    """An answer that is no success; `hint` is what people are told beside it."""
+    """The failure that a response with an error status is; `hint` is appended to its message."""
     wait = _retry_after(answer.headers.get("Retry-After"))
-    said = " ".join(answer.text[:300].split())
-    text = f"status {answer.status}: {said}" if said else f"status {answer.status}"
+    body = " ".join(answer.text[:300].split())
+    text = f"status {answer.status}: {body}" if body else f"status {answer.status}"
     if answer.status == 404:
         text = f"{answer.path}: {text}"
     if wait > LONGEST_RETRY_AFTER:
-        text += f" (it asks to wait {wait:g} s; at most {LONGEST_RETRY_AFTER:g} are waited)"
+        text += f" (Retry-After is {wait:g} s; the client waits at most {LONGEST_RETRY_AFTER:g} s)"
     passing = (answer.status in _PASSING or answer.status >= 500) and wait <= LONGEST_RETRY_AFTER
     return AttemptFailed(f"status_{answer.status}", text + hint, retry_after=wait, final=not passing)
 
 
 def pause(attempt: int, retry_after: float, jitter: random.Random) -> float:
-    """Seconds before the next attempt: never the same for two requests, and not before the server wants it.
+    """Seconds before the next attempt: at least `retry_after`, with jitter so that clients do not retry in step.
 
     >>> pause(0, 0.0, random.Random(0)), pause(3, 7.0, random.Random(0))
     (0.6722109257665487, 12.37768740613239)
@@ -354,7 +360,7 @@ def pause(attempt: int, retry_after: float, jitter: random.Random) -> float:
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds, or a date; neither is the usual pause."""
+    """Seconds from a `Retry-After` header, which holds a number or a date; 0.0 without a readable one."""
     for read in (float, lambda date: email.utils.parsedate_to_datetime(date).timestamp() - time.time()):
         with contextlib.suppress(ValueError):
             return max(0.0, read(header or ""))
@@ -362,11 +368,11 @@ def _retry_after(header: str | None) -> float:
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    """The decompressed body, given up as soon as it is too large."""
+    """Read the decompressed body; fails as soon as it is larger than `MAX_ANSWER_BYTES`."""
     chunks, size = [], 0
     async for chunk in response.content.iter_any():
         chunks.append(chunk)
         size += len(chunk)
         if size > MAX_ANSWER_BYTES:
-            raise AttemptFailed("bad_answer", f"an answer of more than {MAX_ANSWER_BYTES:,} bytes", final=True)
+            raise AttemptFailed("bad_answer", f"the response exceeds {MAX_ANSWER_BYTES:,} bytes", final=True)
     return b"".join(chunks)

@@ -1,7 +1,7 @@
-"""Writes and reads requests and completions as JSON: vLLM's token endpoint, with extensions for the rest.
+"""Writes and reads requests and completions as JSON, in the format of vLLM's token endpoint with extensions.
 
-A float32 stands in JSON as the shortest decimal of the double that it equals, so logprobs come back bit for bit. Our
-clients ask for packed answers (`packed`), and read both: an answer says by itself which it is.
+JSON holds a float32 as the shortest decimal of the equal double, so logprobs survive bit for bit. Our clients request
+packed responses (`packed`) and can read both forms.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
 def request_body(
     request: SampleRequest, model: str | None, *, seed_for_all: bool = False, cache_salt: str | None = None
 ) -> dict[str, Any]:
-    """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
-    The ids stay an array, for `client.encode`.
+    """The body of a request for one completion. Every setting is written out, because servers differ in their defaults.
+    The ids stay an array; `client.encode` writes it.
 
-    `logprobs` is 0: that of the sampled token alone. With 1, vLLM 0.32 loses that of a token 0 which it samples in the
-    same step as a token for `logprob_token_ids` (the canary's): it pads the other requests of that step with id 0.
+    `logprobs` is 0: only the sampled token's. With 1, vLLM 0.32 loses the logprob of a sampled token 0 if the same step
+    serves a request with `logprob_token_ids` (the canary's): it pads the other requests of the step with id 0.
 
-    `ignore_eos`, because a completion ends at the stop ids that are given, and at no other. The seed stands under our
-    own key, which only our servers read: a vLLM for CPUs dies of a seed where it computes a prompt in parts.
+    `ignore_eos` is true: only the given stop ids end a completion. The seed is under our own key, which only our
+    servers read: vLLM for CPUs crashes on a seed if it computes the prompt in several parts.
 
     Args:
-        request: What is asked for.
-        model: Its name at the server; None names none.
-        seed_for_all: Put the seed where vLLM reads it too.
-        cache_salt: Requests with another salt share no prefix cache with this one, on a vLLM; None: none.
+        request: The request.
+        model: The model's name on the server; None: the field is left out.
+        seed_for_all: Also put the seed where vLLM reads it.
+        cache_salt: vLLM's prefix cache is shared only among requests of one salt; None: no salt.
     """
     params = request.params
     start = request.routed_experts_start
@@ -81,41 +81,42 @@ def request_body(
 
 
 def bounded(params: SamplingParams) -> SamplingParams:
-    """The same for a vLLM that returns the kept set of every token, and takes no request whose sets have no bound.
+    """The parameters for a vLLM started with `--return-sampling-mask`, which accepts only requests whose kept sets are
+    bounded by `top_k`. Greedy decoding becomes `top_k = 1`, which draws the same tokens.
 
     >>> bounded(SamplingParams(temperature=0)).top_k
     1
 
     Raises:
-        RecordError: it has no `top_k`.
+        RecordError: `top_k` is 0 at a temperature above 0.
     """
     if params.temperature == 0:
         return replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
     if not params.top_k:
         raise RecordError(
-            "sampling: top_k = 0; a vLLM that returns the ids among which it drew each token takes no request without "
-            "top_k, which bounds them: give one, for example 512"
+            "sampling: top_k = 0; a vLLM server that returns kept sets accepts only requests with a top_k, which "
+            "bounds their size: set one, for example 512"
         )
     return params
 
 
 def read_ids(value: object, what: str, room: int | None = None) -> Int32:
-    """Token ids in JSON: int32 [L]. Whether they are in the vocabulary is for the sampler to say.
+    """Token ids from JSON: int32 [L]. Does not check the vocabulary: the sampler does.
 
     Args:
-        value: The JSON.
-        what: It is, for the message.
-        room: More are refused, before any is looked at.
+        value: The parsed JSON.
+        what: The field's name, for messages.
+        room: Maximum number of ids; checked first, so that a huge list is refused cheaply.
 
     Raises:
-        RecordError: no list, too many, or something in it that is no id; names the position.
+        RecordError: not a list, too many ids, or an item that is not an id; the message has its position.
     """
     if not isinstance(value, list):
         raise RecordError(f"{what}: expected a list of token ids, found {brief(value)}")
     if room is not None and len(value) > room:
         raise RecordError(f"{what}: {len(value)} ids leave no room in a context of {room} tokens")
     for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < INT32_END:
+        if type(token) is not int or not 0 <= token < INT32_END:  # `type`, since True is an int too
             raise RecordError(f"{what}: expected token ids, found {brief(token)} at position {position}")
     return np.array(value, dtype=np.int32)
 
@@ -131,10 +132,10 @@ def completion_body(
     logprobs: LogprobStyle,
     server: str | None = None,
 ) -> dict[str, Any]:
-    """A completion as vLLM answers it, and beside it the versions and seconds.
+    """A completion in vLLM's format, with versions and timings under our own key.
 
     Raises:
-        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+        SamplerFault: the engine's logprobs or versions do not match the ids.
     """
     check_completion(completion)
     values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
@@ -188,7 +189,7 @@ def completion_body(
 
 
 def _spans(versions: Int32) -> list[dict[str, Any]]:
-    """The versions as vLLM writes them.
+    """The versions in vLLM's format: spans of tokens with the same version.
 
     >>> _spans(np.array([7, 7, 8], dtype=np.int32))
     [{'version': '7', 'start': 0, 'end': 2}, {'version': '8', 'start': 2, 'end': 3}]
@@ -198,10 +199,10 @@ def _spans(versions: Int32) -> list[dict[str, Any]]:
 
 
 def check_completion(completion: Completion) -> None:
-    """Refuse a completion whose parts cannot belong together.
+    """Refuse a completion whose logprobs or versions do not match its ids.
 
     Raises:
-        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+        SamplerFault: another number of logprobs or versions than ids, or a logprob that is not finite.
     """
     values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
     if values is not None:
@@ -216,14 +217,15 @@ def check_completion(completion: Completion) -> None:
 
 
 def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
-    """A completion in an answer, and what one of our servers adds; None: it is another server.
+    """The completion in a response, and our server's additions (None: the response is from another server).
 
     Args:
-        body: The answer.
-        told_version: Of the tokens whose version another server does not say; None: then no token has one.
+        body: The parsed response.
+        told_version: Version for tokens whose version another server does not report; None: then the completion has no
+            versions.
 
     Raises:
-        ValueError: it is no such answer; says why.
+        ValueError: the response is malformed; the message says how.
     """
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -235,7 +237,7 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
         raise ValueError(f"finish_reason {brief(finish)}; expected one of {', '.join(_STOP_REASONS)}")
     extras = ours if isinstance(ours, dict) else {}
     queued, generated = (number_of(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
-    packed, said, spans = body.get(PACKED), extras.get("policy_versions"), choice.get("weight_versions")
+    packed, own_versions, spans = body.get(PACKED), extras.get("policy_versions"), choice.get("weight_versions")
     if packed is None:
         ids = read_ids(choice.get("token_ids"), "token_ids")
         logprobs = _read_logprobs(choice.get("logprobs"), ids)
@@ -245,8 +247,8 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
         versions = _read_spans(spans, len(ids), told_version)
         if logprobs is not None and (logprobs <= UNKNOWN_LOGPROB).any():
             logprobs = None
-    elif said is not None:
-        versions = _read_versions(said, len(ids))
+    elif own_versions is not None:
+        versions = _read_versions(own_versions, len(ids))
     else:
         versions = None if spans is None else _read_spans(spans, len(ids), None)
     completion = Completion(
@@ -264,7 +266,7 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
 
 
 def read_cached_tokens(answer: object) -> int | None:
-    """How many tokens of the prompt came from the prefix cache; None where the server does not say.
+    """Number of prompt tokens that came from the prefix cache; None if the server does not report it.
 
     >>> read_cached_tokens({"usage": {"prompt_tokens": 160, "prompt_tokens_details": {"cached_tokens": 128}}})
     128
@@ -292,21 +294,22 @@ def _read_kept_sets(sets: object, ids: Int32) -> KeptSets | None:
 
 
 def check_experts(completion: Completion, request: SampleRequest) -> Completion:
-    """The completion, whose experts are those of the tokens that were asked for; a cancelled one may have fewer, and is
-    left without.
+    """The completion, after checking that its routed experts cover the requested tokens. A cancelled completion may
+    have fewer rows; its experts are removed.
 
     Raises:
-        ValueError: they are of another number of tokens.
+        ValueError: the experts are those of another number of tokens.
     """
     experts = completion.routed_experts
     if experts is None:
         return completion
+    # The last token is sampled, but never fed to the model: it has no experts.
     expected = len(request.prompt_ids) + len(completion.ids) - 1 - request.routed_experts_start
     if len(experts) == expected:
         return completion
     if completion.stop_reason is StopReason.CANCELLED:
         return replace(completion, routed_experts=None)
-    raise ValueError(f"routed_experts: those of {len(experts)} tokens, expected those of {expected}")
+    raise ValueError(f"routed_experts: found the experts of {len(experts)} tokens, expected those of {expected}")
 
 
 def _read_versions(values: object, count: int) -> Int32:
@@ -317,7 +320,8 @@ def _read_versions(values: object, count: int) -> Int32:
 
 
 def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
-    """vLLM's versions are names: that of the weights it was started with is no number. Nor is a date.
+    """Versions from vLLM's spans: int32 [C]. vLLM's versions are free text, and "default" for the weights that it was
+    started with; a name that is not a number counts as `told`, and without `told` there are no versions.
 
     >>> _read_spans([{"version": "default", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}], 3, 0)
     array([0, 0, 8], dtype=int32)
@@ -338,9 +342,10 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
 
 
 def read_plain(values: object, count: int) -> Float32:
+    """A JSON list of `count` logprobs as float32; raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"expected {count} logprobs, found {brief(values)}")
-    if set(map(type, values)) == {float}:
+    if set(map(type, values)) == {float}:  # fast path; bool and int need `number_of`
         found = np.array(values)
         if (np.abs(found) <= _LARGEST).all():
             return found.astype(np.float32)
@@ -348,13 +353,13 @@ def read_plain(values: object, count: int) -> Float32:
 
 
 def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
-    """Of exactly these ids: vLLM names the token beside each."""
+    """The logprobs of exactly these ids, checked against the token that vLLM names with each logprob."""
     if value is None:
         return None
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list) or len(content) != len(ids):
         raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {brief(value)}")
-    with contextlib.suppress(TypeError, KeyError):  # what is wrong is said below
+    with contextlib.suppress(TypeError, KeyError):  # fast path; the loop below finds the bad entry and names it
         if [entry["token_id"] for entry in content] == ids.tolist():
             return read_plain([entry["logprob"] for entry in content], len(ids))
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
@@ -368,7 +373,7 @@ def number_of(value: object, what: str) -> float:
     """A finite number in JSON.
 
     Raises:
-        ValueError: not such a number; says what was found.
+        ValueError: not a number, or not finite in float32; the message shows what was found.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{what}: expected a finite number, found {brief(value)}")

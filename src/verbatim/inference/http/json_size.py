@@ -1,5 +1,6 @@
-"""Says how large the JSON of a body is before it is parsed: a megabyte of brackets becomes tens of megabytes of
-objects, and parsers hold all other threads up until they are done."""
+"""Counts the values and levels of a JSON body before it is parsed.
+
+A megabyte of brackets becomes tens of megabytes of objects, and a parser holds the GIL until it is done."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from numpy.typing import NDArray
 from verbatim.core.errors import UsageError
 
 MOST_VALUES = 2**18
-"""Most values of a body, unless its reader says another number: 20,000 messages have about half as many."""
+"""Default maximum number of values in a body; 20,000 messages have about half as many."""
 MOST_DEPTH = 900
-"""Most levels of a body, which every parser can read; fields of it have a limit of their own, far below."""
+"""Maximum nesting of a body: below Python's recursion limit, so that every parser can read it. Fields have their own,
+much lower limit."""
 LARGE = 2**16
-"""Bytes of a body that is parsed on a thread."""
+"""Bodies of more bytes than this are parsed on a thread."""
 WINDOW = 2**18
-"""Bytes that are looked at in one piece; in between, other threads run."""
+"""Bytes that are scanned at a time; other threads can run in between."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _IS_STEP = np.zeros(256, dtype=bool)
 _IS_STEP[list(b"[{,")] = True
@@ -25,26 +27,27 @@ _DEPTH[list(b"]}")] = -1
 
 
 def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) -> None:
-    """Refuse JSON of too many values or levels. Whether it is JSON at all is for a parser to say.
+    """Refuse JSON with too many values or levels. Does not check that it is valid JSON: the parser does.
 
     Args:
         data: The body.
-        most_values: Most items of lists and objects, and lists and objects themselves.
+        most_values: Maximum number of values, counting lists, objects and their items.
 
     Raises:
-        UsageError: says how many there are, and how many may be.
+        UsageError: too many values or levels; the message has the limit.
     """
+    # A body with few bytes and few brackets cannot exceed the limits: most requests are not scanned.
     if len(data) <= most_values and data.count(b"[") + data.count(b"{") <= MOST_DEPTH:
         return
     values, depth = json_size(data, most_values)
     if values > most_values:
-        raise UsageError(f"the body holds more than {most_values} values; at most that many are taken")
+        raise UsageError(f"the body holds more than {most_values} values, which is the limit")
     if depth > MOST_DEPTH:
-        raise UsageError(f"the body is nested too deeply: {depth} levels, at most {MOST_DEPTH} are taken")
+        raise UsageError(f"the body is nested too deeply: {depth} levels, at most {MOST_DEPTH} are accepted")
 
 
 def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[int, int]:
-    r"""Values and levels of JSON. It stops to count above `most_values`.
+    r"""Number of values and levels in JSON; counting stops once there are more than `most_values`.
 
     >>> json_size(b'{"a": [1, "[[,\\"[", {}]}')
     (5, 3)
@@ -65,7 +68,8 @@ def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[
 
 
 def _ends_of_texts(window: NDArray[np.uint8], num_before: int) -> tuple[NDArray[np.bool_], int]:
-    """Where texts begin and end, and the backslashes in a row at the window's end, given those before it."""
+    """Marks the quotes that begin or end a string: those after an even number of backslashes. `num_before` is the
+    number of backslashes in a row right before the window; also returns that number for the next window."""
     places = np.arange(len(window), dtype=np.int32)
     last_other = np.maximum.accumulate(np.where(window != _BACKSLASH, places, np.int32(-1 - num_before)))
     before = np.empty_like(places)

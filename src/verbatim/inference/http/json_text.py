@@ -1,5 +1,5 @@
-"""Reads the JSON of a body by one rule for every server: UTF-8, as RFC 8259 has it, with or without a mark of the byte
-order before it, and without NaN and Infinity."""
+"""Parses the JSON of a body, by the same rules in every server: UTF-8 as in RFC 8259, an optional byte order mark, and
+neither NaN nor Infinity."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from verbatim.inference.http.keys_twice import check_keys
 _MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LONG_NUMBER = re.compile(rb"\d{19}")
-"""What an integer of more than 64 bits has at least."""
+"""Every integer of more than 64 bits has at least 19 digits."""
 
 
 def read_value(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
-    r"""The value of a body of at most so many values. Its texts may hold half a character.
+    r"""The value in a body with at most `most_values` values. Its strings may hold lone surrogates.
 
     Raises:
-        UsageError: it is no JSON, no UTF-8, has too many values or levels, or an object with a key twice.
+        UsageError: the body is not JSON or not UTF-8, has too many values or levels, or repeats a key in an object.
 
     >>> read_value(b'\xef\xbb\xbf{"a": 1}')
     {'a': 1}
@@ -35,8 +35,8 @@ def read_value(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
 
 
 def _parsed(text: bytes | bytearray, offset: int) -> Any:
-    """The JSON value of a text, which begins at this byte of its body."""
-    if not _LONG_NUMBER.search(text):  # orjson makes a float of a long integer
+    """Parse JSON text; `offset` is its position in the body, for messages."""
+    if not _LONG_NUMBER.search(text):  # orjson turns integers of more than 64 bits into floats
         import orjson
 
         with contextlib.suppress(ValueError):  # half a character too: Python's reader takes it
@@ -45,7 +45,7 @@ def _parsed(text: bytes | bytearray, offset: int) -> Any:
         return json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"the body is no UTF-8: byte 0x{text[error.start]:02x} at position {offset + error.start}; send JSON in "
+            f"the body is not UTF-8: byte 0x{text[error.start]:02x} at position {offset + error.start}; send JSON in "
             "UTF-8"
         ) from None
     except RecursionError:
@@ -55,16 +55,17 @@ def _parsed(text: bytes | bytearray, offset: int) -> Any:
 
 
 def without_mark(data: bytes | bytearray) -> bytes | bytearray:
-    """The body without a mark of UTF-8's.
+    """The body without a UTF-8 byte order mark.
 
     Raises:
-        UsageError: it is in UTF-16 or UTF-32.
+        UsageError: the body is in UTF-16 or UTF-32.
     """
-    if data.startswith(_OTHER_MARKS) or 0 in data[:2]:  # JSON begins with two characters of ASCII
+    # JSON begins with ASCII characters, so a zero among the first two bytes means two or four bytes a character.
+    if data.startswith(_OTHER_MARKS) or 0 in data[:2]:
         raise UsageError("the body is in UTF-16 or UTF-32; send JSON in UTF-8")
     return data[len(_MARK) :] if data.startswith(_MARK) else data
 
 
 def refuse_constant(constant: str) -> None:
-    """For `parse_constant` of `json.loads`: NaN and Infinity, which Python reads, are refused with a ValueError."""
-    raise ValueError(f"{constant} is not a number of JSON")
+    """For `parse_constant` of `json.loads`: refuse NaN and Infinity, which Python's parser would accept."""
+    raise ValueError(f"{constant} is not valid in JSON")

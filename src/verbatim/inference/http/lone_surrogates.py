@@ -1,4 +1,5 @@
-"""Refuses half a character in JSON: an emoji is written as two escapes, of which a client may have cut one off."""
+"""Refuses lone surrogates in JSON: JSON may escape an emoji as two surrogates, and a client may have cut the text
+between them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_lone_surrogates(value: object) -> None:
-    r"""Refuse a JSON value, which is less deep than Python's stack, with half of a pair of surrogates in a text or a
-    key. No encoding can write it, and no tokenizer reads it.
+    r"""Refuse a JSON value with a lone surrogate in a string or a key: UTF-8 cannot encode it, and no tokenizer reads
+    it. The value's depth must be checked before, because the search is recursive.
 
     Raises:
-        Refused: names the place, the character and its position, and says what to send; its field is dotted, in lists
-            without the index: "messages.content".
+        Refused: the message has the place, the character and its position, and what to send; the field is dotted,
+            without list indices: "messages.content".
 
     >>> try:
     ...     refuse_lone_surrogates({"messages": [{"content": "so \ud83d"}]})
@@ -28,7 +29,7 @@ def refuse_lone_surrogates(value: object) -> None:
 
     try:
         orjson.dumps(value)
-    except TypeError:  # it writes no such character, nor integers of more than 64 bits, nor hundreds of levels
+    except TypeError:  # a lone surrogate; but also an integer of more than 64 bits, or hundreds of levels
         found = next(_found(value, "", ""), None)
         if found is not None:
             raise found from None

@@ -1,4 +1,4 @@
-"""Names what our servers and their clients say to each other: paths, keys beside vLLM's, and errors."""
+"""Defines the HTTP API of our servers: paths, the keys that it adds to vLLM's format, and the form of errors."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from verbatim.core.errors import (
 )
 
 GENERATE = "/inference/v1/generate"
-"""Token ids in, token ids out, as vLLM has it."""
+"""vLLM's token endpoint: token ids in, token ids out."""
 PROMPT_LOGPROBS = "/verbatim/v1/prompt_logprobs"
-"""`{"token_ids": [...], "temperature": 1.0}` to `{"logprobs": [null, -0.5, ...]}`."""
+"""Request: `{"token_ids": [...], "temperature": 1.0}`. Response: `{"logprobs": [null, -0.5, ...]}`."""
 SAMPLER = "/verbatim/v1/sampler"
-"""What the sampler is: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ..., "server": ...,
-"takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is another name each time that a server is started;
-every answer of its engine has it too."""
+"""Describes the sampler: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ..., "server":
+..., "takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is a random id, new at each start and part of
+every response of the engine: it shows a client that the server was restarted and has lost its weights."""
 LOAD = "/verbatim/v1/load"
-"""How busy the engine is: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
+"""The engine's load: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
 REFUSED = "/verbatim/v1/refused"
-"""What chat requests were refused for, and which fields were let pass without effect, counted:
+"""Number of chat requests by the field that they were refused for, or that was accepted but not enforced:
 `{"openai_chat/logit_bias": 2, "openai_chat/unenforced/tool_choice": 5}`."""
 WEIGHTS = "/verbatim/v1/weights"
-"""`{"path": ..., "version": ...}`: other weights, from a folder that the server can read."""
+"""Loads new weights: `{"path": ..., "version": ...}`; the server must be able to read the folder."""
 OURS = "verbatim"
-"""The key of what we add to vLLM's format; servers that do not know it pass over it."""
+"""The key for our additions to vLLM's and the chat formats; other servers ignore it."""
 
 UNKNOWN_LOGPROB = -9999.0
-"""What vLLM writes where it has no logprob of the sampled token, or none that JSON can hold: then the completion has
-none."""
+"""What vLLM writes for a missing logprob, or for one that JSON cannot hold (-inf). A missing logprob is never
+replaced by a number, so the whole completion then counts as one without logprobs."""
 KEPT_SETS = "kept_sets"
-"""In a request, under `OURS`: true = return the ids among which each token was drawn, where some are cut off, as the
-choice's `sampling_mask`: a list of ids for each token, an empty one where nothing was cut."""
+"""In a request, under `OURS`: true = return the kept set of each token as the choice's `sampling_mask`, a list of ids
+for each token; an empty list means that nothing was cut."""
 LogprobStyle: TypeAlias = Literal["objects", "packed"] | None
-"""Logprobs as vLLM writes them, an object for each token; or packed, with the ids, a tenth of the size; or none."""
+"""Form of the logprobs in a response: vLLM's, with an object for each token; packed together with the ids, at a tenth
+of the size; or none."""
 
 _STATUS: Sequence[tuple[type[VerbatimError], int, str]] = (
     (RecordError, 400, "record_error"),
@@ -51,12 +52,12 @@ _STATUS: Sequence[tuple[type[VerbatimError], int, str]] = (
     (SamplerFault, 500, "sampler_fault"),
     (VerbatimError, 500, "error"),
 )
-"""Our errors as status and type, the most special first. Messages that no template can render are an
-`EnvironmentFault`."""
+"""Status and type of each error class. The first match counts, so subclasses come before their bases. A conversation
+that the chat template refuses is an `EnvironmentFault`."""
 
 
 def error_body(error: VerbatimError) -> tuple[int, dict[str, Any]]:
-    """An error as OpenAI's servers write it, with its status.
+    """The HTTP status of an error, and its body in OpenAI's format.
 
     >>> error_body(SamplerFault("it burns"))
     (500, {'error': {'message': 'it burns', 'type': 'sampler_fault', 'code': 500}})
@@ -66,7 +67,7 @@ def error_body(error: VerbatimError) -> tuple[int, dict[str, Any]]:
 
 
 def read_error(body: object) -> VerbatimError | None:
-    """The error that one of our servers raised; None: none of ours."""
+    """The error in a response body, as the class that the server raised; None if the body is not one of our errors."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return None
