@@ -189,7 +189,7 @@ async def test_an_answer_under_another_name_is_discarded_and_its_tokens_are_coun
         await replica.check_server()
         server.stop()
         server.start()
-        with pytest.raises(SamplerFault, match="started again, or another server answers") as lost:
+        with pytest.raises(SamplerFault, match="restarted, or another server answers") as lost:
             await replica.generate(request(1, 2, max_tokens=4))
         assert lost.value.num_tokens == 4
         for call in (
@@ -197,7 +197,7 @@ async def test_an_answer_under_another_name_is_discarded_and_its_tokens_are_coun
             replica.update_weights(models["tied"], 1),
             replica.prompt_logprobs(np.array([1, 2], np.int32)),
         ):
-            with pytest.raises(SamplerFault, match="started again, or another server answers"):
+            with pytest.raises(SamplerFault, match="restarted, or another server answers"):
                 await call
         await replica.close()
 
@@ -215,11 +215,11 @@ async def test_an_answer_under_another_name_is_discarded_and_its_tokens_are_coun
             r"context is 64 tokens, expected at least 128 \(orchestrator.seq_len\): .*"
             "--context-length 128",
         ),
-        ({"api_key": None}, {}, "takes no weights: start it with --api-key-env VARIABLE"),
-        ({}, {"weight_transfer": "http"}, "takes no uploads: start it with --uploads FOLDER"),
+        ({"api_key": None}, {}, "does not accept weights: start it with --api-key-env VARIABLE"),
+        ({}, {"weight_transfer": "http"}, "does not accept uploads: start it with --uploads FOLDER"),
         ({}, {"dtype": "bfloat16"}, "its dtype is 'float32', expected 'bfloat16': start it with `verbatim inference"),
         ({"on_weight_update": "keep"}, {}, "its on_weight_update is 'keep', expected 'recompute'"),
-        ({"weights_folder": "/proc"}, {}, "does not take the weights of this run: .* outside the folder .*--uploads"),
+        ({"weights_folder": "/proc"}, {}, "does not accept the weights of this run: .* outside the folder .*--uploads"),
     ],
 )
 async def test_a_server_that_does_not_fit_is_refused_with_what_to_type(
@@ -237,7 +237,7 @@ async def test_a_server_that_does_not_fit_is_refused_with_what_to_type(
 
 async def test_a_server_of_another_model_is_refused(models: dict[str, Path], key: str):
     server = TorchServer(models["untied"], context_length=128, api_key=key)
-    refused = pytest.raises(UsageError, match=r"does not take the weights .* It has to serve the model of this run")
+    refused = pytest.raises(UsageError, match=r"does not accept the weights .* It has to serve the model of this run")
     with servers(server) as (url,), refused:
         async with pool_of(models["tied"], [url], api_key_env="SERVERS_KEY"):
             pass
@@ -255,14 +255,14 @@ async def test_a_server_of_another_vocabulary_is_refused(models: dict[str, Path]
 
 async def test_a_server_of_vllm_is_refused(models: dict[str, Path]):
     async with serving_double(VllmDouble(models["tied"])) as url:
-        with pytest.raises(UsageError, match=r'belong in \[inference.vllm\], with inference.backend = "vllm"'):
+        with pytest.raises(UsageError, match=r'use \[inference.vllm\] and inference.backend = "vllm"'):
             async with pool_of(models["tied"], [url]):
                 pass
 
 
 async def test_a_server_that_does_not_answer_is_named(models: dict[str, Path]):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(SamplerFault, match=rf"^replica 0 \({url}\): what it is: .*Connection error"):
+    with pytest.raises(SamplerFault, match=rf"^replica 0 \({url}\): describe: .*Connection error"):
         async with pool_of(models["tied"], [url]):
             pass
 

@@ -647,7 +647,7 @@ async def test_logprobs_of_other_ids_than_were_sampled_are_a_fault():
 
 async def test_another_server_says_its_context_and_has_to_be_helped_with_the_rest():
     with answering(as_vllm) as server:
-        with pytest.raises(UsageError, match="does not say its vocab_size"):
+        with pytest.raises(UsageError, match="does not report its vocab_size"):
             await HttpSampler.connect(server.url)
         client = await HttpSampler.connect(server.url, vocab_size=10)
         assert (client.context_length, client.vocab_size) == (64, 10)

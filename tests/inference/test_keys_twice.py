@@ -86,7 +86,7 @@ def test_the_key_is_named_with_its_place(body, told):
     for data in (body.encode(), bytearray(body.encode()), body.encode("utf-16"), body.encode("utf-32-le")):
         with pytest.raises(UsageError) as refusal:
             check_keys(data, json.loads(data))
-        assert str(refusal.value) == f"{told}, of which one value would be lost; send each key once"
+        assert str(refusal.value) == f"{told}, and one of the values would be lost; send each key once"
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ async def test_the_server_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch
 async def test_a_date_is_understood_and_a_wait_of_hours_is_a_failure():
     tomorrow = email.utils.formatdate(time.time() + 86_400, usegmt=True)
     with chat_server(fault=lambda body, tries: Raw(429, headers={"Retry-After": tomorrow})) as server:
-        with pytest.raises(SamplerFault, match=r"status 429 \(Retry-After is 8\d+\.?\d* s; the client waits at most 120 s"):
+        with pytest.raises(SamplerFault, match=r"status 429 \(Retry-After is 8\d+\.?\d* s; .* at most 120 s"):
             await complete(server)
         assert len(server.requests) == 1
 

@@ -594,7 +594,7 @@ async def test_in_processes_a_rendering_that_takes_too_long_is_ended(tmp_path, m
     limits = only(render_seconds=0.5)
     async with asking(scripted(), renderer=SlowRenderer(), limits=limits, chat_processes=1) as client:
         said = await message(client, CHAT, conversation(f"hang {tmp_path / 'hangs'}"), 400)
-        assert said == "messages: they take more than 0.5 s to become token ids"
+        assert said == "messages: rendering took more than 0.5 s, which is the limit"
         has_ended.set()
         answer = await client.post(CHAT, json=conversation("hi"))
         assert answer.json()["choices"][0]["message"]["content"] == "yo"
@@ -603,7 +603,7 @@ async def test_in_processes_a_rendering_that_takes_too_long_is_ended(tmp_path, m
 async def test_a_renderer_that_cannot_travel_is_a_mistake_of_who_asks_for_processes():
     renderer = ByteRenderer()
     renderer.bridges = lambda: None  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="cannot be made again in another process"):
+    with pytest.raises(UsageError, match="cannot be recreated in another process"):
         async with serve_sampler(scripted(), renderer=renderer, chat_processes=1):
             pass
 

@@ -126,7 +126,7 @@ async def test_a_file_with_other_bytes_is_sent_again(client, there, published):
 
 async def test_bytes_that_never_arrive_right_end_the_upload(client, there, published):
     digests = {**uploads.digests_of(published), "config.json": "0" * 64}
-    with pytest.raises(SamplerFault, match=r"config\.json of .* arrived with other bytes 3 times"):
+    with pytest.raises(SamplerFault, match=r"config\.json of .* arrived with wrong bytes 3 times"):
         await uploads.upload(client, published, digests, 7)
 
 
@@ -148,7 +148,7 @@ async def test_what_else_is_in_the_folder_for_uploads_stays(client, there, publi
 
 async def test_a_server_without_a_folder_for_uploads_says_so(monkeypatch, published):
     made = InProcess(guard(monkeypatch, None))
-    with pytest.raises(SamplerFault, match=r"takes no uploads: start it with --uploads FOLDER"):
+    with pytest.raises(SamplerFault, match=r"does not accept uploads: start it with --uploads FOLDER"):
         await uploads.upload(made, published, {"config.json": "0" * 64}, 7)
 
 
@@ -213,7 +213,7 @@ async def test_our_server_takes_a_folder_and_loads_it(there, published):
 @pytest.mark.realtime
 async def test_our_server_takes_nothing_without_the_key_and_no_part_without_a_length(there):
     engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
-    with pytest.raises(UsageError, match="uploads of weights need an api key"):
+    with pytest.raises(UsageError, match="uploads need an api key"):
         async with serve_sampler(engine, uploads=there):
             pass
 

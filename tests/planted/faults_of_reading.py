@@ -313,7 +313,7 @@ MESSAGES = (
     Fault(
         name="half a character makes a body no JSON",
         file="inference/http/json_text.py",
-        old="        with contextlib.suppress(ValueError):  # half a character too: Python's reader takes it\n",
+        old="        with contextlib.suppress(ValueError):  # Python's parser, below, accepts lone surrogates\n",
         new="        try:\n            return orjson.loads(text)\n        except ValueError as error:\n"
         '            raise UsageError(f"the body is not JSON: {error}") from None\n'
         "        with contextlib.suppress(ValueError):\n",

@@ -14,8 +14,8 @@ from typing import Any
 def cancelled(num_tokens: int, *, num_lost_tokens: int = 0) -> asyncio.CancelledError:
     """The error that a cancelled `generate` call raises, once the engine has ended the request.
 
-    The counts are attributes of a plain CancelledError: `asyncio.timeout` (Python 3.12) compares the exact type, and
-    would not turn a subclass into TimeoutError.
+    The counts are attributes of a plain CancelledError: `asyncio.timeout` of Python 3.11 compares the exact
+    type, and would not turn a subclass into TimeoutError.
 
     Args:
         num_tokens: Tokens drawn before the cancellation; they are not delivered.

@@ -502,7 +502,7 @@ async def test_the_key_is_sent_on_every_route(tied: TinyModel):
 
 async def test_what_vllm_cannot_score_is_refused(tied: TinyModel):
     async with connected(tied) as (_, replica):
-        with pytest.raises(UsageError, match=r"temperature = 0\.5: a vLLM gives prompt logprobs at temperature 1 only"):
+        with pytest.raises(UsageError, match=r"temperature = 0\.5: vLLM returns prompt logprobs at temperature 1 only"):
             await replica.prompt_logprobs(tied.ids(4), temperature=0.5)
         with pytest.raises(RecordError, match="outside the vocabulary"):
             await replica.prompt_logprobs(np.array([1, 9999], dtype=np.int32))

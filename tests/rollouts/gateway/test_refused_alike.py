@@ -122,7 +122,7 @@ async def test_a_key_that_stands_twice_is_refused_by_its_name_and_place(server):
                 status, kind, answer = await post(route, body.format(holder, json.dumps(HELLO)).encode())
                 error = error_of(route, answer)
                 assert (status, kind, error["type"]) == (400, "application/json", ERROR_TYPE)
-                sentence = f"{said.format(holder)}, of which one value would be lost; send each key once"
+                sentence = f"{said.format(holder)}, and one of the values would be lost; send each key once"
                 assert error["message"] == sentence
 
 
@@ -189,8 +189,8 @@ async def test_a_compressed_body_is_refused_in_the_protocols_form(server):
                 error = error_of(route, answer)
                 assert error["type"] == ERROR_TYPE
                 assert error["message"] == (
-                    f"content-encoding = '{encoding}': compressed bodies are not read; send "
-                    "the body as it is, without content-encoding"
+                    f"content-encoding = '{encoding}': compressed bodies are not accepted; send "
+                    "the body uncompressed, without content-encoding"
                 )
             status, _, answer = await post(route, data[route], **{"content-encoding": "identity"})
             assert status == 200, answer

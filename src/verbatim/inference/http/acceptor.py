@@ -1,6 +1,6 @@
 """Accepts connections while there is room for them.
 
-asyncio's own acceptor takes whatever comes, and logs thousands of tracebacks where the process has no descriptor left.
+asyncio's own acceptor has no limit, and logs thousands of tracebacks when the process runs out of file descriptors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 logger = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE, _BEGUN_AT_ONCE = 1024, 64
-"""Most connections accepted, and begun, in one turn of the event loop; requests under way run in between."""
+"""Maximum connections accepted, and begun, in one pass of the event loop; requests in flight run between passes."""
 _HEALTH = b"GET /health "
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of `accept` that mean the system is out of descriptors or memory."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Seconds without accepting after such an error: the first pause, and the limit up to which it doubles."""
 _LOG_INTERVAL = 60.0
-"""Seconds between two log lines about the same problem."""
+"""Minimum seconds between two log lines."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s"
@@ -35,14 +37,14 @@ _FULL_BODY = b'{"error": {"message": "too many connections; try again", "type": 
 class Acceptor:
     """Accepts connections while there is room in the table and a free descriptor.
 
-    A connection is accepted as soon as it comes and then waits for its turn: a few begin in each turn of the event
-    loop, and health checks begin first. So a health check never waits behind thousands of requests.
+    Connections are accepted at once and then queued: a few begin in each pass of the event loop, health checks first.
+    So a health check never waits behind thousands of requests.
 
     Args:
-        listening: A socket that is bound and listens.
+        listening: A socket that is bound and listening.
         make: Creates the protocol of a connection.
-        table: The open connections.
-        door: Limits what comes over this socket; None: the whole table may.
+        table: Table of the open connections.
+        door: Limits of this socket; None: only the table's limit applies.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Acceptor:
         door: Door | None = None,
     ) -> None:
         self.listening = listening
-        """The socket; closed by its owner."""
+        """The listening socket; its owner closes it."""
         self._door = door
         self._make = make
         self._table = table
@@ -63,14 +65,14 @@ class Acceptor:
         self._last_logged = -_LOG_INTERVAL
         self._queue: dict[socket.socket, None] = {}
         self._silent: set[socket.socket] = set()
-        """Connections in the queue that have sent nothing so far."""
+        """Queued connections that have sent nothing so far; one of them may turn out to be a health check."""
         self._beginning: asyncio.Handle | None = None
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more; close queued connections."""
+        """Stop accepting; close queued connections."""
         if self._again is not None:
             self._again.cancel()
         self._loop.remove_reader(self.listening.fileno())
@@ -91,7 +93,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._table.evict()
+                self._table.evict()  # an idle connection gives its descriptor up
                 self._log("no more connections can be accepted for now: %s", error.strerror)
                 self._rest(self._pause)
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -111,23 +113,23 @@ class Acceptor:
             self._begin()
 
     def _makes_room(self) -> bool:
-        """Whether there is room for one more, if need be in the place of one without a request."""
+        """True if there is room for one more connection; an idle one is closed for it if needed."""
         door, table = self._door, self._table
         if door is not None and table.num_of(door.name) + len(self._queue) >= door.most and not table.evict(door.name):
             return False
         return not table.is_full or table.evict()
 
     def _take(self, connection: socket.socket) -> None:
-        """Take a connection out of the queue."""
+        """Remove a connection from the queue."""
         del self._queue[connection]
         self._silent.discard(connection)
         self._table.num_queued -= 1
 
     def _begin(self) -> None:
-        """Begin some queued connections: every health check, and the oldest others."""
+        """Begin every queued health check and the oldest other connections; called again until the queue is empty."""
         first = [connection for connection in list(self._silent) if self._look(connection)]
         for connection in [*first, *itertools.islice(self._queue, _BEGUN_AT_ONCE)]:
-            if connection not in self._queue:
+            if connection not in self._queue:  # a health check that is among the oldest, too
                 continue
             self._take(connection)
             connecting = self._loop.create_task(self._connect(connection))
@@ -136,8 +138,8 @@ class Acceptor:
         self._beginning = self._loop.call_soon(self._begin) if self._queue else None
 
     def _look(self, connection: socket.socket) -> bool:
-        """Whether a connection in the queue is a health check. Removes a connection that the client has closed."""
-        try:
+        """True if a queued connection is a health check. Removes a connection that the client has closed."""
+        try:  # peeks, so that the connection's protocol still gets the bytes
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             return False
@@ -152,25 +154,25 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make, connection)
-        except OSError:  # the client closed it meanwhile
+        except OSError:  # the client has closed the connection
             connection.close()
 
     def _turn_away(self, connection: socket.socket) -> None:
-        """Answer a newcomer with 503: every open connection has a request under way."""
+        """Answer a new connection with 503, because every open one has a request in flight."""
         with contextlib.suppress(OSError), connection:
             connection.send(_FULL % (len(_FULL_BODY), _FULL_BODY))
         most = self._table.most if self._door is None else min(self._table.most, self._door.most)
-        self._log("all %d connections have a request under way; newcomers are answered with 503", most)
+        self._log("all %d connections have a request in flight; new ones get a 503", most)
 
     def _rest_at_door(self) -> bool:
-        """Pause where more comes through the door than may in a while; returns whether it does."""
+        """Pause accepting if the door's connection rate is exceeded; returns True if so."""
         delay = 0.0 if self._door is None else self._door.accepts.delay()
         if delay:
             self._rest(delay)
         return delay > 0
 
     def _rest(self, seconds: float) -> None:
-        """Accept again after a pause."""
+        """Stop accepting for a while. The event loop must not watch the socket meanwhile: it stays readable."""
         self._loop.remove_reader(self.listening.fileno())
         self._again = self._loop.call_later(seconds, self._loop.add_reader, self.listening.fileno(), self._accept)
 

@@ -1,4 +1,4 @@
-"""Handles the endpoints of a sampler's server: reads a request, samples while the client is connected, answers."""
+"""The endpoints of a sampler's server: read a request, sample while the client is connected, respond."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
-"""Requests whose head is read in one turn of the event loop, so that a burst of thousands does not block others."""
-_LONGEST_MESSAGE = 2000
+"""Requests that begin in one pass of the event loop, so that a burst of thousands does not block timers and sockets."""
+_LONGEST_MESSAGE = 2000  # characters of an error in a response
 _SCORED = Fields(honoured={"token_ids", "temperature", "model"})
 _UPDATE = Fields(honoured={"path", "version"})
 
 
 class SamplerApp:
-    """An ASGI application over a sampler. See `server.serve_sampler` for its arguments."""
+    """The ASGI application in front of a sampler. See `server.serve_sampler` for its arguments."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class SamplerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["path"] != "/health":  # a health check never waits for requests
+        if scope["path"] != "/health":  # a busy server must still answer health checks in time
             async with self._heads:
                 await asyncio.sleep(0)
         await self._app(scope, receive, send)
 
     def stop(self) -> None:
-        """Answer requests in flight with 503, now."""
+        """Answer requests in flight with 503 at once."""
         self._stopped.set()
 
     # ---- status
@@ -176,7 +176,7 @@ class SamplerApp:
 
     async def _load(self, request: Request) -> dict[str, Any]:
         if not isinstance(self._sampler, SaysLoad):
-            raise Refused(404, "this server's engine does not say how busy it is")
+            raise Refused(404, "this server's engine does not report its load")
         return asdict(self._sampler.load())
 
     # ---- sampling and weights
@@ -221,12 +221,13 @@ class SamplerApp:
         }
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
-        """Requires a key or a configured folder; the client's address proves nothing behind a proxy."""
+        """Load weights; requires an API key or a configured folder. A loopback address of the client is not enough: all
+        clients have it behind a proxy."""
         if not self._takes_weights:
             raise Refused(
                 403,
-                "weights are accepted with an api key, or from the folder given when the server was "
-                "started (--weights-folder); this server has neither",
+                "weights are accepted with an api key, or from the folder that the server was started with "
+                "(--weights-folder); this server has neither",
             )
         body = read_json(await read_body(request, self._limits.small_body(), self._limits))
         _UPDATE.check(body)
@@ -241,11 +242,11 @@ class SamplerApp:
         return self._api_key is not None or self._weights_folder is not None
 
     def _weights_at(self, path: str) -> Path:
-        """The folder of a path from which weights are accepted."""
+        """The resolved folder at a path; refused if it is outside the folders that weights are accepted from."""
         try:
-            folder = Path(path).resolve()
+            folder = Path(path).resolve()  # before the comparison, so that links and ".." cannot lead outside
             os.fsencode(folder)
-        except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, half a surrogate pair
+        except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, a lone surrogate
             raise UsageError(f"path = {brief(path)} is not a path: {error}") from None
         accepted = [place for place in (self._weights_folder, self._uploads) if place is not None]
         if self._weights_folder is not None and not any(map(folder.is_relative_to, accepted)):
@@ -253,7 +254,7 @@ class SamplerApp:
         return folder
 
     async def _take_upload(self, request: Request) -> Response:
-        """A part of a published folder, from a client that shares none with this host."""
+        """Receive a part of a published folder, from a client whose folders this host cannot read."""
         if request.method != "GET":
             check_head(request, self._limits.upload_body(), self._limits)
         try:
@@ -270,10 +271,11 @@ class SamplerApp:
     def _guarded(
         self, endpoint: Callable[[Request], Awaitable[dict[str, Any] | Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap an endpoint: check the key, answer with JSON, report errors in OpenAI's format."""
+        """Wrap an endpoint: check the key, respond with JSON, and send errors in the format of the path's protocol."""
 
         async def guarded(request: Request) -> Response:
             answer = await answered(request)
+            # Delay refusals, so that a client that repeats an invalid request costs less; a stop ends the delay.
             if 400 <= answer.status_code < 500 and self._limits.refusal_seconds:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._limits.refusal_seconds):
@@ -295,6 +297,7 @@ class SamplerApp:
             except Refused as error:
                 return self._refusal(request, error)
             except VerbatimError as error:
+                # If the engine has died meanwhile, clients need 503 to try another replica, whatever error it caused.
                 if (failure := failure_of(self._sampler)) is not None:
                     return self._refusal(request, Refused(503, failure))
                 status, body = protocol.error_body(error)
@@ -302,37 +305,38 @@ class SamplerApp:
                     logger.warning("a request failed: %s", cut(str(error)))
                 message = cut(str(error), _LONGEST_MESSAGE)
                 return self._refusal(request, Refused(status, message, body["error"]["type"]))
-            except (OverflowError, RecursionError, UnicodeError) as error:  # invalid numbers, depths and texts
+            # What a request can still trigger in spite of all checks: a number, a depth or a text out of range.
+            except (OverflowError, RecursionError, UnicodeError) as error:
                 message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
                 return self._refusal(request, Refused(400, message))
 
         return guarded
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
-        """Refuse a path or a method that no endpoint has, in the form of the protocol that the path belongs to."""
+        """Refuse an unknown path or method, in the format of the protocol that the path belongs to."""
         assert isinstance(error, HTTPException)
-        said = {
+        texts = {
             404: f"there is nothing at {brief(request.url.path)}",
-            405: f"{brief(request.url.path)} does not take {request.method}",
+            405: f"{brief(request.url.path)} does not accept {request.method}",
         }
-        answer = self._refusal(request, Refused(error.status_code, said.get(error.status_code, error.detail)))
+        answer = self._refusal(request, Refused(error.status_code, texts.get(error.status_code, error.detail)))
         answer.headers.update(error.headers or {})
         return answer
 
     def _refusal(self, request: Request, refused: Refused) -> Response:
-        """An error in the form of the protocol that the path belongs to."""
+        """An error response in the format of the protocol that the path belongs to."""
         status, kind = refused.status, refused.kind
-        if not kind and not request.url.path.startswith("/v1/"):  # read by `HttpSampler`, which knows these two
+        if not kind and not request.url.path.startswith("/v1/"):  # `HttpSampler` knows only these two error types
             kind = "invalid_request_error" if status < 500 else "unavailable"
         form = self._chat.protocols.of(request.url.path.removeprefix("/v1/"))
         answer = json_answer(form.error(status, refused.message, refused.field, kind), status)
-        if status in (408, 411):  # without waiting for the rest of the body
+        if status in (408, 411):  # the body is unread, and its end unknown: the connection cannot be reused
             answer.headers["connection"] = "close"
         return answer
 
     def _check_host(self, request: Request) -> None:
-        """Refuse web pages whose name resolves to this address (DNS rebinding): without a key, the Host header must be
-        an address or an allowed name."""
+        """Protect a server without a key against DNS rebinding, in which a web page's own host name is made to resolve
+        to this server: the Host header must be an IP address or an allowed name."""
         given = request.headers.get("host")
         if self._api_key is not None or given is None:
             return
@@ -344,7 +348,8 @@ class SamplerApp:
         except ValueError:
             raise Refused(
                 403,
-                f"Host: {brief(given)} is not a name of this server; start it with --allow-host, or with an api key",
+                f"Host: {brief(given)} is not a name of this server; start it with --allow-host NAME, or with an api "
+                "key",
             ) from None
 
     def _check_key(self, request: Request) -> None:
@@ -356,6 +361,7 @@ class SamplerApp:
     async def _ids_body(self, request: Request, room: int) -> dict[str, Any]:
         data = await read_body(request, self._limits.ids_body(room), self._limits)
         most = MOST_VALUES + room + MOST_STOP_IDS
+        # A thread costs more than parsing a small body.
         body = await asyncio.to_thread(read_json, data, most) if len(data) > LARGE else read_json(data, most)
         check_model(body.get("model"), self._model)
         return body

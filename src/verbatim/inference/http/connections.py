@@ -1,5 +1,5 @@
-"""Serves over HTTP, and closes connections that a client holds idle: uvicorn has no deadline for the head of a request
-or for a client that does not read."""
+"""The HTTP/1.1 server: uvicorn's protocol with deadlines for a request's head and for unread responses, which uvicorn
+does not have."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 from verbatim.inference.http.limits import CONNECTION, DOOR, TINY_CHUNKS
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
+"""Seconds that an idle connection is kept: longer than clients keep it, so that the client closes first and no request
+meets a connection that the server is closing."""
 _GRACE, _POLL = 5.0, 0.01
-"""Seconds for requests under way to be answered when the server stops, and between two looks whether they are."""
+"""Seconds for requests in flight to finish when the server stops, and seconds between checks of whether they have."""
 _HEAD_AT_ONCE, _CHUNKS_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**14, 2**18
-"""Most bytes read in one turn. A body of known length is passed on as it comes; a head may be followed by thousands
-of tiny chunks, which are parsed one by one."""
+"""Maximum bytes read in one pass of the event loop. A body with a content-length is passed on unparsed; behind a head
+there may be thousands of tiny chunks, which are parsed one by one."""
 _LINGER, _DISCARDED = 2.0, 2**22
-"""Seconds, and most bytes, for which a client may send on what was refused: a connection that is closed while bytes
-come is reset, and the answer to it may be lost."""
+"""After a refusal: seconds, and maximum bytes, for which the client's remaining bytes are read and discarded. Closing a
+connection with unread bytes resets it, and the client may then never see the response."""
 _PAYLOAD, _JUDGED = 0.8, 2**12
-"""The least share of a chunked body that is not about its chunks, once so many bytes of it have come."""
+"""Minimum share of payload in a chunked body, applied once this many bytes have arrived: the rest is chunk sizes."""
 
 
-class _Messages(h11.ClientConnection):
-    """One connection's HTTP.
+class _Messages(h11.Connection):
+    """One connection's HTTP parser and writer; differs from h11's in two ways:
 
-    - Every head of more bytes than it may have is refused. h11 itself refuses those that have not come to their end,
-      and takes what ends in the same read.
-    - The head of an answer is written with the first part of its body, if that comes in the same turn of the event
-      loop: a system call, and for the client a read, less.
+    - Every head above the limit is refused. h11 itself checks only incomplete heads, and accepts a longer one that ends
+      within the same read.
+    - The head of a response is written together with the first part of its body, if that follows in the same pass of
+      the event loop. That saves a system call, and the client a read.
 
     Args:
-        most: Bytes of a head.
-        write: Writes to the client.
+        most: Maximum bytes of a request's head.
+        write: Writes bytes to the client.
     """
 
     def __init__(self, most: int, write: Callable[[bytes], None]) -> None:
         super().__init__(h11.SERVER, most)
         self._most, self._write = most, write
         self._head = b""
-        """Of the answer, as long as it is not written."""
+        """The response's head while it is held back."""
 
     def next_event(self) -> Any:
-        """As h11's; a RemoteProtocolError for a head that is too long."""
+        """As in h11; raises RemoteProtocolError for a head that is too long."""
         before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
         event = super().next_event()
         if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > self._most:
@@ -65,7 +66,7 @@ class _Messages(h11.ClientConnection):
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """As h11's; of an answer's head nothing yet."""
+        """As in h11, but holds back a response's head until the next data or the next pass of the event loop."""
         data = super().send_with_data_passthrough(event)
         if isinstance(event, h11.Response):
             self._head = b"".join(data or ())
@@ -82,7 +83,7 @@ class _Messages(h11.ClientConnection):
 
 
 class ClientConnection(H11Protocol):
-    """One client's connection; closed if the client is late with a request's head or does not read its answer."""
+    """One client's connection; closed if a request's head is late or the client does not read its response."""
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, *, table: ConnectionTable, door: Door | None = None
@@ -91,22 +92,22 @@ class ClientConnection(H11Protocol):
         self.conn = _Messages(table.limits.head_bytes, self._write)
         self._table, self._door = table, door
         self.group = "" if door is None else door.name
-        """The name of its door, or else its client's host."""
+        """Name of the connection's door, or else the client's host."""
         self._head: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._refused = False
         self._num_discarded = 0
-        """Bytes that came behind a refusal."""
+        """Bytes received after a refusal."""
         self._num_received = self._num_payload = 0
-        """Bytes of a chunked body, with its chunks' sizes and without them."""
+        """Bytes of a chunked body with and without the chunk framing."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether its client will get nothing more."""
+        """True if nothing more can be sent to the client."""
         return self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the head of the first request."""
+        """Register the connection, and wait for the head of the first request."""
         super().connection_made(transport)
         self.group = self.group or (self.client[0] if self.client else "")
         self._read_at_once(_HEAD_AT_ONCE)
@@ -114,15 +115,15 @@ class ClientConnection(H11Protocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove it from the table and stop its timers."""
+        """Remove the connection from the table and stop its timers."""
         self._table.remove(self)
         self._head = _cancelled(self._head)
         self._reading = _cancelled(self._reading)
         super().connection_lost(exc)
-        self.app_state = {}  # it holds this connection: thousands that come and go wait for no garbage collector
+        self.app_state = {}  # breaks a reference cycle, so that closed connections are freed without the collector
 
     def data_received(self, data: bytes) -> None:
-        """Parse new bytes, which may or may not complete a head."""
+        """Parse new bytes; after a refusal, discard them."""
         if self._refused:
             self._num_discarded += len(data)
             if self._num_discarded > _DISCARDED:
@@ -133,7 +134,7 @@ class ClientConnection(H11Protocol):
         self._go_on(len(data), len(self.cycle.body) - num_before if self.cycle is before and self._busy else None)
 
     def _go_on(self, size: int, payload: int | None) -> None:
-        """Read what follows, as far as it is wanted: arguments as of `_take_chunks`."""
+        """Set how much is read next, and the deadline of a head; arguments as in `_take_chunks`."""
         if self._refused:
             return
         if self._busy:
@@ -150,11 +151,11 @@ class ClientConnection(H11Protocol):
                 self._expect_head()
 
     def _take_chunks(self, size: int, payload: int | None) -> None:
-        """Go on with a chunked body while its chunks are worth it: each costs as much as kilobytes of text do.
+        """Read on in a chunked body, unless its chunks are tiny: parsing a chunk costs as much as kilobytes of text.
 
         Args:
-            size: Bytes that came.
-            payload: Bytes of the body in them; None: its head came with them.
+            size: Number of bytes received.
+            payload: Bytes of the body among them; None: the request's head was among them, so the share is unknown.
         """
         if not self._table.limits.takes_chunks:
             self._end_body()
@@ -164,7 +165,7 @@ class ClientConnection(H11Protocol):
         else:
             self._num_received, self._num_payload = self._num_received + size, self._num_payload + payload
         if self._num_received >= _JUDGED and self._num_payload < _PAYLOAD * self._num_received:
-            self.scope["state"][TINY_CHUNKS] = True
+            self.scope["state"][TINY_CHUNKS] = True  # `read_whole` refuses the request
             self._end_body()
             self.cycle.more_body = False
             self.cycle.message_event.set()
@@ -172,13 +173,13 @@ class ClientConnection(H11Protocol):
             self._read_at_once(_CHUNKS_AT_ONCE if self._num_received >= _CHUNKS_AT_ONCE else _HEAD_AT_ONCE)
 
     def _end_body(self) -> None:
-        """Read no more of it: it is answered without its body, and then closed."""
+        """Stop reading the body; the request is answered without it, and the connection is then closed."""
         self.flow.pause_reading()
         self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
-        """The answer is written, though perhaps unread: wait for the next request, or discard the rest of a refused
-        body first."""
+        """Called when the response is written, though maybe not read: wait for the next request. If the client is still
+        sending a refused body, its rest is read fast and discarded first."""
         self._read_at_once(_BODY_AT_ONCE if self._in_body else _HEAD_AT_ONCE)
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
@@ -187,7 +188,7 @@ class ClientConnection(H11Protocol):
             self._table.waits(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP, with the delay of every other refusal; 431 where a head is too long."""
+        """Refuse bytes that are not HTTP, after the same delay as other refusals; with 431 if a head is too long."""
         if not self._refused:
             self._refused = True
             self.flow.pause_reading()
@@ -195,7 +196,7 @@ class ClientConnection(H11Protocol):
             self.loop.call_later(self._table.limits.refusal_seconds, self._refuse, status, msg)
 
     def _refuse(self, status: int, msg: str) -> None:
-        """Answer, and close once the client has read that or is late: what it still sends is discarded."""
+        """Send the refusal, then close once the client closes or `_LINGER` is over; discard what it still sends."""
         if self.transport.is_closing():
             return
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
@@ -209,7 +210,7 @@ class ClientConnection(H11Protocol):
             answer = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
             for event in (answer, h11.Data(data=msg.encode("ascii")), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        if self._busy:  # in its body: there is nobody left to answer to
+        if self._busy:  # the error is in a request's body: the application must not wait for the rest of it
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.transport.can_write_eof():
@@ -221,35 +222,35 @@ class ClientConnection(H11Protocol):
         self.flow.resume_reading()
 
     def shutdown(self) -> None:
-        """The server stops: close it once what is under way is answered."""
+        """Close the connection once the request in flight is answered; called when the server stops."""
         if self._refused:
             self.abort()
         else:
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as the answer is written."""
+        """Start the deadline: the client reads more slowly than the response is written."""
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """The client has read its answer."""
+        """Stop the deadline: the client has read."""
         super().resume_writing()
         self._reading = _cancelled(self._reading)
 
     def abort(self) -> None:
-        """Close it now, without sending what is buffered."""
+        """Close the connection now; buffered data is not sent."""
         self._table.remove(self)
         self.transport.abort()
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is unanswered."""
+        """True while a request is unanswered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _in_body(self) -> bool:
-        """Whether the client is sending the body of a request."""
+        """True while the client is sending the body of a request."""
         return self.conn.their_state is h11.SEND_BODY
 
     def _write(self, data: bytes) -> None:
@@ -257,7 +258,7 @@ class ClientConnection(H11Protocol):
             self.transport.write(data)
 
     def _read_at_once(self, size: int) -> None:
-        with contextlib.suppress(AttributeError):  # asyncio's own transports have it, uvloop's do not
+        with contextlib.suppress(AttributeError):  # asyncio's own transports have `max_size`, uvloop's do not
             self.transport.max_size = size  # type: ignore[attr-defined]
 
     def _expect_head(self) -> None:
@@ -270,7 +271,7 @@ class ClientConnection(H11Protocol):
 
     def _head_is_late(self) -> None:
         self._head = None
-        if not self._busy:
+        if not self._busy:  # otherwise the head is complete
             self.abort()
 
     def _reading_is_late(self) -> None:
@@ -280,19 +281,20 @@ class ClientConnection(H11Protocol):
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Cancel a timer; returns None, to assign to the timer's name."""
+    """Cancel a timer; returns None, to be assigned to the timer's attribute."""
     if timer is not None:
         timer.cancel()
     return None
 
 
 class Server:
-    """Serves an ASGI application over HTTP/1.1 in the caller's event loop, with uvicorn's protocol of a connection.
-    It leaves signals alone: Ctrl-C belongs to the owner of the event loop.
+    """Serves an ASGI application over HTTP/1.1 in the caller's event loop, with uvicorn's connection protocol.
+
+    Not `uvicorn.Server`, which would install signal handlers: Ctrl-C belongs to the owner of the event loop.
 
     Args:
-        app: The application.
-        table: The open connections.
+        app: The ASGI application.
+        table: Table of the open connections.
     """
 
     def __init__(self, app: ASGIApp, table: ConnectionTable) -> None:
@@ -312,7 +314,7 @@ class Server:
         self._acceptors: set[Acceptor] = set()
 
     def listen_on(self, listening: socket.socket, door: Door | None = None) -> Acceptor:
-        """Accept what comes over a socket that is bound and listens."""
+        """Accept connections on a socket that is bound and listening."""
 
         def make() -> ClientConnection:
             return ClientConnection(self._config, self._state, table=self._table, door=door)
@@ -322,20 +324,19 @@ class Server:
         return acceptor
 
     def stop_listening(self, acceptor: Acceptor) -> None:
-        """Accept no more over a socket, and close it."""
+        """Stop accepting connections on a socket; its queued connections are closed."""
         self._acceptors.discard(acceptor)
         acceptor.close()
 
     async def stop(self, grace: float = _GRACE) -> None:
-        """Accept no more, wait so many seconds for the end of what is under way, and close connections of clients that
-        read no answer."""
+        """Stop accepting, wait up to `grace` seconds for requests in flight, then close the remaining connections."""
         for acceptor in list(self._acceptors):
             self.stop_listening(acceptor)
         for connection in list(self._state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                while self._state.connections or self._state.tasks:  # noqa: ASYNC110  (uvicorn's, which set no event)
+                while self._state.connections or self._state.tasks:  # noqa: ASYNC110  (uvicorn has no event for it)
                     await asyncio.sleep(_POLL)
         for connection in list(self._state.connections):
             connection.transport.abort()

@@ -1,4 +1,4 @@
-"""Counts the connections of a server, in all and of each client or door, so that one leaves the others room."""
+"""Tracks a server's open connections, in total and for each client or door, so that none takes the others' share."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Protocol
 from verbatim.inference.http.limits import ConnectionLimits
 
 _AT_ONCE = 64
-"""Connections of a door that are accepted at once after a quiet while."""
+"""Burst of connections that a door accepts at once after a quiet period."""
 
 
 class Pace:
-    """So many things a second, and some at once: one client that does them without end leaves the others theirs.
+    """A rate limiter with a burst (the generic cell rate algorithm, a form of token bucket).
 
     Args:
-        per_second: In the long run.
-        burst: At once, after a quiet while.
-        now: The clock, in seconds.
+        per_second: Events per second in the long run.
+        burst: Events that are allowed at once after a quiet period.
+        now: Clock in seconds.
     """
 
     def __init__(self, per_second: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
         self._apart, self._burst, self._now = 1 / per_second, burst / per_second, now
         self._due = 0.0
-        """When the next thing would be due if all were spread evenly."""
+        """Time at which the next event would be due if all were spread evenly."""
 
     def delay(self) -> float:
-        """Count one thing; returns the seconds that it has to wait.
+        """Count one event; returns the seconds that it has to wait.
 
         >>> pace = Pace(10, 2, now=lambda: 5.0)
         >>> [round(pace.delay(), 3) for _ in range(4)]
@@ -41,26 +41,28 @@ class Pace:
 
 
 class OpenConnection(Protocol):
-    """An open connection."""
+    """An open connection, as the table sees it."""
 
     group: str
-    """Its door's name, or else its client's host."""
+    """Name of the connection's door, or else the client's host."""
 
     def abort(self) -> None:
-        """Close it now."""
+        """Close the connection at once."""
 
 
 @dataclass(eq=False)
 class Door:
-    """A socket of its own for clients that are not trusted with the whole server: a program in its sandbox."""
+    """Limits of a separate listening socket for untrusted clients, such as a program in its sandbox."""
 
     name: str
     most: int
-    """Most open connections. A new one replaces the one that has waited longest for a request."""
+    """Maximum number of open connections. A new one replaces the one that has been idle longest."""
     per_second: float
-    """Most connections, and most requests, in a second; others wait."""
+    """Maximum number of new connections, and of requests, in a second; further ones wait."""
     accepts: Pace = field(init=False)
+    """Rate limiter of new connections."""
     requests: Pace = field(init=False)
+    """Rate limiter of requests."""
 
     def __post_init__(self) -> None:
         self.accepts = Pace(self.per_second, _AT_ONCE)
@@ -68,38 +70,39 @@ class Door:
 
 
 class ConnectionTable:
-    """Open connections, and those of them that wait for a request, the longest wait first. The connections of a door,
-    or else of a client's host, are a group.
+    """The open connections, and which of them are idle. Connections of one door, or else of one client's host, form a
+    group.
 
     Args:
-        limits: Of one connection.
-        most: Most open connections.
+        limits: Limits of one connection.
+        most: Maximum number of open connections.
     """
 
     def __init__(self, limits: ConnectionLimits, most: int) -> None:
         self.limits, self.most = limits, most
         self.open: set[OpenConnection] = set()
         self.num_queued = 0
-        """Connections that are accepted and not begun."""
+        """Number of connections that are accepted but not begun."""
         self._waiting: dict[str, dict[OpenConnection, None]] = {}
+        """Idle connections by group. The inner dict is an ordered set: the longest idle comes first."""
         self._sizes: Counter[str] = Counter()
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for a newcomer."""
+        """True if there is no room for another connection."""
         return len(self.open) + self.num_queued >= self.most
 
     def num_of(self, group: str) -> int:
-        """Open connections of a group."""
+        """Number of open connections of a group."""
         return self._sizes[group]
 
     def add(self, connection: OpenConnection) -> None:
-        """It is open."""
+        """Record an opened connection."""
         self.open.add(connection)
         self._sizes[connection.group] += 1
 
     def remove(self, connection: OpenConnection) -> None:
-        """It is closed. May be called again."""
+        """Record a closed connection. May be called again."""
         self.has_request(connection)
         if connection in self.open:
             self.open.remove(connection)
@@ -108,11 +111,11 @@ class ConnectionTable:
                 del self._sizes[connection.group]
 
     def waits(self, connection: OpenConnection) -> None:
-        """It waits for a request from now on, if it did not before."""
+        """Record that a connection is idle; one that already is keeps its place in the order."""
         self._waiting.setdefault(connection.group, {}).setdefault(connection)
 
     def has_request(self, connection: OpenConnection) -> None:
-        """It waits no longer."""
+        """Record that a connection is no longer idle."""
         group = self._waiting.get(connection.group)
         if group is not None:
             group.pop(connection, None)
@@ -120,8 +123,8 @@ class ConnectionTable:
                 del self._waiting[connection.group]
 
     def evict(self, group: str | None = None) -> bool:
-        """Close the connection that has waited longest for a request: of this group, or of the one that has most of
-        them. False if all have a request."""
+        """Close the connection that has been idle longest, in this group or else in the group with the most idle ones.
+        Returns False if none is idle."""
         if group is None:
             group = max(self._waiting, key=lambda name: len(self._waiting[name]), default=None)
         for connection in self._waiting.get(group or "", ()):

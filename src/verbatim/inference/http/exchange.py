@@ -1,4 +1,4 @@
-"""Reads the body of a request, works for it only while its client is there, and writes the answer."""
+"""Reads a request's body, runs its work while the client is connected, and writes the response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOPPING = "the server is stopping"
 _OF_A_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",
+    "x-accel-buffering": "no",  # nginx would collect the events otherwise
 }
 
 
@@ -33,24 +33,24 @@ class ClientGone(Exception):
 
 
 def json_answer(body: Mapping[str, Any], status: int = 200) -> Response:
-    """A JSON answer, in ASCII: texts may hold half a character."""
+    """A JSON response."""
     return Response(to_json(body), status, media_type="application/json")
 
 
 def to_json(body: Mapping[str, Any]) -> bytes:
-    """The text of JSON in ASCII."""
+    """Encode JSON as ASCII with escapes: texts may hold lone surrogates, which UTF-8 cannot encode."""
     return json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
-    """Refuse a body of more than `most` bytes, one in chunks where these are not taken, and one that is compressed: it
-    may be small, and large once it is read."""
+    """Refuse, by its head, a request with a body of more than `most` bytes, with a chunked body where these are not
+    accepted, or with a compressed body, which may be small on the wire and huge once it is decompressed."""
     encodings = ", ".join(request.headers.getlist("content-encoding")).strip()
     if encodings.lower() not in ("", "identity"):
         raise Refused(
             415,
-            f"content-encoding = {brief(encodings)}: compressed bodies are not read; send the body as "
-            "it is, without content-encoding",
+            f"content-encoding = {brief(encodings)}: compressed bodies are not accepted; send the body "
+            "uncompressed, without content-encoding",
         )
     is_sized = "content-length" in request.headers and "transfer-encoding" not in request.headers
     if not is_sized and not limits.takes_chunks:
@@ -60,9 +60,9 @@ def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
 
 
 async def read_body(request: Request, most: int, limits: ServerLimits) -> bytearray:
-    """Read a JSON body of at most `most` bytes, in time."""
+    """Read a JSON body of at most `most` bytes within the time limit."""
     if not request.headers.get("content-type", "").startswith("application/json"):
-        # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
+        # Also refuses web pages: a browser sends this content-type to another site only if a preflight allows it.
         raise Refused(415, "expected a body of content-type application/json")
     return await read_whole(request, most, limits)
 
@@ -70,17 +70,17 @@ async def read_body(request: Request, most: int, limits: ServerLimits) -> bytear
 async def read_whole(
     request: Request, most: int, limits: ConnectionLimits, grow: Callable[[int], None] = lambda size: None
 ) -> bytearray:
-    """Read a body, in chunks too where these are taken.
+    """Read a body, which may be chunked if the limits allow it.
 
     Args:
-        request: Whose head has come.
-        most: Bytes.
-        limits: The time for it.
-        grow: Told the bytes of a body that does not say its length, as they come; may refuse them.
+        request: The request; only its head has been read.
+        most: Maximum bytes of the body.
+        limits: Has the time limit, and whether chunked bodies are accepted.
+        grow: Called with the size of each chunk of a body without content-length; may raise to refuse it.
 
     Raises:
-        Refused: it is compressed, too large, comes too late, or in chunks of a few bytes.
-        ClientDisconnect: the client has gone.
+        Refused: the body is compressed, too large, too late, or split into chunks of a few bytes.
+        ClientDisconnect: the client has disconnected.
     """
     check_head(request, most, limits)
     is_sized = "content-length" in request.headers
@@ -101,21 +101,21 @@ async def read_whole(
 
 
 class StopEvent(asyncio.Event):
-    """Set when a server stops: ends at once what `while_there` runs until then."""
+    """Set when a server stops; it then ends all work under `while_there` at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ends: set[Callable[[], None]] = set()
 
     def set(self) -> None:
-        """The server stops."""
+        """Signal that the server stops."""
         super().set()
         for end in list(self._ends):
             end()
 
     @contextlib.contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Call `end` when the server stops in the block."""
+        """Call `end` if the server stops while the block runs."""
         self._ends.add(end)
         try:
             yield
@@ -124,12 +124,15 @@ class StopEvent(asyncio.Event):
 
 
 async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any, Any, T]) -> T:
-    """Run some work; cancel it if the client disconnects or the server stops.
+    """Run a request's work; cancel it if the client disconnects or the server stops.
+
+    The work runs in the caller's task, because another task costs tens of microseconds. So a cancellation by `end` has
+    to be told apart from one of the task itself, as `asyncio.timeout` does it: by the count of `task.cancelling()`.
 
     Args:
-        receive: Of the request, whose body has been read.
+        receive: ASGI `receive` of the request, whose body has been read.
         stopped: Set when the server stops.
-        work: What to do for the request; in the task of the caller, as every task more costs tens of microseconds.
+        work: The work for the request.
 
     Raises:
         ClientGone: the client has disconnected.
@@ -151,7 +154,7 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
 
     def gone(watching: asyncio.Task[None]) -> None:
         if not watching.cancelled():
-            watching.exception()  # whatever it is, nothing more can be read
+            watching.exception()  # retrieved, so that asyncio logs nothing: any error means that the client is gone
             end(ClientGone())
 
     watching = asyncio.ensure_future(_disconnected(receive))
@@ -165,7 +168,7 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
         raise why from None
     finally:
         watching.cancel()
-    if why is not None:  # the work went on to its end all the same
+    if why is not None:  # the work finished in spite of the cancellation, which must not leak to the caller
         task.uncancel()
         raise why
     return result
@@ -177,11 +180,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class ResponseWriter:
-    """Writes the answer to one request. Its methods raise a ConnectionError if the client has gone.
+    """Writes the response to one request. Its methods raise a ConnectionError if the client has disconnected.
 
     Args:
-        scope, send: Of ASGI.
-        protocol: Errors are written in its form.
+        scope, send: The request's, as in ASGI.
+        protocol: Formats errors.
     """
 
     def __init__(self, scope: Scope, send: Send, protocol: ChatProtocol) -> None:
@@ -192,17 +195,17 @@ class ResponseWriter:
         self._stream: ChatStream | None = None
 
     async def whole(self, status: int, body: Mapping[str, Any]) -> None:
-        """Write all of it, in ASCII: texts may hold lone surrogates."""
+        """Write a whole JSON response."""
         data = to_json(body)
         await self._begin(status, {"content-type": "application/json", "content-length": str(len(data))})
         await self._write(data, last=True)
 
     async def stream(self, stream: ChatStream, events: AsyncGenerator[bytes]) -> None:
-        """Write the events of a stream, which `end` ends.
+        """Write the events of a stream; call `end` afterwards.
 
         Args:
-            stream: Writes an error as an event.
-            events: The events; some are empty.
+            stream: Formats an error as an event.
+            events: The events. Empty ones are skipped, so that an error before the first event still gets its status.
         """
         self._stream = stream
         async with contextlib.aclosing(events):
@@ -213,11 +216,11 @@ class ResponseWriter:
                     await self._write(event)
 
     async def end(self) -> None:
-        """The stream is over."""
+        """End the stream."""
         await self._write(b"", last=True)
 
     async def refuse(self, refused: Refused) -> None:
-        """Write an error: in the protocol's form, or as the last event where a stream has begun."""
+        """Write an error in the protocol's format: as a response, or as the last event of a stream that has begun."""
         if not self._has_begun:
             error = self.protocol.error(refused.status, refused.message, refused.field, refused.kind)
             await self.whole(refused.status, error)

@@ -39,7 +39,7 @@ def _parsed(text: bytes | bytearray, offset: int) -> Any:
     if not _LONG_NUMBER.search(text):  # orjson turns integers of more than 64 bits into floats
         import orjson
 
-        with contextlib.suppress(ValueError):  # half a character too: Python's reader takes it
+        with contextlib.suppress(ValueError):  # Python's parser, below, accepts lone surrogates
             return orjson.loads(text)
     try:
         return json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=refuse_constant)

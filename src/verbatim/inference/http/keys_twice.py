@@ -1,4 +1,4 @@
-"""Finds a key that stands twice in one object of a JSON body. Parsers keep the last value, and the others are lost."""
+"""Finds a duplicate key in an object of a JSON body: parsers keep only the last value, so a part would be lost."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ _LONGEST_PLACE, _LONGEST_KEY = 200, 80
 def check_keys(data: bytes | bytearray, value: object) -> None:
     r"""Refuse a body in which an object has a key twice.
 
-    A body has one text more than what was parsed of it for each key that was lost. Nearly every body is what a quick
-    writer makes of the value, or has as many quotes as the value has texts. Any other is parsed once more.
+    Parsing with a hook would find it, but takes much longer than orjson. Each lost key is a string that the body has
+    and the parsed value has not, so two quick checks clear nearly every body: it equals what orjson writes for the
+    value, or its number of quotes is twice the number of strings in the value. Any other body is parsed a second time.
 
     Args:
-        data: The JSON text of a body, which was parsed already.
-        value: What was parsed.
+        data: The JSON text of the body.
+        value: The value parsed from it.
 
     Raises:
-        UsageError: names the object and the key.
+        UsageError: an object has a key twice; the message names the object and the key.
 
     >>> check_keys(b'{"a": {"b": 1, "b": 2}}', {"a": {"b": 2}})
     Traceback (most recent call last):
     ...
-    verbatim.core.errors.UsageError: a has the key 'b' twice, of which one value would be lost; send each key once
+    verbatim.core.errors.UsageError: a has the key 'b' twice, and one of the values would be lost; send each key once
     """
     if _has_as_many(data, value):
         return
@@ -35,29 +36,29 @@ def check_keys(data: bytes | bytearray, value: object) -> None:
     if found is not None:
         place, key = found
         raise UsageError(
-            f"{place[:_LONGEST_PLACE] or 'the body'} has the key {key[:_LONGEST_KEY]!r} twice, of which one value "
+            f"{place[:_LONGEST_PLACE] or 'the body'} has the key {key[:_LONGEST_KEY]!r} twice, and one of the values "
             "would be lost; send each key once"
         )
 
 
 def _has_as_many(data: bytes | bytearray, value: object) -> bool:
-    """Whether it can be told that the body has as many texts as the value."""
-    # What holds no backslash is mostly ids of tokens, which are quicker counted than written.
+    """True if a quick check shows that the body has no more strings than the value."""
+    # Without a backslash it is mostly a body of token ids; counting its quotes is faster than writing it again.
     return (b"\\" in data and _is_written_so(data, value)) or _num_quotes(data) == 2 * _num_texts(value)
 
 
 def _is_written_so(data: bytes | bytearray, value: object) -> bool:
-    """Whether the body is what orjson writes, and JavaScript's and most of Python's clients."""
+    """True if the body equals what orjson writes for the value, as with clients in JavaScript and most in Python."""
     import orjson
 
     try:
         return orjson.dumps(value) == data
-    except TypeError:  # of a large integer, or of many levels
+    except TypeError:  # an integer of more than 64 bits, or too many levels
         return False
 
 
 def _num_quotes(data: bytes | bytearray) -> int:
-    r"""The quotes around the texts of JSON in UTF-8.
+    r"""Number of quotes that delimit strings in JSON text, without escaped ones.
 
     >>> _num_quotes(b'{"a\\\\": "\\"b\\""}')
     4
@@ -65,12 +66,13 @@ def _num_quotes(data: bytes | bytearray) -> int:
     if b"\\" not in data:
         return data.count(b'"')
     if b"\\\\" in data:
-        data = data.replace(b"\\\\", b"")  # else a quote behind it looks escaped
+        data = data.replace(b"\\\\", b"")  # a quote after an escaped backslash would look escaped
     return data.count(b'"') - data.count(b'\\"')
 
 
 def _num_texts(value: object) -> int:
-    """The texts in a JSON value, keys included; at most, for lists that begin with a number are passed by."""
+    """Number of strings in a JSON value, including keys. A lower bound: lists that begin with an integer, mostly token
+    ids, are skipped for speed; a too low number only means that the body is parsed again."""
     num, left = 0, [value]
     for holder in left:
         items: Iterable[object] = ()
@@ -88,16 +90,17 @@ def _num_texts(value: object) -> int:
 
 
 class _Marked(dict[str, object]):
-    """An object with a key twice."""
+    """An object with a duplicate key."""
 
     key = ""
+    """The duplicate key."""
 
 
 def _marked(data: bytes | bytearray) -> object:
-    """The JSON value with such objects marked.
+    """Parse the body again; objects with duplicate keys become `_Marked`.
 
     Raises:
-        UsageError: it is nested more deeply than Python's parser goes.
+        UsageError: the body is nested more deeply than Python's parser supports.
     """
     try:
         return json.loads(data, object_pairs_hook=_object)
@@ -115,7 +118,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _twice(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """(place, key) of each marked object in a value, outer ones first."""
+    """(place, duplicate key) of each marked object in a value, outer objects first. Iterative: bodies may be deep."""
     left: list[tuple[object, str]] = [(value, place)]
     for item, where in left:
         if isinstance(item, _Marked):

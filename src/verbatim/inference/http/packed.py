@@ -1,4 +1,5 @@
-"""Packs ids and logprobs into one string each, and reads them: a tenth of the size of vLLM's JSON, bit for bit."""
+"""Packs ids and logprobs into one base64 string each, and reads them back bit for bit: a tenth of the size of vLLM's
+JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from verbatim.core.types import Float32, Int32
 
 PACKED = "packed"
-"""In a request, under `protocol.OURS`: true = pack the answer, if the server can. In an answer: what `pack` gives;
-`token_ids` and `logprobs` of the choice are null then, so an answer says by itself which form it has. Our servers pack,
-and so does a vLLM with our middleware (`vllm/plugin/verbatim_vllm_answers.py`)."""
+"""In a request, under `protocol.OURS`: true = pack the response if the server can. In a response: the result of `pack`;
+`token_ids` and `logprobs` of the choice are then null. Our servers support it, and so does vLLM with our middleware
+(`vllm/plugin/verbatim_vllm_answers.py`)."""
 
 
 def pack(ids: Int32, logprobs: Float32 | None) -> dict[str, str | None]:
@@ -30,10 +31,10 @@ def pack(ids: Int32, logprobs: Float32 | None) -> dict[str, str | None]:
 
 
 def read_packed(value: object) -> tuple[Int32, Float32 | None]:
-    """Ids and logprobs, int32 [L] and float32 [L] or None, from what `pack` gave.
+    """The ids (int32 [L]) and logprobs (float32 [L] or None) from the result of `pack`.
 
     Raises:
-        ValueError: no such strings, a negative id, a logprob that is not finite, or another number of logprobs.
+        ValueError: malformed strings, a negative id, a logprob that is not finite, or a wrong number of logprobs.
     """
     strings = value if isinstance(value, dict) else {}
     ids = _array(strings.get("token_ids"), "<i4", "packed token_ids").astype(np.int32)
@@ -58,5 +59,5 @@ def _array(text: object, dtype: str, what: str) -> NDArray[Any]:
         raise ValueError(f"{what}: expected an array as base64, found {type(text).__name__}")
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
-    except (binascii.Error, ValueError) as error:  # not ASCII, no base64, or half a number
+    except (binascii.Error, ValueError) as error:  # not ASCII, not base64, or not a multiple of four bytes
         raise ValueError(f"{what}: expected an array as base64, found {text[:80]!r} ({error})") from None

@@ -1,7 +1,7 @@
 """Renders conversations and parses completions off the event loop, on a thread or in processes.
 
-A template is a program, and a tokenizer takes seconds for a megabyte, all of it under Python's lock. So a server for
-untrusted clients renders in other processes, which can be killed; a server of its own run renders on a thread.
+A chat template is a program, and a tokenizer needs seconds for a megabyte, all of it under the GIL. A server for
+untrusted clients therefore renders in other processes, which can be killed; a run's own server renders on a thread.
 """
 
 from __future__ import annotations
@@ -33,73 +33,74 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALL = 2**14
-"""Most bytes of a small request. With several processes, one accepts small requests only, so that they never wait
+"""Maximum bytes of a small request. With several processes, one is reserved for small requests, so that they never wait
 behind large ones."""
 START_SECONDS = 120.0
-"""Seconds for a process to load the renderer."""
+"""Timeout in seconds for a process to load the renderer."""
 _MOST_WAITING = 1024
 _MOST_BYTES = 2**28
-"""Most bytes of all waiting requests together."""
+"""Maximum bytes of all queued requests together."""
 _HEADER = struct.Struct("!Q")
+"""Length prefix of a frame on the pipes."""
 
 
 class RenderPool(ABC):
-    """Runs what needs the renderer."""
+    """Runs functions that need the renderer."""
 
     async def start(self) -> None:  # noqa: B027  (there may be nothing to wait for)
-        """Wait until it can render.
+        """Wait until the pool is ready.
 
         Raises:
-            UsageError: the renderer cannot be made; says why.
+            UsageError: the renderer cannot be created; the message has the reason.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """End its threads and processes."""
+        """End the pool's threads and processes."""
 
     @abstractmethod
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
         """Call a function of `chat_work` with the renderer.
 
         Args:
-            size: Bytes of its request; the smallest run first.
-            work: The function; it takes the renderer as the keyword `renderer`.
-            given: Its other arguments, which can be pickled.
-            about: Its keywords.
+            size: Bytes of the request; the smallest queued request runs first.
+            work: The function; gets the renderer as the keyword `renderer`.
+            given: Positional arguments of the function; must be picklable.
+            about: Keyword arguments of the function; must be picklable.
 
         Raises:
-            Refused: it takes too long, too many are waiting already, or the function refuses the request.
-            VerbatimError: as the function does.
+            Refused: the call timed out, the queue is full, or the function refused the request.
+            VerbatimError: raised by the function.
         """
 
 
 class ThreadRenderPool(RenderPool):
-    """Renders on one thread of this process; no other code may use the renderer meanwhile."""
+    """Renders on one thread of this process. No other code may use the renderer meanwhile."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
 
     async def close(self) -> None:
-        """End the thread after its present task."""
+        """End the thread after its current call."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
-        """As `RenderPool.run`."""
+        """See `RenderPool.run`."""
         call = functools.partial(work, *given, renderer=self._renderer, **about)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
 class ProcessRenderPool(RenderPool):
-    """Renders in other processes. A process that takes too long for a request is killed and replaced.
+    """Renders in other processes. A process that exceeds a request's time limit is killed and replaced.
 
     Args:
-        renderer: The model's renderer; created again in each process.
-        processes: Their number. With two or more, the first accepts small requests only.
-        limits: Time limit of one request.
+        renderer: The model's renderer; recreated in each process.
+        processes: Number of processes. With two or more, the first accepts small requests only.
+        limits: Has the time limit of one request, `render_seconds`.
 
     Raises:
-        UsageError: the renderer cannot be sent to another process.
+        UsageError: the renderer cannot be pickled.
     """
 
     def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
@@ -107,12 +108,13 @@ class ProcessRenderPool(RenderPool):
             self._spec = pickle.dumps(renderer_spec(renderer))
         except Exception as error:  # parts of custom renderers raise anything
             raise UsageError(
-                f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
-                "with chat_processes = 0"
+                f"renderer {renderer.name!r} cannot be recreated in another process ({error}); serve with "
+                "chat_processes = 0"
             ) from error
         self._seconds = limits.render_seconds
         self._tasks: list[tuple[int, int, bytes, asyncio.Future[Any]]] = []
-        """The request's bytes (the smallest runs first), a number, the pickled call, and its outcome."""
+        """A heap of (request bytes, sequence number, pickled call, outcome). The sequence number breaks ties, so that
+        neither frames nor futures are compared."""
         self._bytes = 0
         self._numbers = itertools.count()
         self._changed = asyncio.Condition()
@@ -130,15 +132,15 @@ class ProcessRenderPool(RenderPool):
         await asyncio.gather(*self._ready)
 
     async def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         await cancel_all(self._workers)
         for ready in self._ready:
             ready.cancel()
 
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
-        """As `RenderPool.run`."""
+        """See `RenderPool.run`."""
         if len(self._tasks) >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
-            raise Refused(503, "too many conversations wait to be rendered; try again")
+            raise Refused(503, "too many conversations are waiting to be rendered; try again")
         frame = pickle.dumps((work, given, about))
         outcome = asyncio.get_running_loop().create_future()
         async with self._changed:
@@ -160,10 +162,10 @@ class ProcessRenderPool(RenderPool):
             try:
                 process = await _start(self._spec)
             except UsageError as error:
-                if not ready.done():
+                if not ready.done():  # the first start failed: `start` raises, and the server does not start
                     ready.set_exception(error)
                     return
-                logger.warning("%s", error)  # it worked before: memory may be short for a while
+                logger.warning("%s", error)  # a start has worked before, so retry: memory may be short for a while
                 await asyncio.sleep(1.0)
                 continue
             if not ready.done():
@@ -176,29 +178,29 @@ class ProcessRenderPool(RenderPool):
                 await process.wait()
 
     async def _serve(self, process: asyncio.subprocess.Process, frame: bytes, outcome: asyncio.Future[Any]) -> bool:
-        """Run a call; returns whether the process can run another one."""
+        """Run one call in the process. Returns False if the process must be replaced: it is still busy, or dead."""
         if outcome.cancelled():  # the client disconnected
             return True
-        said: Any
+        result: Any
         usable = False
         try:
             async with asyncio.timeout(self._seconds):
                 await _send(process, frame)
-                said = await _receive(process)
+                result = await _receive(process)
             usable = True
         except TimeoutError:
-            said = Refused(400, f"messages: they take more than {self._seconds:g} s to become token ids")
+            result = Refused(400, f"messages: rendering took more than {self._seconds:g} s, which is the limit")
         except (OSError, EOFError) as error:
-            logger.warning("a process that renders conversations ended (%s); another one is started", error)
-            said = Refused(503, "messages: the process that rendered them ended; try again")
+            logger.warning("a render process ended (%s); starting another one", error)
+            result = Refused(503, "messages: the process that rendered them ended; try again")
         except BaseException:
             outcome.cancel()
             raise
         if not outcome.done():
-            if isinstance(said, BaseException):
-                outcome.set_exception(said)
+            if isinstance(result, BaseException):
+                outcome.set_exception(result)
             else:
-                outcome.set_result(said)
+                outcome.set_result(result)
         return usable
 
 
@@ -214,14 +216,14 @@ async def _start(spec: bytes) -> asyncio.subprocess.Process:
             await _send(process, spec)
             outcome = await _receive(process)
     except (OSError, EOFError, TimeoutError) as error:
-        outcome = UsageError(f"a process that renders conversations does not start: {type(error).__name__} {error}")
+        outcome = UsageError(f"a render process did not start: {type(error).__name__} {error}")
     except BaseException:
         kill_group(process.pid)
         raise
     if isinstance(outcome, BaseException):
         kill_group(process.pid)
         await process.wait()
-        raise UsageError(f"a process that renders conversations cannot make the renderer: {outcome}")
+        raise UsageError(f"a render process could not create the renderer: {outcome}")
     return process
 
 
@@ -238,10 +240,10 @@ async def _receive(process: asyncio.subprocess.Process) -> Any:
 
 
 def main() -> None:
-    """Entry of a rendering process: reads a renderer's spec and then calls from standard input, answers on stdout."""
-    os.nice(5)  # the engine first
+    """Entry point of a render process: reads the renderer's spec and then calls on stdin, writes results on stdout."""
+    os.nice(5)  # sampling has priority over rendering
     calls_in, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps library output out of the answers
+    os.dup2(2, 1)  # what libraries print to stdout would corrupt the results
 
     def send(outcome: Any) -> None:
         frame = pickle.dumps(outcome)
@@ -251,7 +253,7 @@ def main() -> None:
     def receive() -> Any:
         head = calls_in.read(_HEADER.size)
         if len(head) < _HEADER.size:
-            sys.exit(0)
+            sys.exit(0)  # the parent has closed the pipe
         return pickle.loads(calls_in.read(_HEADER.unpack(head)[0]))  # noqa: S301  (from the parent process)
 
     spec = receive()

@@ -1,4 +1,4 @@
-"""One of our own servers as a replica of a pool: started by `verbatim inference FILE` or `verbatim serve MODEL`."""
+"""A pool's replica on one of our own servers, started by `verbatim inference FILE` or `verbatim serve MODEL`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from verbatim.inference.validation import check_ids, check_prompt, check_version
 
 _START = "start it with `verbatim inference FILE` and this run's file"
 _FROM_A_FOLDER = (
-    "; its host must have the folder at the same path, or be sent it: start it with --uploads FOLDER, "
+    "; its host must have the folder at the same path. Otherwise upload the weights: start it with --uploads FOLDER, "
     'and set inference.torch.weight_transfer = "http"'
 )
 
 
 class ServedReplica:
-    """What replicas are whose servers are asked over HTTP.
+    """Base class of replicas that are reached over HTTP.
 
     Args:
-        url: The server's root.
-        name: For messages.
-        context_length: Most tokens of prompt and completion together.
-        vocab_size: Ids are below this.
-        policy_version: Of the weights that the server has.
+        url: Root address of the server.
+        name: Name of the replica in messages.
+        context_length: Maximum number of tokens in prompt and completion together.
+        vocab_size: Size of the vocabulary.
+        policy_version: Version of the server's weights.
         api_key: Sent as a bearer token.
-        seconds: For the answer to what is no request of an episode.
-        headers: Sent with that.
+        seconds: Timeout in seconds of control requests (everything but sampling).
+        headers: Additional headers of control requests.
 
     Raises:
-        UsageError: a version, a limit or a key that cannot be used.
+        UsageError: an invalid version, limit or key.
     """
 
     _http: HttpSampler
-    """Where new requests go."""
+    """The client for sampling."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class ServedReplica:
     ) -> None:
         check_version(policy_version)
         self.name: Final = name
-        """For messages."""
+        """Name of the replica in messages."""
         self.url: Final = url
-        """The server's root."""
+        """Root address of the server."""
         self.context_length: Final = context_length
-        """Most tokens of prompt and completion together."""
+        """Maximum number of tokens in prompt and completion together."""
         self.vocab_size: Final = vocab_size
-        """Ids are below this."""
+        """Size of the vocabulary; all ids are below it."""
         self.policy_version = policy_version
         """The version of the weights in use."""
         self._client = HttpClient(url, api_key=api_key, request_timeout=seconds, max_retries=0, headers=headers)
@@ -76,44 +76,45 @@ class ServedReplica:
         return f"{type(self).__name__}({self.url!r}, name={self.name!r})"
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, past the prefix cache: float32 [L]; the first is NaN.
+        """Logprob of each token given those before it, bypassing the prefix cache: float32 [L]; the first is NaN.
 
         Raises:
-            RecordError: no ids, too many (over vLLM one more must fit into the context), an id outside the vocabulary,
-                or a temperature that is not above 0.
-            UsageError: another temperature than 1, over vLLM.
-            SamplerFault: the server failed, cannot be reached or was started again.
+            RecordError: no ids, too many (vLLM needs room for one more), an id outside the vocabulary, or a temperature
+                that is not above 0.
+            UsageError: the temperature is not 1, and the server is vLLM.
+            SamplerFault: the server failed, cannot be reached or was restarted.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
         return await self._http.prompt_logprobs(ids, temperature)
 
 
 class HttpReplica(ServedReplica):
-    """A `Sampler` over one server of ours that belongs to a run.
+    """A `Sampler` over one of our own servers, as a replica of a run.
 
-    The server has another name each time that it is started. An answer under another name than at the start is
-    discarded: weights that were loaded before are gone then, and the version alone would not show it.
+    The server draws a new id at each start. Responses with another id than at the first check are discarded: after a
+    restart the loaded weights are gone, and the version number alone would not show it.
 
     Args:
-        url: The server's root.
-        name: For messages.
-        context_length: Most tokens of prompt and completion together that the run asks for.
-        vocab_size: The model's: ids are below this.
-        policy_version: Of the weights that the run begins with.
-        how: How the run wants the engine to compute: the keys of `DescribesEngine`.
+        url: Root address of the server.
+        name: Name of the replica in messages.
+        context_length: Maximum number of tokens in prompt and completion together that the run needs.
+        vocab_size: Size of the model's vocabulary.
+        policy_version: Version of the run's initial weights.
+        how: Engine settings that the run requires: the keys of `DescribesEngine`.
         api_key: Sent as a bearer token.
-        weight_transfer: "files": the server reads the published folder, which has the same path on its host. "http":
-            the folder is sent there first.
-        update_timeout: Seconds for each phase of a weight update.
-        request_timeout: Seconds for one completion.
-        max_retries: Further attempts of a completion.
+        weight_transfer: "files": the server reads the published folder, at the same path on its host. "http": the
+            folder is uploaded first.
+        update_timeout: Timeout in seconds for each phase of a weight update.
+        request_timeout: Timeout in seconds for one completion.
+        max_retries: Maximum number of attempts after the first, for a completion.
 
     Raises:
-        UsageError: no plain http(s) address, or a limit or key that cannot be used.
+        UsageError: the address is not http or https, or a limit or the key is invalid.
     """
 
     num_unverified = 0
-    """The engine takes every tensor of a folder, or none; which ones, the canary shows."""
+    """Tensors that were loaded without verification: none, because the engine loads all tensors of a folder or fails.
+    Wrong values are found by the canary."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class HttpReplica(ServedReplica):
         self._how = how
         self._weight_transfer = weight_transfer
         self._update_timeout = update_timeout
-        self._sessions = uuid.uuid4().hex  # another run may have left sessions of the same names
+        self._sessions = uuid.uuid4().hex  # prefix of session names: another run may use the same server
 
     # ---- the Sampler protocol
 
@@ -161,8 +162,8 @@ class HttpReplica(ServedReplica):
 
         Raises:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
-            SamplerFault: the engine failed, the server cannot be reached or was started again, or a token came without
-                logprob or version.
+            SamplerFault: the engine failed, the server cannot be reached or was restarted, or a completion has no
+                logprobs or versions.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         session = f"{self._sessions}/{request.session}" if request.session else ""
@@ -175,9 +176,9 @@ class HttpReplica(ServedReplica):
         """Load a Hugging Face folder between two decode steps; requests in flight continue.
 
         Raises:
-            ModelError: the folder does not fit, or is not there; the engine goes on with the weights it has.
-            UsageError: an invalid version, or the server does not take weights from this folder.
-            SamplerFault: a phase failed or took too long: names the replica and the phase.
+            ModelError: the weights do not fit the model, or the folder is missing; the engine keeps the weights it has.
+            UsageError: an invalid version, or the server does not accept weights from this folder.
+            SamplerFault: a phase failed or timed out; the message names the replica and the phase.
         """
         check_version(version)
         async with phase(self.name, "upload weights", self._update_timeout):
@@ -186,41 +187,42 @@ class HttpReplica(ServedReplica):
         self._refuse_another_server(answer)
         if answer.get("policy_version") != version:
             raise SamplerFault(
-                f"{self.name}: load weights: its weights are of version "
+                f"{self.name}: load weights: the server reports version "
                 f"{brief(answer.get('policy_version'))}, expected {version}"
             )
         self.policy_version = version
 
     async def close(self) -> None:
-        """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
+        """Close the connections; requests in flight in this event loop end as cancelled. The server keeps running."""
         await self._http.close()
         await self._client.close()
 
     # ---- what the server is, and how it is
 
     async def check_server(self) -> None:
-        """Ask the server what it is. From here on it has to be the same one that answers.
+        """Query the server and check that it fits the run. From then on, responses of another server are refused.
 
         Raises:
-            UsageError: names everything that is wrong, and what to type.
-            SamplerFault: it cannot be reached.
+            UsageError: the server does not fit; the message lists every problem, and what to type.
+            SamplerFault: the server cannot be reached.
         """
         try:
-            said = await self._ask("what it is", "GET", protocol.SAMPLER, read=_read_unless_refused)
+            found = await self._ask("describe", "GET", protocol.SAMPLER, read=_read_unless_refused)
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
-        if isinstance(said, str):
-            raise UsageError(f"{self.name}: {said}")
-        wrong = self._wrong(said)
+        if isinstance(found, str):
+            raise UsageError(f"{self.name}: {found}")
+        wrong = self._wrong(found)
         if wrong:
             raise UsageError(f"{self.name} cannot be used: {'; '.join(wrong)}")
-        self._http.server = said["server"]
-        self.policy_version = said["policy_version"]
+        self._http.server = found["server"]
+        self.policy_version = found["policy_version"]
 
     def _wrong(self, said: Mapping[str, Any]) -> list[str]:
         if not isinstance(said.get("server"), str) or not isinstance(said.get("policy_version"), int):
             return [
-                f"it is a server of another version of Verbatim ({brief(said)}); install the same version on both sides"
+                f"it runs another version of Verbatim (it replied {brief(said)}); install the same version on both "
+                "sides"
             ]
         how = said.get("how") if isinstance(said.get("how"), dict) else {}
         found = [
@@ -241,46 +243,46 @@ class HttpReplica(ServedReplica):
             ),
             (
                 said.get("takes_weights") is True,
-                "it takes no weights: start it with --api-key-env VARIABLE, and name the variable in "
-                "inference.torch.api_key_env; or with --weights-folder and the folder of this run",
+                "it does not accept weights: start it with --api-key-env VARIABLE, and name the variable in "
+                "inference.torch.api_key_env; or start it with --weights-folder and the folder of this run",
             ),
             (
                 self._weight_transfer != "http" or said.get("takes_uploads") is True,
-                "it takes no uploads: start it with --uploads FOLDER",
+                "it does not accept uploads: start it with --uploads FOLDER",
             ),
         )
         return [*(text for ok, text in checks if not ok), *found]
 
     async def prove_path(self, folder: Path) -> None:
-        """Load the weights that the run begins with.
+        """Load the run's initial weights, so that an unreadable path fails at the start and not at the first update.
 
         Raises:
-            UsageError: the server does not take them; says what to type.
-            SamplerFault: as `update_weights`.
+            UsageError: the server does not accept them; the message says what to type.
+            SamplerFault: see `update_weights`.
         """
         try:
             await self.update_weights(folder, self._first_version)
         except (ModelError, UsageError) as error:
             hint = _FROM_A_FOLDER if self._weight_transfer == "files" else ""
             raise UsageError(
-                f"{self.name} does not take the weights of this run: {error}. It has to serve the model "
+                f"{self.name} does not accept the weights of this run: {error}. It has to serve the model "
                 f"of this run{hint}"
             ) from error
 
     async def health(self) -> None:
-        """Return if the server answers and its engine lives.
+        """Return if the server answers and its engine is alive.
 
         Raises:
-            SamplerFault: it does not within 10 seconds, its engine is dead, or it was started again.
+            SamplerFault: no answer within 10 seconds, the engine is dead, or the server was restarted.
         """
         async with phase(self.name, "health", CONNECT):
             self._refuse_another_server(await self._client.ask("GET", "/health", None, _read_object))
 
     async def load_metrics(self) -> ReplicaLoad:
-        """How busy the server is.
+        """The server's current load.
 
         Raises:
-            SamplerFault: it does not say.
+            SamplerFault: the server does not report it.
         """
         answer = await self._ask("load", "GET", protocol.LOAD)
         figures = {field.name: answer.get(field.name) for field in fields(ReplicaLoad)}
@@ -312,14 +314,14 @@ def _read_object(answer: HttpResponse) -> dict[str, Any]:
 
 
 def _read_unless_refused(answer: HttpResponse) -> dict[str, Any] | str:
-    """What the server is, or why it does not say: for people."""
+    """The server's description; or, for a 401 or 404, the message for people as a string."""
     if answer.status == 401:
         return (
             "it needs a key, or another one; give it in the environment variable that inference.torch.api_key_env names"
         )
     if answer.status == 404:
         return (
-            "it is no server of `verbatim inference` or `verbatim serve`; servers of vLLM belong in "
-            '[inference.vllm], with inference.backend = "vllm"'
+            "it is not a server of `verbatim inference` or `verbatim serve`; for vLLM servers use [inference.vllm] and "
+            'inference.backend = "vllm"'
         )
     return _read_object(answer)

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests in token ids: every setting is honoured or refused by name, none ignored."""
+"""Reads the bodies of token-id requests: every setting is honoured or refused by name, none is silently ignored."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ PARAMS = Fields(
         "prompt_logprobs": (),
     },
 )  # fmt: skip
-"""And with each of its `sampling_params`; those about text change no token."""
+"""The same for `sampling_params`. Settings that only affect text have no effect: no text is returned."""
 _OURS = Fields(honoured={"session", PACKED, "seed", KEPT_SETS})
 
 
 def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """The JSON object in a body of at most so many values, each key of an object once.
+    """The JSON object in a body with at most `most_values` values; no object may repeat a key.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the body is not such an object.
     """
     body = read_value(data, most_values)
     if not isinstance(body, dict):
@@ -63,7 +63,7 @@ def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[s
 
 
 def check_model(asked: object, name: str) -> None:
-    """Raises `Refused` where a request asks for another model."""
+    """Raises `Refused` if a request names another model than `name`."""
     if asked and asked != name:
         raise Refused(404, f"there is no model {brief(asked)} here; this server has {name!r}", field="model")
 
@@ -74,17 +74,18 @@ def read_request(
     """The request in a body, and the style of the requested logprobs.
 
     Args:
-        body: As clients of vLLM's endpoint write it.
-        seed: Used if the request has none.
-        room: Context length in tokens; `max_tokens` defaults to what the prompt leaves of it.
-        end_ids: The model's end ids; they also stop a completion unless `ignore_eos` is true.
-        headers: May name the session, if the body does not.
+        body: The body, in the format of vLLM's token endpoint.
+        seed: Seed for a request without one.
+        room: Context length in tokens; `max_tokens` defaults to the part that the prompt leaves free.
+        end_ids: The model's end ids; they stop a completion unless `ignore_eos` is true.
+        headers: Request headers; may hold the session if the body does not.
 
     Raises:
-        BadField: a field that is invalid, or that cannot be honoured.
-        RecordError: invalid token ids; names the position.
-        UsageError: an end of text is wanted that this server does not know.
+        BadField: a field is invalid, or cannot be honoured.
+        RecordError: invalid token ids; the message has the position.
+        UsageError: the request wants completions to stop at end-of-text, but the server knows no end id.
     """
+    # `token_ids`, which may hold a million numbers, is checked once, by `read_ids`.
     check_values({name: value for name, value in body.items() if name != "token_ids"})
     REQUEST.check(body)
     given, ours = read_object(body, "sampling_params"), read_object(body, OURS)

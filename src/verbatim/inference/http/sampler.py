@@ -1,7 +1,7 @@
-"""Samples over HTTP: ids, logprobs and versions are the engine's, bit for bit.
+"""A sampler over HTTP: ids, logprobs and versions are the engine's, bit for bit.
 
-A request that failed on its way is retried (`http.client`). That is harmless: nothing was kept of the attempt that
-failed. Over our own server randomness is a function of seed and position, so the same request gives the same tokens.
+Failed requests are retried (`http.client`). That is safe, because nothing is kept of a failed attempt. On our own
+servers randomness is a function of seed and position, so a retry returns the same tokens.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ from verbatim.inference.http.connection_settings import check_address
 from verbatim.inference.sampler import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.validation import check_temperature, refuse_stop_strings
 
-STARTED_AGAIN = "it was started again, or another server answers in its place"
-_NO_TOKEN_ENDPOINT = "vLLM has it with --enable-scale-out"
+STARTED_AGAIN = "it was restarted, or another server answers at its address"
+_NO_TOKEN_ENDPOINT = "vLLM has this endpoint with --enable-scale-out"
 _SAYS_WITHIN = 60.0
-"""Seconds in which a server that has much to do says what it is. One in the event loop that waits for it never does."""
+"""Timeout in seconds for a server's description of itself: long enough for a busy server, but finite, because a server
+in the waiting event loop can never answer."""
 
 _Facts: TypeAlias = dict[str, Any]
-"""What a sampler must know of the engine behind it: context_length, vocab_size, policy_version and model."""
+"""What the client must know about the engine: context_length, vocab_size, policy_version and model."""
 
 
 class HttpSampler:
-    """A `Sampler` over `server.serve_sampler`, or over vLLM's endpoint of the same name.
+    """A `Sampler` over one of our servers (`server.serve_sampler`), or over vLLM's token endpoint.
 
-    `HttpSampler(url)` asks the server what it is when that is first needed, and waits for the answer. Where the server
-    runs in the same event loop, waiting would never end: there, `await HttpSampler.connect(url)`. It can be pickled,
-    and used from several event loops.
+    `HttpSampler(url)` queries the server when a property is first read, and blocks until it has answered. A server in
+    the same event loop could never answer: use `await HttpSampler.connect(url)` there. The sampler can be pickled, and
+    used from several event loops.
 
-    Over vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models and the rest has to
-    be told. Its weight versions are policy versions where they are numbers; all other tokens get the version that was
-    told, or none. Logprobs are recorded only where they are of the distribution that was sampled from.
+    With vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models; the other facts
+    have to be given. A numeric weight version of vLLM is the policy version; all other tokens get `policy_version`, or
+    none. Logprobs are kept only if they are those of the distribution that was sampled from.
 
     Args:
-        url: The server's root: "http://127.0.0.1:8000".
+        url: Root address of the server: "http://127.0.0.1:8000".
         api_key: Sent as a bearer token.
-        model: The model's name in requests; None names none.
-        context_length: Most tokens of prompt and completion together; None asks the server.
-        vocab_size: Ids are below this; None asks the server, which has to be one of ours.
-        policy_version: Of the weights that the server has now; None asks the server. Over vLLM it is that of the
-            weights whose version there is no number, as that of the ones it was started with ("default").
-        processed_logprobs: vLLM was started with `--logprobs-mode processed_logprobs`.
-        returns_kept_sets: vLLM was started with `--return-sampling-mask`, and takes no request at temperature 0 or
-            without `top_k`.
-        send_seeds: Send the seeds of requests to a vLLM too. Our own servers always get them; vLLM for CPUs (0.32) ends
-            at a prompt with a seed that is longer than what it computes at once.
-        ours: Whether the server is one of ours; None asks it.
-        request_timeout: Seconds for one try, waiting for a place in the batch included.
-        max_retries: Tries after the first.
+        model: The model's name in requests; None: requests name no model.
+        context_length: Maximum number of tokens in prompt and completion together; None: queried from the server.
+        vocab_size: Size of the vocabulary; None: queried, which only our own servers support.
+        policy_version: Version of the server's current weights; None: queried from the server. With vLLM: the version
+            of weights whose name is not a number, such as those it was started with ("default").
+        processed_logprobs: True if vLLM was started with `--logprobs-mode processed_logprobs`.
+        returns_kept_sets: True if vLLM was started with `--return-sampling-mask`; it then refuses requests at
+            temperature 0 or without `top_k`.
+        send_seeds: True to send seeds to vLLM too; our own servers always get them. vLLM 0.32 for CPUs crashes on a
+            request with a seed if its prompt is longer than one prefill chunk.
+        ours: True if the server is one of ours; None: queried from the server.
+        request_timeout: Timeout in seconds of one attempt, including the wait for a slot in the batch.
+        max_retries: Maximum number of attempts after the first.
 
     Raises:
-        UsageError: no plain http(s) address, or the extra `serve` is not installed.
+        UsageError: the address is not http or https, or the extra `serve` is not installed.
     """
 
     def __init__(
@@ -98,18 +99,18 @@ class HttpSampler:
         self._ours = ours
         self._facts: _Facts | None = None
         self.cache_salt: str | None = None
-        """Sent to a vLLM: requests with another salt share no prefix cache with these."""
+        """Sent to vLLM: requests with different salts do not share prefix cache entries."""
         self.server: str | None = None
-        """The name of one of our servers that has to answer; None: any. A server that was started again has another
-        name, and maybe other weights under the same version."""
+        """Id of the server that has to answer; None: any. A restarted server has a new id, and may hold other weights
+        under the same version."""
 
     @classmethod
     async def connect(cls, url: str, **settings: Any) -> HttpSampler:
-        """A sampler that knows its server; `settings` as above.
+        """Create a sampler and query its server without blocking the event loop; `settings` as in the class.
 
         Raises:
-            UsageError: the server does not say what has to be known; names it.
-            SamplerFault: it cannot be reached, or refuses the key.
+            UsageError: the server does not report a required fact; the message names it.
+            SamplerFault: the server cannot be reached, or refuses the key.
         """
         sampler = cls(url, **settings)
         sampler._facts = await sampler._ask_what_it_is()
@@ -122,17 +123,17 @@ class HttpSampler:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and completion together."""
+        """Maximum number of tokens in prompt and completion together."""
         return int(self._known()["context_length"])
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Size of the vocabulary; all ids are below it."""
         return int(self._known()["vocab_size"])
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights in use, as of the last answer; 0 where the server does not say."""
+        """The version of the weights in use, as of the last response; 0 if the server does not report it."""
         return int(self._known()["policy_version"] or 0)
 
     async def generate(self, request: SampleRequest) -> Completion:
@@ -163,17 +164,18 @@ class HttpSampler:
             self._heard({"policy_version": int(completion.policy_versions[-1])})
         if not request.params.needs_kept_sets:
             completion = replace(completion, kept_sets=None)
+        # Without `processed_logprobs`, vLLM's logprobs ignore temperature and truncation.
         as_modelled = request.params.temperature == 1 and not request.params.truncates
         return completion if self._processed_logprobs or as_modelled else replace(completion, logprobs=None)
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder, which the server reads: it has to be on its machine too.
+        """Load a Hugging Face folder. The server reads it, so its host must have it at the same path.
 
         Raises:
-            ModelError: the folder does not fit; the engine goes on with the weights it has.
+            ModelError: the weights do not fit the model; the engine keeps the weights it has.
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
-        there = await asyncio.to_thread(path.absolute)  # the server works in another folder
+        there = await asyncio.to_thread(path.absolute)  # the server's working directory is another one
         body = encode({"path": str(there), "version": version})
         answer = await self._client.ask("POST", protocol.WEIGHTS, body, read_answer)
         self._heard(self._object(answer))
@@ -181,11 +183,11 @@ class HttpSampler:
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
 
-        A vLLM scores at temperature 1 only, and needs room for one more token in its context.
+        vLLM scores at temperature 1 only, and needs room for one more token in its context.
 
         Raises:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
-            UsageError: another temperature than 1, and the server is a vLLM.
+            UsageError: the temperature is not 1, and the server is vLLM.
             SamplerFault: the server failed, or cannot be reached.
         """
         check_temperature(temperature)
@@ -198,12 +200,15 @@ class HttpSampler:
         try:
             rest = completions.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
         except ValueError as error:
-            raise SamplerFault(f"{self.url}: {error}, the first of {len(token_ids)} left out") from None
+            raise SamplerFault(f"{self.url}: {error} (the first of {len(token_ids)} has none)") from None
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
     async def cached_logprob(self, token_ids: Int32) -> tuple[float, int | None]:
-        """Logprob of the last id given those before it, at temperature 1, from a vLLM: a new and ordinary request,
-        which reads and writes the prefix cache. And how many tokens it read there; None: the server does not say.
+        """Score the last id through vLLM's prefix cache, with an ordinary request that reads and writes the cache.
+
+        Returns:
+            The logprob of the last id given those before it, at temperature 1; and the number of prompt tokens that
+            came from the cache (None: the server does not report it).
 
         Raises:
             RecordError: fewer than two ids.
@@ -219,16 +224,16 @@ class HttpSampler:
             raise SamplerFault(f"{self.url}: {error}") from None
 
     async def close(self) -> None:
-        """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
+        """Close the connections; requests in flight in this event loop end as cancelled. The server keeps running."""
         await self._client.close()
 
     async def hang_up(self) -> None:
-        """Close this event loop's connections, before the loop ends; they are made anew when they are needed."""
+        """Close this event loop's connections, before the loop ends; a later request reconnects."""
         await self._client.hang_up()
 
     async def _scored_by_vllm(self, token_ids: Int32, temperature: float) -> Float32:
         if temperature != 1:
-            raise UsageError(f"temperature = {temperature}: a vLLM gives prompt logprobs at temperature 1 only")
+            raise UsageError(f"temperature = {temperature}: vLLM returns prompt logprobs at temperature 1 only")
         if len(token_ids) == 0:
             raise RecordError("token_ids: expected at least one token id, found none")
         body = scoring.scoring_body(token_ids, self._model_name())
@@ -244,7 +249,7 @@ class HttpSampler:
         return name
 
     async def _is_ours(self) -> bool:
-        """Whether the server is one of ours."""
+        """True if the server is one of ours: only they have the `SAMPLER` route."""
         if self._ours is None:
             self._ours = await self._client.ask("GET", protocol.SAMPLER, None, _is_found)
         return self._ours
@@ -255,7 +260,7 @@ class HttpSampler:
         return answer
 
     async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
-        """An answer of the engine. A key or a name that the server refuses is a fault here, on one rollout."""
+        """Send a request to the engine. A refused key or model name is a SamplerFault here: it fails one rollout."""
         try:
             return await self._client.ask("POST", path, encode(body), lambda answer: read_answer(answer, if_missing))
         except UsageError as error:
@@ -276,32 +281,34 @@ class HttpSampler:
                 finally:
                     await self._client.hang_up()
 
-        with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop, which cannot be waited in
+        # On a thread of its own: this thread may run an event loop, where `asyncio.run` is not allowed.
+        with ThreadPoolExecutor(1) as pool:
             try:
                 return pool.submit(asyncio.run, ask()).result()
             except TimeoutError:
                 raise SamplerFault(
-                    f"{self.url} did not say what it is within {_SAYS_WITHIN:g} s; if it runs in this event "
+                    f"{self.url} did not describe itself within {_SAYS_WITHIN:g} s; if it runs in this event "
                     "loop, use await HttpSampler.connect(url)"
                 ) from None
 
     async def _ask_what_it_is(self) -> _Facts:
-        """What was told, and where nothing was, what the server says."""
-        said = await self._client.ask(
+        """The facts given to the constructor; the server's own for those that were left out."""
+        found = await self._client.ask(
             "GET", protocol.SAMPLER, None, lambda answer: None if answer.status == 404 else read_answer(answer)
         )
-        if said is None:
-            said = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._told["model"])
-        if not isinstance(said, dict):
-            raise UsageError(f"{self.url} is no server of a model: it says {brief(said)}")
-        facts = {name: said.get(name) if told is None else told for name, told in self._told.items()}
+        if found is None:
+            found = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._told["model"])
+        if not isinstance(found, dict):
+            raise UsageError(f"{self.url} is not a model server; it replied {brief(found)}")
+        facts = {name: found.get(name) if told is None else told for name, told in self._told.items()}
         for name in ("context_length", "vocab_size"):
             if not isinstance(facts[name], int):
-                raise UsageError(f"{self.url} does not say its {name}; give it: HttpSampler(url, {name}=...)")
+                raise UsageError(f"{self.url} does not report its {name}; pass it: HttpSampler(url, {name}=...)")
         return facts
 
     def _heard(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
-        """Note the version. Raises a SamplerFault, with the tokens that were drawn in vain, for another server."""
+        """Record the version in a response. Raises SamplerFault if it comes from another server than `self.server`;
+        `num_tokens` of the discarded completion go into the ledger."""
         if self.server is not None and answer.get("server") != self.server:
             raise SamplerFault(f"{self.url}: {STARTED_AGAIN}", num_tokens=num_tokens)
         version = answer.get("policy_version")
@@ -317,13 +324,13 @@ def _is_found(answer: HttpResponse) -> bool:
 
 
 def read_answer(answer: HttpResponse, if_missing: str = "") -> Any:
-    """The JSON of an answer. An error that one of our servers raised is raised here, by its name.
+    """The JSON of a response. An error of one of our servers is raised here as the same class.
 
-    `if_missing` is what people are told beside a 404.
+    `if_missing` is appended to the message of a 404.
 
     Raises:
-        VerbatimError: the server's own.
-        AttemptFailed: another status, or a body that is no JSON.
+        VerbatimError: the server's error.
+        AttemptFailed: the status is not 200, or the body is not JSON.
     """
     if answer.status != 200:
         ours = None
@@ -335,7 +342,7 @@ def read_answer(answer: HttpResponse, if_missing: str = "") -> Any:
 
 
 def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
-    """What a list of models, as OpenAI has it, says of this one, or else of the first."""
+    """Facts from a model list in OpenAI's format: those of `model`, or else of the first model."""
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     card = next((c for c in cards if c.get("id") == model), cards[0] if cards else {})

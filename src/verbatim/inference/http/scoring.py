@@ -1,6 +1,6 @@
-"""Asks vLLM's token endpoint for the logprobs of exact ids, and reads its answers.
+"""Requests the logprobs of exact ids from vLLM's token endpoint, and reads the responses.
 
-Every request has a `top_k`: a server that returns kept sets takes none without.
+Every request has a `top_k`, because a server that returns kept sets refuses requests without one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def scoring_body(token_ids: Int32, model: str | None) -> dict[str, Any]:
-    """A request for the logprobs of all ids but the first. vLLM computes them past its prefix cache. One more token is
-    sampled, because vLLM refuses to sample none; so the ids need room for it in the context. Its `top_k` of 1 keeps its
-    kept set small, and does not touch the others' logprobs."""
+    """The body of a request for the logprobs of all ids but the first. vLLM bypasses its prefix cache for it.
+
+    vLLM refuses `max_tokens = 0`, so one more token is sampled and needs room in the context. `top_k = 1` keeps its
+    kept set small; it does not change the prompt logprobs."""
     return _named(model, {"token_ids": token_ids, "sampling_params": {**_NEUTRAL, "top_k": 1, "prompt_logprobs": 0}})
 
 
 def last_logprob_body(token_ids: Int32, model: str | None, cache_salt: str | None) -> dict[str, Any]:
-    """A request for the logprob of the last id: an ordinary one for the others, which reads and writes the prefix
-    cache, and asks for one id's logprob beside that of the token that it samples. vLLM 0.32 answers with as many as are
-    asked for, the sampled one first, so the id is asked for twice. More than the vocabulary as `top_k` cuts nothing."""
+    """The body of a request for the logprob of the last id: an ordinary request with the ids before it as the prompt,
+    which reads and writes the prefix cache.
+
+    vLLM 0.32 returns `logprobs` entries in all, the sampled token's first, so the id is listed twice to be among them.
+    A `top_k` above the vocabulary cuts nothing."""
     last = int(token_ids[-1])
     asked = {**_NEUTRAL, "top_k": INT32_END - 1, "logprobs": 2, "logprob_token_ids": [last, last]}
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}
@@ -47,13 +50,13 @@ def _named(model: str | None, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_scores(answer: object, token_ids: Int32) -> Float32:
-    """The answer to `scoring_body`: float32 [L]; the first is NaN.
+    """The logprobs in the response to `scoring_body`: float32 [L]; the first is NaN.
 
     >>> read_scores({"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}, np.array([3, 7], dtype=np.int32))
     array([ nan, -0.5], dtype=float32)
 
     Raises:
-        ValueError: it has no logprob of one of these ids; says which.
+        ValueError: the logprob of an id is missing; the message names the id.
     """
     rows = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
     if not isinstance(rows, list) or len(rows) != len(token_ids):
@@ -67,10 +70,10 @@ def read_scores(answer: object, token_ids: Int32) -> Float32:
 
 
 def read_last_logprob(answer: object, token_ids: Int32) -> float:
-    """The answer to `last_logprob_body`.
+    """The logprob in the response to `last_logprob_body`.
 
     Raises:
-        ValueError: it has no logprob of the last id.
+        ValueError: the logprob of the last id is missing.
     """
     try:
         (choice,) = answer["choices"]  # type: ignore[index]

@@ -1,6 +1,6 @@
 """Serves a sampler over HTTP, as a context manager: token ids in, token ids out.
 
-It runs in the caller's event loop, beside other users of the sampler there.
+The server runs in the caller's event loop; other code there may use the sampler at the same time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from verbatim.models.renderers.renderer import Renderer
 
 LAST_PORT = 65535
-"""Largest TCP port."""
+"""Largest TCP port number."""
 _BACKLOG = 2048
-"""Connections that may wait to be accepted: all episodes of a batch may start at once."""
+"""Connections that may wait to be accepted; large, because all episodes of a batch may connect at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SamplerServer:
     """A running server."""
 
     url: str
-    """Its address, such as "http://127.0.0.1:40123"; OpenAI's clients need "/v1" appended."""
+    """Address of the server, such as "http://127.0.0.1:40123"; append "/v1" for OpenAI's clients."""
     model: str
     """The model's name in requests."""
 
@@ -56,30 +56,30 @@ async def serve_sampler(
     chat_processes: int = 0,
     options: Options | None = None,
 ) -> AsyncIterator[SamplerServer]:
-    """Serve a sampler while the block lasts; then requests in flight are cancelled and answered with 503. Raises this
-    process's limit of open files as far as the system allows it.
+    """Serve a sampler while the block lasts; afterwards, requests in flight are cancelled and answered with 503. Raises
+    the process's limit of open files as far as the system allows.
 
     Args:
         sampler: The sampler to serve; it stays open afterwards.
-        host: Address to listen on: loopback by default. Every client that reaches it may sample.
-        port: 0 takes a free one.
-        renderer: The model's chat format; it adds the chat protocols, and its stop ids end completions. No other code
+        host: Address to listen on, by default loopback. Without a key, every client that can connect may sample.
+        port: TCP port; 0: any free port.
+        renderer: The model's chat format. It adds the chat protocols, and its stop ids end completions. No other code
             may use it meanwhile; its `decode` is called on the sampler's thread, to find stop strings.
         model: The model's name in requests.
-        api_key: Required as a bearer token; None requires none.
-        seed: Seed of the seeds of requests that bring none; None draws different ones each time.
-        limits: Of one client; None takes the defaults.
-        weights_folder: Weights are accepted from folders in this one; None accepts any folder, with the key.
-        uploads: Weights are accepted over HTTP into this folder, with the key; None accepts none.
-        allow_hosts: Host names that requests may use, beside its address, `host` and "localhost"; "*" allows any.
-            Checked without a key only.
-        chat_processes: Processes that render conversations; 0 renders on a thread, where one long or hostile
-            conversation slows down everything else in this process.
-        options: Fields of chat requests that are let pass although they cannot be honoured; None lets none pass.
+        api_key: Key that requests must carry as a bearer token; None: no key is required.
+        seed: Seed from which the seeds of requests without one are drawn; None: different ones each time.
+        limits: Limits of one client; None: the defaults.
+        weights_folder: Weights are accepted only from folders below this one; None: from any folder, with the key.
+        uploads: Folder for weights that are uploaded with the key; None: uploads are refused.
+        allow_hosts: Host names that requests may use, in addition to IP addresses, `host` and "localhost"; "*": any.
+            Checked only without a key.
+        chat_processes: Number of processes that render conversations; 0: rendering runs on a thread, where one long or
+            hostile conversation slows down everything else in this process.
+        options: Fields of chat requests that are accepted although they cannot be enforced; None: none are.
 
     Raises:
-        UsageError: the extra `serve` is not installed, uploads without a key, the address is taken or not of this
-            machine, or the renderer cannot be created in other processes.
+        UsageError: the extra `serve` is not installed, `uploads` is set without a key, the address is in use or does
+            not belong to this machine, or the renderer cannot be created in other processes.
     """
     try:
         from verbatim.inference.http.app import SamplerApp
@@ -114,6 +114,7 @@ async def serve_sampler(
             options=options or Options(),
         )
         server = Server(app, table)
+        # The stack unwinds in reverse: first `app.stop` ends the requests, then the server closes, last the renderer.
         stack.push_async_callback(server.stop)
         stack.callback(app.stop)
         server.listen_on(listening)
@@ -123,14 +124,14 @@ async def serve_sampler(
 
 def _check_uploads(uploads: Path | None, api_key: str | None) -> None:
     if uploads is not None and api_key is None:
-        raise UsageError("uploads of weights need an api key: whoever reaches this server could load other weights")
+        raise UsageError("uploads need an api key: without one, any client that can connect could replace the weights")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Open a listening socket.
 
     Raises:
-        UsageError: the address is taken, or not of this machine.
+        UsageError: the address is in use, or does not belong to this machine.
     """
     if not 0 <= port <= LAST_PORT:
         raise UsageError(f"port {port}; expected 0 (any that is free) to {LAST_PORT}")
@@ -138,23 +139,23 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        mend = (
+        hint = (
             "give an address of this machine as the host"
             if error.errno == errno.EADDRNOTAVAIL
             else "give another port, or 0 for any that is free"
         )
-        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; {mend}") from None
-    # Head and body of an answer are two packets; the second would wait 40 ms for the first to be acknowledged.
+        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; {hint}") from None
+    # With Nagle's algorithm the second packet of a response waits for the first one's ACK, which may take 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def as_others_reach(url: str, host: str) -> str:
-    """The URL under which other hosts most probably reach a server.
+    """The URL at which other hosts can most probably reach a server.
 
     Args:
-        url: Its URL on this machine.
-        host: What it listens on: 0.0.0.0 and :: are all addresses of this machine, of which one has to be named.
+        url: The server's URL on this machine.
+        host: The address it listens on. 0.0.0.0 and :: stand for all addresses, so one of this machine's is chosen.
     """
     if host not in ("0.0.0.0", "::"):
         return url
@@ -162,10 +163,11 @@ def as_others_reach(url: str, host: str) -> str:
 
 
 def own_address() -> str:
-    """The address of this machine that others most probably reach; its name where it has no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """This machine's address that others can most probably reach; its host name if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            asking.connect(("192.0.2.1", 9))  # sends nothing: an address for documentation (RFC 5737)
-            return str(asking.getsockname()[0])
+            # Connecting a UDP socket sends nothing; it picks the outgoing interface. RFC 5737 reserves the address.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostname()

@@ -1,4 +1,4 @@
-"""Sends a published folder to a host that does not share it: in parts, resumable, checked by sha256."""
+"""Uploads a published folder to a host without access to it: in parts, resumable, verified by sha256."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from verbatim.inference.http.client import AttemptFailed, HttpClient, HttpRespon
 
 ROUTE = "/verbatim/v1/uploads"
 PART = 2**23
-"""Bytes of one request."""
+"""Bytes of one uploaded part."""
 _ATTEMPTS = 3
-"""Uploads of a file whose checksum was wrong."""
+"""Maximum number of uploads of a file whose checksum is wrong on arrival."""
 
 
 async def path_there(client: HttpClient, folder: Path, version: int, *, shares_folders: bool) -> str:
-    """The path of a published folder on the server's host: the same one, or that of its copy, which is sent first.
+    """The path of a published folder on the server's host: the folder itself, or a copy that is uploaded first.
 
     Args:
-        client: Of the server.
+        client: Client of the server.
         folder: The published folder.
-        version: The version of its weights.
-        shares_folders: Whether the host has the folder.
+        version: Policy version of its weights.
+        shares_folders: True if the server's host has the folder at the same path.
 
     Raises:
-        SamplerFault: as `upload`.
+        SamplerFault: see `upload`.
     """
     if shares_folders:
         return str(await asyncio.to_thread(folder.absolute))
@@ -38,24 +38,24 @@ async def path_there(client: HttpClient, folder: Path, version: int, *, shares_f
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """The sha256 of each file of a folder, by name."""
+    """The sha256 of each file in a folder, by file name."""
     return {path.name: digest for path in sorted(folder.iterdir()) if (digest := sha256(path)) is not None}
 
 
 async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], version: int) -> str:
-    """Send what the server does not have of a folder.
+    """Upload the parts of a folder that the server does not have yet.
 
     Args:
-        client: Of a server that answers with `vllm/plugin/verbatim_uploads.py`.
+        client: Client of a server that handles uploads with `vllm/plugin/verbatim_uploads.py`.
         folder: The published folder.
         digests: `digests_of(folder)`.
-        version: The version of its weights.
+        version: Policy version of its weights.
 
     Returns:
         The folder's path on the server's host.
 
     Raises:
-        SamplerFault: the server takes no uploads, or its files are still wrong after three uploads.
+        SamplerFault: the server does not accept uploads, or a file is still wrong after three uploads.
     """
     there = f"{ROUTE}/v{version}"
     wrong = list(digests)
@@ -66,7 +66,7 @@ async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], v
         if "path" in answer:
             return str(answer["path"])
         wrong = [name for name in answer.get("wrong", digests) if name in digests]
-    raise SamplerFault(f"{client.url}: {', '.join(wrong)} of {folder} arrived with other bytes {_ATTEMPTS} times")
+    raise SamplerFault(f"{client.url}: {', '.join(wrong)} of {folder} arrived with wrong bytes {_ATTEMPTS} times")
 
 
 async def _send(client: HttpClient, path: Path, route: str) -> None:
@@ -76,10 +76,10 @@ async def _send(client: HttpClient, path: Path, route: str) -> None:
         while offset < size or size == 0:
             file.seek(offset)
             part = await asyncio.to_thread(file.read, PART)
-            # A part that arrived although its answer was lost is answered with the size, as one that is out of order.
+            # If the response to a part was lost, the retry is out of order: the server replies with the current size.
             offset = _size_in(client, await client.ask("PUT", f"{route}?offset={offset}", part, _read))
             if size == 0:
-                return  # once, so that the file is there
+                return  # an empty file needs one request, to be created
 
 
 def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:
@@ -90,12 +90,12 @@ def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:
 
 
 def _read(answer: HttpResponse) -> dict[str, Any]:
-    """The JSON of an answer; 409 and 422 are answers."""
+    """The JSON of a response. 409 (wrong offset) and 422 (wrong checksums) are results here, not failures."""
     if answer.status == 404:
         raise AttemptFailed(
             "no_uploads",
-            "the server takes no uploads: start it with --uploads FOLDER (`verbatim inference`, `verbatim serve`), or "
-            "share the run folder with its host",
+            "the server does not accept uploads: start it with --uploads FOLDER (`verbatim inference`, `verbatim "
+            "serve`), or share the run folder with its host",
             final=True,
         )
     if answer.status in (409, 422):
