@@ -282,8 +282,8 @@ async def test_what_will_not_pass_is_not(status: int, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-openai")
     hint = (
         (
-            " (no key was sent: OPENAI_API_KEY is for api.openai.com only; for this server name the variable that "
-            "holds its key: api_key_env, on the command line --api-key-env)"
+            " (no key was sent: OPENAI_API_KEY is used for api.openai.com only; for this server set api_key_env "
+            "(--api-key-env) to the variable that holds its key)"
         )
         if status == 401
         else ""

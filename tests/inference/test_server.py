@@ -352,7 +352,7 @@ async def test_text_in_parts_is_text():
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"messages": []}, "messages: expected a list"),
         ({"messages": [{"content": "x"}]}, "messages[0]: expected an object with a role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is taken"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is accepted"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "expected calls of functions"),
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "tool_calls: expected a list"),
         ({"tools": [{"name": "add"}]}, "tools: expected functions"),

@@ -134,7 +134,7 @@ def test_blocks_become_messages_in_their_order():
 @pytest.mark.parametrize(
     ("fields", "name", "said"),
     [
-        ({"max_tokens": None}, "max_tokens", "expected the most tokens"),
+        ({"max_tokens": None}, "max_tokens", "expected the maximum number of tokens"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"stop_sequences": "x" * 300}, "stop_sequences", "at most 256"),
         ({"thinking": {"type": "disabled"}}, "thinking", "chat template"),

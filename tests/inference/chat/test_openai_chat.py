@@ -221,14 +221,14 @@ def test_a_session_comes_from_the_body_or_the_header():
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.content",
-            "messages[0].content: only text is taken here",
+            "messages[0].content: only text is accepted",
         ),
         ({"messages": [{"role": "user", "content": "x", "tone": "rude"}]}, "other", "messages[0].tone"),
         ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.refusal", "refusal"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "c"}]}]},
             "messages.tool_calls",
-            "messages[0].tool_calls: only a message of the assistant may have it; the role is user",
+            "messages[0].tool_calls: only an assistant message may have this field; the role is user",
         ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "messages.tool_call_id", "a text"),
         ({"no_such": 1}, "other", "no_such = 1 is not a field that this server knows"),

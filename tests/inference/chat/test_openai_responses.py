@@ -174,7 +174,7 @@ def test_items_of_one_turn_are_one_message():
         (
             {"tools": [{"type": "namespace", "name": "n", "tools": [ADD]}, {**ADD, "name": "n__add"}]},
             "tools",
-            "two of them would be called 'n__add'",
+            "two of them would have the function name 'n__add'",
         ),
         ({"tools": [{**ADD, "defer_loading": True}]}, "tools.defer_loading", "only False"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "cannot be forced"),

@@ -61,29 +61,29 @@ def refused(protocol, messages):
 
 LATE = [
     (AnthropicMessages, [HELLO, USES, user(text("see:"), result("c1"), result("c2"))],
-     "messages.content", "messages[2].content: the result of a call stands behind what the user says (messages[2]"),
+     "messages.content", "messages[2].content: the result of a call comes after a user message (messages[2]"),
     (AnthropicMessages, [HELLO, USES, user(result("c1"), text("and"), result("c2"))],
-     "messages.content", "messages[2].content: the result of a call stands behind what the user says (messages[2]"),
+     "messages.content", "messages[2].content: the result of a call comes after a user message (messages[2]"),
     (AnthropicMessages, [HELLO, USES, HELLO, user(result("c1"), result("c2"))],
-     "messages.content", "messages[3].content: the result of a call stands behind what the user says (messages[2]"),
+     "messages.content", "messages[3].content: the result of a call comes after a user message (messages[2]"),
     (AnthropicMessages, [HELLO, USES, user(text(""), result("c1"), result("c2"))],
-     "messages.content", "messages[2].content: the result of a call stands behind what the user says (messages[2]"),
+     "messages.content", "messages[2].content: the result of a call comes after a user message (messages[2]"),
     (AnthropicMessages, [HELLO, USES, user(), user(result("c1"), result("c2"))],
-     "messages.content", "messages[3].content: the result of a call stands behind what the user says (messages[2]"),
+     "messages.content", "messages[3].content: the result of a call comes after a user message (messages[2]"),
     (AnthropicMessages, [HELLO, USES, LATER, user(result("c1"), result("c2"))],
-     "messages.content", "messages[3].content: the result of a call stands behind what the system says (messages[2]"),
+     "messages.content", "messages[3].content: the result of a call comes after a system message (messages[2]"),
     (OpenAIChat, [HELLO, CALLS, LATER, tool("c1"), tool("c2")],
-     "messages", "messages[3]: the result of a call stands behind what the system says (messages[2])"),
+     "messages", "messages[3]: the result of a call comes after a system message (messages[2])"),
     (OpenAIResponses, [HELLO, *ITEMS, output("c1"), LATER, output("c2")],
-     "input", "input[5]: the result of a call stands behind what the system says (input[4])"),
+     "input", "input[5]: the result of a call comes after a system message (input[4])"),
     (OpenAIChat, [HELLO, CALLS, HELLO, tool("c1"), tool("c2")],
-     "messages", "messages[3]: the result of a call stands behind what the user says (messages[2])"),
+     "messages", "messages[3]: the result of a call comes after a user message (messages[2])"),
     (OpenAIChat, [HELLO, CALLS, tool("c1"), HELLO, tool("c2")],
-     "messages", "messages[4]: the result of a call stands behind what the user says (messages[3])"),
+     "messages", "messages[4]: the result of a call comes after a user message (messages[3])"),
     (OpenAIResponses, [HELLO, *ITEMS, HELLO, output("c1"), output("c2")],
-     "input", "input[4]: the result of a call stands behind what the user says (input[3])"),
+     "input", "input[4]: the result of a call comes after a user message (input[3])"),
     (OpenAIResponses, [HELLO, *ITEMS, output("c1"), HELLO, output("c2")],
-     "input", "input[5]: the result of a call stands behind what the user says (input[4])"),
+     "input", "input[5]: the result of a call comes after a user message (input[4])"),
 ]  # fmt: skip
 
 
@@ -146,11 +146,11 @@ def test_an_answer_that_was_begun_is_refused(protocol, messages, field, where):
     found, message = refused(protocol, messages)
     assert found == field
     assert message == (
-        f"{where}: the last one is the assistant's, which would have to be continued; that is not "
-        "supported: end with a message of the user, or with the result of a call"
+        f"{where}: the last message is the assistant's, and continuing it is not supported; end with a user "
+        "message or the result of a call"
     )
 
 
 def test_tokens_are_counted_of_what_may_be_sent_only():
-    with pytest.raises(BadField, match="would have to be continued"):
+    with pytest.raises(BadField, match="continuing it is not supported"):
         AnthropicMessages(needs_limit=False).read({"messages": [HELLO, BEGUN]}, {})

@@ -205,7 +205,7 @@ async def test_an_answer_that_was_begun_and_a_late_result_are_refused(server):
             body["input" if route == RESPONSES else "messages"] = begun
             status, _, answer = await post(route, json.dumps(body).encode())
             assert status == 400
-            assert "which would have to be continued" in error_of(route, answer)["message"]
+            assert "continuing it is not supported" in error_of(route, answer)["message"]
         late = [
             HELLO,
             {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
@@ -219,7 +219,7 @@ async def test_an_answer_that_was_begun_and_a_late_result_are_refused(server):
         ]
         status, _, answer = await post(MESSAGES, json.dumps({"max_tokens": 9, "messages": late}).encode())
         assert status == 400
-        said = "messages[2].content: the result of a call stands behind"
+        said = "messages[2].content: the result of a call comes after"
         assert error_of(MESSAGES, answer)["message"].startswith(said)
 
 

@@ -1,4 +1,4 @@
-"""Parses a chat-completions answer: its text, its tool calls, and the exact ids where a server gives them."""
+"""Parses a chat-completions response: its text, its tool calls, and the exact ids if the server returns them."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ _STOP_REASONS = {
 
 
 class BadAnswer(ValueError):
-    """A server answered with something that is no chat completion; the text says what."""
+    """A response is not a chat completion; the message shows what was found."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatAnswer:
-    """One assistant message, and what it was made of.
+    """One assistant message, and the tokens that it was made of.
 
     Example: `{"choices": [{"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [52]}],
     "prompt_token_ids": [50, 43, 50]}` is the text "4", sampled as the id 52 after the ids 50 43 50.
     """
 
     content: str
-    """The text; "" where there is none."""
+    """The text; "" if there is none."""
     reasoning: str | None
-    """The thinking, where the server tells it apart."""
+    """The thinking; None if there is none, or if the server does not separate it from the text."""
     tool_calls: tuple[ToolCall, ...]
-    """Every attempted call, `raw` its arguments as they came; `id` is "" where the server gave none."""
+    """Every attempted call. `raw` has the arguments as they were received; `id` is "" if the server sent none."""
     stop_reason: StopReason
     """"stop" or "length"."""
     usage: Mapping[str, int]
-    """The server's own counts (prompt_tokens, completion_tokens, ...)."""
+    """Token counts as the server reports them (prompt_tokens, completion_tokens, ...)."""
     prompt_ids: Sequence[int] | None
-    """The ids of the prompt, as the server rendered it; None: it does not say."""
+    """Ids of the prompt as the server rendered it; None: the server does not return them."""
     completion_ids: Sequence[int] | None
-    """The ids that were sampled; None: it does not say."""
+    """Sampled ids; None: the server does not return them."""
     logprobs: Sequence[float] | None
-    """One for each of `completion_ids`; None: it does not say, or does not know one of them."""
+    """Logprob of each of `completion_ids`; None: the server does not return them, or one is unknown."""
     policy_versions: Sequence[int] | None = None
-    """The weights that sampled each of them; only our own servers say."""
+    """Policy version of each of `completion_ids`; None: only our own servers report them."""
 
 
 def read_answer(text: str) -> ChatAnswer:
-    """The body of an answer.
+    """Parse the body of a response.
 
     Raises:
-        BadAnswer: it is no JSON, or no completion with exactly one choice.
+        BadAnswer: the body is not JSON, or not a completion with exactly one choice.
     """
     try:
         body = json.loads(text)
@@ -113,11 +113,12 @@ def _read_call(item: object) -> ToolCall:
 
 
 def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:
-    """A call's arguments, strictly as JSON: what Python reads beyond it (NaN, 1e400 as infinity, half a surrogate pair,
-    bottomless nesting) would break whatever writes it later, and of a key that is there twice one value would be
-    lost."""
+    """Parse a call's arguments as strict JSON.
+
+    What Python's parser accepts beyond it (NaN, 1e400 as infinity, lone surrogates, very deep nesting) is refused,
+    because it could not be written as JSON again; a duplicate key is, because a value would be lost."""
     if not raw.strip():
-        return {}, "ok"  # some servers say so of a call without arguments
+        return {}, "ok"  # some servers send an empty string for a call without arguments
     value = read_json(raw)
     if value is NOT_JSON or not is_json(value):
         return None, "invalid_json"
@@ -150,5 +151,5 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _unicode(text: str) -> str:
-    """JSON can spell half a surrogate pair, which has no bytes: "?" stands for it."""
+    """The text with "?" for each lone surrogate: JSON escapes allow them, but UTF-8 cannot encode them."""
     return text.encode(errors="replace").decode()

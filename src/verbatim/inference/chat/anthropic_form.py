@@ -1,4 +1,5 @@
-"""Writes the parts that Anthropic's whole answers and streams share: blocks, ends, counts and errors."""
+"""Builds the objects of Anthropic's Messages format, for whole responses and for streams: blocks, stop reasons, usage
+and errors."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from verbatim.core.types import ToolCall
 from verbatim.inference.chat.protocol import ChatReply
 
 UNREADABLE = "unreadable_arguments"
-"""The key of the sampled text of a call that cannot be read: a block's input has to be an object."""
+"""Key for the sampled text of a call that cannot be parsed, because the input of a block has to be an object."""
 SIGNATURE = "verbatim"
-"""The signature of thinking; it is not checked where thinking comes back."""
+"""Placeholder signature of thinking blocks: the protocol has the field. It is not checked when a block comes back."""
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "stop_string": "stop_sequence"}
 _KINDS = {
     401: "authentication_error",
@@ -24,7 +25,7 @@ _KINDS = {
 
 
 def content_blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """The blocks of a message: thinking, text and calls, each only where there is any."""
+    """The blocks of a message: thinking, text and calls, if there are any."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning_content:
         blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": SIGNATURE})
@@ -34,7 +35,7 @@ def content_blocks(reply: ChatReply) -> list[dict[str, Any]]:
 
 
 def call_block(call: ToolCall) -> dict[str, Any]:
-    """The block of a call.
+    """The block of a tool call.
 
     >>> call_block(ToolCall(name="add", arguments=None, status="invalid_json", raw="{", id="c"))["input"]
     {'unreadable_arguments': '{'}
@@ -44,12 +45,13 @@ def call_block(call: ToolCall) -> dict[str, Any]:
 
 
 def stop_of(reply: ChatReply) -> dict[str, Any]:
-    """Why a message ended."""
+    """The fields for why a message ended."""
     return {"stop_reason": _STOPS[reply.finish], "stop_sequence": reply.stop_string}
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
-    """Counts of tokens; those that came from a cache are counted apart, where the engine says how many they are."""
+    """Token counts. Cached prompt tokens are counted separately, as the protocol wants it, if the engine reports
+    them."""
     cached, counts = reply.num_cached_tokens, {"output_tokens": len(reply.ids)}
     if cached is None:
         return {"input_tokens": reply.num_prompt_tokens, **counts}
@@ -62,11 +64,11 @@ def usage_of(reply: ChatReply) -> dict[str, Any]:
 
 
 def error_body(status: int, message: str, kind: str = "") -> dict[str, Any]:
-    """An error.
+    """The body of an error, in Anthropic's format.
 
     >>> error_body(404, "there is no model 'x' here")["error"]["type"]
     'not_found_error'
     """
     own = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    kind = kind if kind in _KINDS.values() else own
+    kind = kind if kind in _KINDS.values() else own  # clients know the protocol's own types only
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}

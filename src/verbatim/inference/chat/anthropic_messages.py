@@ -1,4 +1,4 @@
-"""Reads and answers Anthropic's Messages, and counts the tokens of a request."""
+"""Anthropic's Messages protocol: reads requests, writes responses, and counts the tokens of a request."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class AnthropicMessages(ChatProtocol):
     name, fields, max_tokens = "anthropic_messages", FIELDS, ("max_tokens",)
 
     needs_limit: bool = True
-    """Whether a request has to say `max_tokens`; one whose tokens are counted does not."""
+    """True if `max_tokens` is required; requests to count tokens do not have it."""
 
     def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
-        """As `ChatProtocol.read_own`."""
+        """See `ChatProtocol.read_own`."""
         unenforced = _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
         unenforced += self._check_thinking(read_object(body, "thinking"))
         if self.needs_limit and body.get("max_tokens") is None:
-            raise BadField("max_tokens", "max_tokens: expected the most tokens of the answer, found nothing")
+            raise BadField("max_tokens", "max_tokens: expected the maximum number of tokens to sample, found nothing")
         tools = tuple(
             _read_tool(tool, f"tools[{k}]") for k, tool in enumerate(read_list(body, "tools", most=MOST_TOOLS))
         )
@@ -88,7 +88,8 @@ class AnthropicMessages(ChatProtocol):
         )
 
     def _check_thinking(self, thinking: Mapping[str, Any]) -> tuple[str, ...]:
-        """Thinking is as the model's chat template has it; the budget is a target in the protocol, no limit."""
+        """Check the `thinking` object. The chat template decides whether the model thinks, so "disabled" is refused;
+        `budget_tokens` is only a target in the protocol, so any value is accepted."""
         _THINKING.check(thinking, self.options, "thinking")
         kind = thinking.get("type")
         if kind == "disabled":
@@ -96,8 +97,8 @@ class AnthropicMessages(ChatProtocol):
                 return ("thinking",)
             raise BadField(
                 "thinking",
-                "thinking = disabled cannot be honoured here: whether the model thinks is "
-                "decided by its chat template; leave thinking out",
+                "thinking = disabled cannot be honoured here: the model's chat template decides whether it thinks; "
+                "leave thinking out",
             )
         if kind not in (None, "enabled", "adaptive", "between_tools"):
             raise BadField("thinking", f"thinking.type = {brief(kind)}; expected enabled, adaptive or between_tools")
@@ -105,11 +106,11 @@ class AnthropicMessages(ChatProtocol):
         return ()
 
     def count(self, num_prompt_tokens: int) -> dict[str, Any]:
-        """The answer to a request for a count."""
+        """The response to a request to count tokens."""
         return {"input_tokens": num_prompt_tokens}
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The whole answer."""
+        """The body of a whole response."""
         (reply,) = replies
         return {
             "id": f"msg_{stamp.id}",
@@ -122,11 +123,11 @@ class AnthropicMessages(ChatProtocol):
         }
 
     def stream(self, request: ChatRequest, stamp: Stamp) -> AnthropicStream:
-        """The writer of a streamed answer."""
+        """The writer of a streamed response."""
         return AnthropicStream(stamp)
 
     def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error; the protocol has no place for the field beside the message."""
+        """The body of an error. The protocol has no key for the field; the message names it."""
         return error_body(status, message, kind)
 
 
@@ -162,7 +163,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _said(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order) -> list[Message]:
-    """The messages in the blocks of one: a tool message for each result, and behind them what the user says."""
+    """The messages in the blocks of one user or system message: a tool message for each result, then the text."""
     found: list[Message] = []
     for block in blocks:
         if block.get("type") == "tool_result" and role == "user":
@@ -182,7 +183,7 @@ def _said(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order)
             found[-1]["content"] += text
         else:
             found.append({"role": role, "content": text})
-    if not found:
+    if not found:  # no blocks: an empty message is a message of its own in the prompt
         order.said(role, where)
     return found or [{"role": role, "content": ""}]
 
@@ -194,6 +195,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
             thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
         elif block.get("type") == "tool_use":
             given = object_of(block.get("input"), f"{where}.input")
+            # Undoes `anthropic_form.call_block`, so that a malformed call returns as it was sampled.
             arguments = given[UNREADABLE] if list(given) == [UNREADABLE] else given
             calls.append(call_of(block.get("name"), arguments, block.get("id"), where))
         else:
@@ -211,7 +213,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any]:
     if tool.get("type", "custom") not in ("custom", None):
         raise BadField(
             "tools",
-            f"{where}: a tool of type {brief(tool['type'])} cannot be run here; only tools with an "
+            f"{where}: a tool of type {brief(tool['type'])} is not available here; only tools with an "
             "input_schema, which the client runs, are accepted",
         )
     _TOOL.check(tool, where=where)

@@ -1,4 +1,4 @@
-"""Streams Anthropic's Messages: a start, blocks one after the other, their end with the counts, and the stop."""
+"""Streams Anthropic's Messages: the message's start, one block after the other, a final delta with the counts, stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AnthropicStream(BlockStream):
     """Writes the events of one message.
 
     Args:
-        stamp: Identifies the answer.
+        stamp: Id, time and model name of the response.
     """
 
     ping = event({"type": "ping"}, "ping")
@@ -31,7 +31,7 @@ class AnthropicStream(BlockStream):
         self._block = -1
 
     def begin(self, num_prompt_tokens: int) -> bytes:
-        """The message without content."""
+        """The opening event: a message without content."""
         message: dict[str, Any] = {
             "id": f"msg_{self._stamp.id}",
             "type": "message",
@@ -45,7 +45,7 @@ class AnthropicStream(BlockStream):
         return _event("message_start", message=message)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The rest of the texts, the calls, and how the message ended."""
+        """The closing events: the rest of the texts, the calls, and the reason for the end."""
         (reply,) = replies
         events = [*self._texts(self._said.rest(reply)), *self._close("completed")]
         for call in reply.tool_calls:
@@ -58,7 +58,7 @@ class AnthropicStream(BlockStream):
         return b"".join([*events, _event("message_stop")])
 
     def error(self, status: int, message: str) -> bytes:
-        """An error in place of the end."""
+        """The event of an error, instead of the closing events."""
         return event(error_body(status, message), "error")
 
     def _start(self, kind: str, block: dict[str, Any] | None = None) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What the chat protocols share: the fields of every request, and the form of errors."""
+"""The base class of the chat protocols: reads the fields that all of them share."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _OURS = Fields(honoured={"session", "seed"})
 
 @dataclass(frozen=True)
 class ChatProtocol(ABC):
-    """A chat protocol: pure functions."""
+    """A chat protocol: pure functions between bodies and records."""
 
     options: Options = field(default_factory=Options)
-    """Fields that are let pass."""
+    """Fields that are accepted although they cannot be enforced."""
 
     name: ClassVar[str]
-    """What requests call it in `ChatRequest.protocol`."""
+    """Name of the protocol, as in `ChatRequest.protocol`."""
     fields: ClassVar[Fields]
-    """What becomes of each field of a request."""
+    """How each field of a request is treated."""
     max_tokens: ClassVar[Sequence[str]]
-    """Names of the limit of tokens, the strongest first."""
+    """Names of the field with the token limit; the first one that is set counts."""
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         """The request in a body.
 
         Args:
             body: The JSON object.
-            headers: By lower-case name.
+            headers: Request headers by lower-case name.
 
         Raises:
-            BadField: a field that is invalid, or that cannot be honoured.
+            BadField: a field is invalid, or cannot be honoured.
         """
         check_values(body)
         passed = self.fields.check(body, self.options)
@@ -66,23 +66,23 @@ class ChatProtocol(ABC):
 
     @abstractmethod
     def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
-        """What is this protocol's own: the conversation, the tools, and how it wants the answer."""
+        """Read the fields that are specific to this protocol: the conversation, tools, and the form of the response."""
 
     @abstractmethod
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The whole answer."""
+        """The body of a whole response."""
 
     @abstractmethod
     def stream(self, request: ChatRequest, stamp: Stamp) -> ChatStream:
-        """The writer of a streamed answer."""
+        """The writer of a streamed response."""
 
     def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error, in the protocol's own form: OpenAI's, if it says no other.
+        """The body of an error in the protocol's format; by default OpenAI's.
 
         Args:
             status: HTTP status.
             message: One sentence.
-            field: The field that is refused.
-            kind: The error's type; "" = the protocol's own for this status.
+            field: Name of the refused field; "" = none.
+            kind: The error's type; "" = the protocol's default for this status.
         """
         return error_body(status, message, field, kind)

@@ -1,4 +1,4 @@
-"""Requests chat completions of an OpenAI-compatible server, with retries and counts; defines the server's settings."""
+"""A client for chat completions of an OpenAI-compatible server, with retries and failure counts; and its settings."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from verbatim.inference.http.connection_settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAI:
-    """Which model of which server, and how patiently it is asked. Does not connect by itself.
+    """Settings of a model on an OpenAI-compatible server. Creating them does not connect.
 
     Raises:
-        UsageError: no name of a model, a `base_url` that is no plain http(s) address, or limits with which no request
-            could be made.
+        UsageError: no model name, a `base_url` that is not an http(s) address, or limits that are out of range.
     """
 
     model: str
-    """The model's name on that server."""
+    """The model's name on the server."""
     base_url: str = "https://api.openai.com/v1"
-    """Up to where `/chat/completions` follows: "http://localhost:8000/v1"."""
+    """Base address, without `/chat/completions`: "http://localhost:8000/v1"."""
     api_key: str | None = field(default=None, repr=False)
-    """None takes it from the environment variable `api_key_env`."""
+    """The API key; None: read from the environment variable `api_key_env`."""
     api_key_env: str | None = None
-    """Names that variable. None = OPENAI_API_KEY, and for OpenAI's own server only: another one is sent no key that is
-    not named."""
+    """Name of the environment variable. None: OPENAI_API_KEY, but only for OpenAI's own server, so that this key is
+    never sent elsewhere."""
     request_timeout: float = 600.0
-    """Seconds for one try, from the connection to the last byte."""
+    """Timeout in seconds of one attempt, from connecting to the last byte."""
     max_retries: int = 5
-    """Tries after the first."""
+    """Maximum number of attempts after the first."""
     processed_logprobs: bool = False
-    """Whether the server's logprobs are of the distribution that it samples from (vLLM started with
-    `--logprobs-mode processed_logprobs`). Where they are of the model's own distribution they are recorded only for
-    requests that sample from just that: temperature 1, nothing cut off."""
+    """True if the server's logprobs are those of the distribution that it samples from (vLLM started with
+    `--logprobs-mode processed_logprobs`). Otherwise they are those of the model's own distribution, and are recorded
+    only for requests that sample from it: temperature 1, without truncation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
@@ -58,25 +57,25 @@ class OpenAI:
         check_limits(self.request_timeout, self.max_retries)
 
     def check_key(self) -> None:
-        """Look for the key before anything is asked.
+        """Check that there is a key, before the first request.
 
         Raises:
-            UsageError: the variable of `api_key_env` is empty; for OpenAI's own server also OPENAI_API_KEY.
+            UsageError: the variable in `api_key_env` is empty, or OPENAI_API_KEY for OpenAI's own server.
         """
         variable = key_variable(self.base_url, self.api_key_env)
         if self.api_key is None and named_key(self.base_url, self.api_key_env) is None and variable is not None:
             raise UsageError(
                 f"the environment variable {variable} is empty, and {self.base_url} needs a key; export "
-                "it, or name the variable that holds it: api_key_env, --api-key-env"
+                "it, or set api_key_env (--api-key-env) to the variable that holds it"
             )
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[ChatConnection]:
-        """Connections for as long as the block lasts, all on the running event loop.
+        """A connection that is closed at the end of the block; for the running event loop.
 
         Raises:
-            UsageError: the extra `api` is not installed, the variable of `api_key_env` is empty, or the environment
-                names a proxy that is no HTTP proxy.
+            UsageError: the extra `api` is not installed, the variable in `api_key_env` is empty, or the proxy from the
+                environment is not an HTTP proxy.
         """
         connection = self.open()
         try:
@@ -85,10 +84,10 @@ class OpenAI:
             await connection.close()
 
     def open(self) -> ChatConnection:
-        """Connections that are made when they are needed, in every event loop that asks; the caller closes them.
+        """A connection that the caller closes. It connects on demand, and works in several event loops.
 
         Raises:
-            UsageError: as `connect`.
+            UsageError: see `connect`.
         """
         key = self.api_key or named_key(self.base_url, self.api_key_env)
         client = HttpClient(
@@ -103,7 +102,7 @@ class OpenAI:
 
 
 class ChatConnection:
-    """An open way to the server. Requests may be made concurrently."""
+    """A client for one server and model. Requests may be made concurrently."""
 
     def __init__(self, api: OpenAI, client: HttpClient, *, has_key: bool) -> None:
         self.api = api
@@ -111,23 +110,23 @@ class ChatConnection:
         self._has_key = has_key
 
     async def close(self) -> None:
-        """End the connections of this event loop; no more requests."""
+        """Close the client for good, and its connections in this event loop."""
         await self._client.close()
 
     async def hang_up(self) -> None:
-        """End the connections of this event loop; later requests connect anew."""
+        """Close the connections of this event loop; later requests reconnect."""
         await self._client.hang_up()
 
     async def complete(self, body: Mapping[str, Any], failures: Counter[str]) -> ChatAnswer:
-        """Send a request until it is answered.
+        """Send a request, with retries.
 
         Args:
-            body: As `chat.request.chat_body` makes it.
-            failures: What went wrong is counted here as it happens: "status_500", "connection", "timeout",
+            body: The request, from `chat.request.chat_body`.
+            failures: Counts failed attempts as they happen, by kind: "status_500", "connection", "timeout",
                 "bad_answer", "unsendable".
 
         Raises:
-            SamplerFault: refused, or failed once more than `max_retries` times; says how.
+            SamplerFault: the request was refused, or failed more than `max_retries` times; the message has the reason.
         """
         try:
             data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
@@ -145,14 +144,14 @@ class ChatConnection:
             raise AttemptFailed("bad_answer", str(error)) from None
 
     def _hint(self, status: int) -> str:
-        """The most common mistakes, where a server says no more than a status."""
+        """A hint at the most common mistake behind a status, for servers that return nothing else."""
         if status == 401 and not self._has_key:
             variable = key_variable(self.api.base_url, self.api.api_key_env)
             if variable is not None:
                 return f" (no key was sent: the environment variable {variable} is empty)"
             return (
-                f" (no key was sent: {OPENAI_KEY} is for {OPENAI_HOST} only; for this server name the variable "
-                "that holds its key: api_key_env, on the command line --api-key-env)"
+                f" (no key was sent: {OPENAI_KEY} is used for {OPENAI_HOST} only; for this server set api_key_env "
+                "(--api-key-env) to the variable that holds its key)"
             )
         if status == 404 and not self._client.url.endswith("/v1"):
             return ' (most base_urls end with "/v1")'

@@ -1,4 +1,4 @@
-"""Reads the fields of chat requests: each is honoured, known to have no effect, or refused by its name."""
+"""Reads the fields of requests: each is honoured, known to have no effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from verbatim.inference.http.refused import Refused
 from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 
 MOST_MESSAGES = 20_000
-"""Most messages, items or content parts of one list."""
+"""Maximum number of messages, items or content parts in one list."""
 MOST_TOOLS = 1024
 _LONGEST_NAME = 1024
 _LARGEST_FLOAT = 1.7e308
 _NONE_PASS = Options()
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 _SHOWN_PARTS = 5
-"""Keys and places of a value that is nested too deeply that are shown."""
+"""Number of path components shown of a value that is nested too deeply."""
 
 
 class BadField(Refused):
-    """A field that is refused; the message says what was found and what was expected.
+    """A field is refused; the message has what was found and what was expected.
 
     Args:
-        field: Its name; inside of objects dotted, in lists without the index: "messages.content".
-        message: One sentence, which names the field.
-        unknown: Whether no protocol of ours knows a field of this name.
+        field: The field's name; dotted within objects, without list indices: "messages.content".
+        message: One sentence that names the field.
+        unknown: True if none of our protocols has a field of this name.
     """
 
     def __init__(self, field: str, message: str, *, unknown: bool = False) -> None:
@@ -40,30 +40,31 @@ class BadField(Refused):
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The fields that a protocol knows. Any other is refused, unless its value is null."""
+    """The fields that a protocol knows. Any other field is refused unless its value is null: an ignored setting could
+    change what is sampled without anybody noticing."""
 
     honoured: Collection[str]
     """Fields that are read."""
     without_effect: Collection[str] = ()
-    """Fields that change neither the prompt nor the sampling: any value is accepted."""
+    """Fields that change neither prompt nor sampling; any value is accepted."""
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields that are accepted only with these values, at which they ask for nothing; () = null only."""
+    """Fields that are accepted only with these values, which request nothing; () = null only."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names in this protocol of fields in `UNENFORCEABLE`."""
+    """The name in `UNENFORCEABLE`, by this protocol's name of the field."""
 
     def check(self, body: Mapping[str, Any], options: Options = _NONE_PASS, where: str = "") -> tuple[str, ...]:
         """Refuse what cannot be honoured.
 
         Args:
             body: The object; null values count as absent.
-            options: Names fields that are let pass; by default none are.
+            options: Names the fields that are accepted without being enforced; by default none.
             where: Path of the object, for messages: "stream_options"; "" = the request itself.
 
         Returns:
-            The fields that were let pass without effect.
+            The fields that were accepted but are not enforced.
 
         Raises:
-            BadField: names the first field that is refused.
+            BadField: a field is refused; the message names the first one.
         """
         passed: list[str] = []
         for name, value in body.items():
@@ -74,6 +75,7 @@ class Fields:
                 raise BadField(
                     _path(path), f"{path} = {brief(value)} is not a field that this server knows", unknown=True
                 )
+            # The type too, because False == 0 and 1 == True.
             if any(type(value) is type(ok) and value == ok for ok in self.neutral[name]):
                 continue
             if self.aliases.get(name, name) in options.unenforced & UNENFORCEABLE:
@@ -86,8 +88,8 @@ class Fields:
 
 
 def check_values(body: Mapping[str, Any]) -> None:
-    """Refuse a field that is nested so deeply that later readers would overflow the stack, or that holds a number which
-    JSON cannot write again (Python reads 1e999 as infinity), or half a character."""
+    """Refuse a field that is nested so deeply that later code would overflow the stack, or that holds a number that
+    JSON cannot represent (Python parses 1e999 as infinity) or a lone surrogate."""
     for name, value in body.items():
         for depth, level in enumerate(levels(value)):
             if depth == MAX_DEPTH:
@@ -103,7 +105,7 @@ def check_values(body: Mapping[str, Any]) -> None:
 
 
 def _way_down(value: object, levels: int) -> list[str]:
-    """The keys and places on a way through so many levels; empty where there is none."""
+    """Keys and indices along a path that is `levels` deep; empty if there is no such path."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         part = f"[{key}]" if isinstance(key, int) else f".{key[:40]}"
@@ -115,7 +117,7 @@ def _way_down(value: object, levels: int) -> list[str]:
 
 
 def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: int | None = None) -> str:
-    """A text; `default` where it is missing or null."""
+    """A string field; `default` if it is missing or null."""
     value = given.get(name)
     if value is None:
         return default
@@ -126,12 +128,12 @@ def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: i
 
 
 def read_session(given: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """The session in our own part of a body, or else in the header that vLLM's clients use."""
+    """The session from our own part of the body, or else from the header that vLLM's clients use."""
     return read_text(given, "session", most=_LONGEST_NAME) or headers.get("x-session-id", "")[:_LONGEST_NAME]
 
 
 def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """True or false."""
+    """A boolean field; `default` if it is missing or null."""
     value = given.get(name)
     if value is None:
         return default
@@ -141,7 +143,7 @@ def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> 
 
 
 def read_integer(given: Mapping[str, Any], name: str, *, least: int, most: int = 2**31 - 1) -> int | None:
-    """An integer; None where it is missing or null."""
+    """An integer field; None if it is missing or null."""
     value = given.get(name)
     if value is None:
         return None
@@ -151,7 +153,7 @@ def read_integer(given: Mapping[str, Any], name: str, *, least: int, most: int =
 
 
 def read_list(given: Mapping[str, Any], name: str, *, most: int) -> list[Any]:
-    """A list; empty where it is missing or null."""
+    """A list field; empty if it is missing or null."""
     value = given.get(name)
     if value is None:
         return []
@@ -163,7 +165,7 @@ def read_list(given: Mapping[str, Any], name: str, *, most: int) -> list[Any]:
 
 
 def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object; empty where it is missing or null."""
+    """An object field; empty if it is missing or null."""
     value = given.get(name)
     if value is None:
         return {}
@@ -182,20 +184,20 @@ def read_sampling(
     """The sampling parameters of a body.
 
     Args:
-        given: The body; only fields of its protocol are left in it.
-        ours: Our own part of it, whose seed replaces that of the body.
-        max_tokens: Names of the limit, the strongest first.
-        most_stop_ids: Most stop ids.
+        given: The body, already checked against the protocol's fields.
+        ours: Our own part of the body; its seed takes precedence.
+        max_tokens: Names of the token limit; the first one that is set counts.
+        most_stop_ids: Maximum number of stop ids.
     """
     limits = [read_integer(given, name, least=1) for name in max_tokens]
     values: dict[str, Any] = {name: read_number(given, name) for name in ("temperature", "top_p", "min_p")}
     top_k = read_integer(given, "top_k", least=-1)
-    values["top_k"] = 0 if top_k == -1 else top_k  # "off" in vLLM
+    values["top_k"] = 0 if top_k == -1 else top_k  # -1 is "off" in vLLM
     try:
         SamplingParams(**{name: value for name, value in values.items() if value is not None})
     except ValueError as error:
-        said = str(error).removeprefix("sampling: ")
-        raise BadField(said.partition(" ")[0], said) from None
+        text = str(error).removeprefix("sampling: ")  # begins with the field's name
+        raise BadField(text.partition(" ")[0], text) from None
     stops = read_list(given, "stop_token_ids", most=most_stop_ids)
     if not all(type(i) is int and 0 <= i < 2**31 for i in stops):
         raise BadField("stop_token_ids", f"stop_token_ids: expected token ids, found {brief(stops)}")
@@ -209,7 +211,7 @@ def read_sampling(
 
 
 def read_number(given: Mapping[str, Any], name: str) -> float | None:
-    """A finite number; None where it is missing or null."""
+    """A finite number; None if the field is missing or null."""
     value = given.get(name)
     if value is None:
         return None
@@ -220,7 +222,7 @@ def read_number(given: Mapping[str, Any], name: str) -> float | None:
 
 
 def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Stop strings: one text or a list of texts; empty texts are left out."""
+    """Stop strings: one string or a list; empty strings and duplicates are dropped."""
     value = given.get(name)
     stops = [value] if isinstance(value, str) else read_list(given, name, most=MOST_STOPS)
     for stop in stops:
@@ -234,10 +236,10 @@ def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def check_tool_choice(
     choice: ToolChoice, name: str, tools: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[str, ...]:
-    """Refuse a call that the request wants to force, unless that is let pass; returns the field where it is.
+    """Refuse a forced tool call, unless the options accept it; returns the unenforced field, if any.
 
-    Only a mask over the vocabulary can force a call. It would change the distribution that tokens are sampled from,
-    and the trainer could not compute their logprobs again.
+    Only a mask over the vocabulary can force a call. It would change the distribution that tokens are sampled from, and
+    the trainer could not recompute their logprobs.
     """
     if choice not in ("required", "named"):
         return ()
@@ -257,11 +259,11 @@ def check_tool_choice(
 
 
 def read_tool_choice(value: object, name_of: Callable[[Mapping[str, Any]], str | None]) -> tuple[ToolChoice, str]:
-    """What a request says about calling tools, as OpenAI's protocols write it, and the tool that it names.
+    """The `tool_choice` of OpenAI's protocols, and the name of the tool if it names one.
 
     Args:
         value: A word, or an object that names a tool.
-        name_of: The name in such an object; None where it is another one.
+        name_of: Returns the tool's name from such an object; None if the object does not name a tool.
     """
     if not isinstance(value, dict):
         return as_tool_choice(value, _CHOICES), ""
@@ -275,7 +277,7 @@ def read_tool_choice(value: object, name_of: Callable[[Mapping[str, Any]], str |
 
 
 def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolChoice:
-    """The choice that one word stands for."""
+    """The tool choice for one word; "auto" if there is none."""
     if value is None:
         return "auto"
     if isinstance(value, str) and value in accepted:
@@ -286,19 +288,19 @@ def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolCho
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:
-    """The value, which has to be an object."""
+    """The value; refused unless it is an object."""
     if not isinstance(value, dict):
         raise BadField(_path(where), f"{where}: expected an object, found {brief(value)}")
     return cast("dict[str, Any]", value)
 
 
 def text_of(value: object, where: str) -> str:
-    """The value, which has to be a text."""
+    """The value; refused unless it is a string."""
     if not isinstance(value, str):
         raise BadField(_path(where), f"{where}: expected a text, found {brief(value)}")
     return value
 
 
 def _path(where: str) -> str:
-    """The name of a field without the places in lists: "messages.content" of "messages[3].content"."""
+    """A field's name without list indices: "messages.content" for "messages[3].content"."""
     return "".join(part.partition("]")[2] if k else part for k, part in enumerate(where.split("[")))

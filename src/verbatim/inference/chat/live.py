@@ -1,4 +1,4 @@
-"""An answer while it is sampled: what there is of it so far, and the events of a stream that shows it."""
+"""A response in progress: the ids sampled so far, and the events of the streams that show them."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from verbatim.inference.chat.partial import Growing
 from verbatim.inference.chat.protocol import ChatReply, ChatStream
 
 QUIET_SECONDS = 10.0
-"""Seconds after which a stream is sent something, so that it does not look dead."""
+"""Seconds without an event after which a ping is sent, so that clients and proxies do not take the stream for dead."""
 _PAUSE = 0.02
-"""Seconds between two readings of what was sampled, so that many streams leave the processor to others."""
+"""Minimum seconds between two parses of a growing reply, so that many streams do not use up the CPU."""
 
 ReadPartial = Callable[[Int32, Int32], Awaitable[tuple[str, str]]]
-"""(ids, prompt) -> the thinking and the content that a reply will begin with, after these ids."""
+"""(ids, prompt ids) -> (reasoning, content) that the reply is certain to begin with."""
 
 
 class LiveAnswer:
-    """What there is of an answer so far. Made in the event loop of those who wait for it.
+    """A response in progress. Must be created in the event loop that streams it.
 
     Args:
-        num_replies: Replies of the answer.
-        prompt_ids: int32 [P]; None: it is not rendered yet.
+        num_replies: Number of replies in the response.
+        prompt_ids: The prompt: int32 [P]; None: not rendered yet.
     """
 
     def __init__(self, num_replies: int = 1, prompt_ids: Int32 | None = None) -> None:
         self.ids: list[list[int]] = [[] for _ in range(num_replies)]
-        """For each reply, the ids sampled so far; empty where the sampler shows none before the end."""
+        """Ids sampled so far, for each reply; empty until the end if the sampler does not show tokens."""
         self.prompt_ids = prompt_ids
         self._loop = asyncio.get_running_loop()
         self._num_news = 0
         self._news = asyncio.Event()
 
     def show(self, number: int, ids: Sequence[int]) -> bool:
-        """Add ids of a reply, which does not end with them. May be called on any thread."""
+        """Add sampled ids of a reply; always returns False, so that as a `Watch` it never ends the completion. May be
+        called on any thread."""
         self._loop.call_soon_threadsafe(self._add, number, list(ids))
         return False
 
     def wake(self) -> None:
-        """Let all streams go on that wait for news; called at the end too."""
+        """Wake up all waiting streams; also called at the end."""
         self._num_news += 1
         self._news.set()
-        self._news = asyncio.Event()
+        self._news = asyncio.Event()  # a new event, so that the next wait is for later news
 
     def _add(self, number: int, ids: list[int]) -> None:
         self.ids[number] += ids
         self.wake()
 
     async def _has_news(self, seen: int) -> bool:
-        """Wait for more news than were `seen`; False if there were none for `QUIET_SECONDS`."""
+        """Wait until there is more news than `seen`; returns False if there was none for `QUIET_SECONDS`."""
         if self._num_news > seen:
             return True
         with contextlib.suppress(TimeoutError):
@@ -72,16 +73,16 @@ class LiveAnswer:
         *,
         begins_at_once: bool = False,
     ) -> AsyncGenerator[bytes]:
-        """The events of one stream, which may begin at any time: what is sampled, as far as the sampler shows it and it
-        can be read, and at the end the rest. Some are empty.
+        """The events of one stream: deltas while tokens are sampled, and the rest at the end. Some are empty. A stream
+        may start late; it then begins with everything sampled so far.
 
         Args:
             stream: Writes the events.
-            working: Samples; `wake` is called when it is done.
-            read: Reads what was sampled so far.
-            replies: The whole answer, once `working` is done; raises what went wrong.
-            begins_at_once: Whether the first event comes before anything is sampled. Otherwise a failure until then may
-                still be answered as one, and not as the end of a stream.
+            working: The future of the sampling; `wake` must be called when it is done.
+            read: Parses the ids sampled so far.
+            replies: Returns the final replies once `working` is done, or raises its error.
+            begins_at_once: True to send the first event before anything is sampled. Otherwise a failure before the
+                first token can still be sent with its own status, instead of as an event.
         """
         growing = [Growing(index=number, ids=ids) for number, ids in enumerate(self.ids)]
         has_begun, seen = begins_at_once, 0

@@ -1,4 +1,4 @@
-"""Makes messages and tools canonical: one text as content, arguments as objects, tools as functions."""
+"""Converts messages and tools to canonical form: one text as content, arguments as objects, tools as functions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from verbatim.inference.chat.answer import read_arguments
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, object_of, text_of
 
 _NOT_IN_PROMPTS = ("strict", "cache_control", "defer_loading")
-"""Keys of tools that say how to sample or to store; they are no part of what the model reads."""
+"""Keys of a tool that concern sampling or storage; the model must not see them."""
 
 
 def joined_text(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """Content as one text: the texts of its parts, one directly behind the other.
+    """Content as one text: the texts of its parts, joined without a separator.
 
     >>> joined_text([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}], "messages[0].content")
     'hi'
 
     Raises:
-        BadField: an image, a sound, a file, or what is no content.
+        BadField: a part is not text (an image, audio, a file), or the value is not content at all.
     """
     if content is None:
         return ""
@@ -37,13 +37,13 @@ def joined_text(content: object, where: str, kinds: Collection[str] = ("text",))
 
 def _text_of(part: object, where: str, kinds: Collection[str]) -> str:
     if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-        raise BadField("messages.content", f"{where}: only text is taken here, found {brief(part)}")
+        raise BadField("messages.content", f"{where}: only text is accepted, found {brief(part)}")
     text: str = part["text"]
     return text
 
 
 def call_of(name: object, arguments: object, call_id: object, where: str) -> MessageToolCall:
-    """A call of a function in the history. Arguments that are JSON text become an object; others stay as they are."""
+    """A function call of the history. Arguments that are valid JSON text become an object; others stay as they are."""
     given: Any = arguments
     if isinstance(arguments, str):
         read, _ = read_arguments(arguments)
@@ -62,9 +62,9 @@ def call_of(name: object, arguments: object, call_id: object, where: str) -> Mes
 
 
 def function_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool in OpenAI's format, from its name, its description and the schema of its parameters.
+    """A tool in OpenAI's format, from an object with name, description and the schema of its parameters.
 
-    What a request says beside these about the function is for the model to read too, except how to sample.
+    Additional keys are kept for the model to read, except those in `_NOT_IN_PROMPTS`.
     """
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -79,27 +79,28 @@ def function_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 @dataclass
 class Order:
-    """Checks the order of a request's messages, as they come.
+    """Checks the order of a request's messages, one by one.
 
-    Behind the calls of a turn come their results, and only then what the user or a system message says: in between it
-    would stand between a call and its result in the prompt. The services of Anthropic and of OpenAI refuse such
-    requests too.
+    The results of a turn's calls must follow the turn directly, before any user or system message. Otherwise a text
+    would be between a call and its result in the prompt, which no model was trained on. The APIs of Anthropic and
+    OpenAI refuse such requests too.
     """
 
     spoke_at: str = ""
-    """Who has spoken since the last turn, and where; "" = neither has, or no turn has made calls."""
+    """Role and place of the first user or system message after a turn with calls, for the message; "" = none."""
     _has_called: bool = False
+    """True if the last turn made calls."""
 
     def note(self, message: Mapping[str, Any], field: str, where: str) -> None:
-        """A message of the conversation.
+        """Check the next message.
 
         Args:
             message: The message.
-            field: The field that holds it.
-            where: Its place.
+            field: Name of the field that holds the messages.
+            where: Path of the message, such as "messages[3]".
 
         Raises:
-            BadField: as `result`.
+            BadField: see `result`.
         """
         if message["role"] == "assistant":
             self.turn(calls="tool_calls" in message)
@@ -109,50 +110,50 @@ class Order:
             self.said(message["role"], where)
 
     def turn(self, *, calls: bool) -> None:
-        """A turn of the assistant."""
+        """Note a turn of the assistant; `calls`: True if it has tool calls."""
         self.spoke_at, self._has_called = "", calls
 
     def said(self, role: str, where: str) -> None:
-        """A text of the user or of the system, if only an empty one: it is a message of its own in the prompt."""
+        """Note a user or system message. An empty one counts too: it is a message of its own in the prompt."""
         if self._has_called and not self.spoke_at:
-            self.spoke_at = f"what the {role} says ({where})"
+            self.spoke_at = f"a {role} message ({where})"
 
     def result(self, field: str, where: str) -> None:
-        """A result of a call.
+        """Check a result of a call.
 
         Raises:
-            BadField: the user or the system has spoken since the turn with the call.
+            BadField: there is a user or system message between the turn with the call and this result.
         """
         if self.spoke_at:
             raise BadField(
                 field,
-                f"{where}: the result of a call stands behind {self.spoke_at}; send the results of a "
-                "turn's calls first, directly behind it, and texts behind them",
+                f"{where}: the result of a call comes after {self.spoke_at}; send the results of a turn's calls "
+                "directly after the turn, and other messages after them",
             )
 
 
 def refuse_begun(role: str, field: str, where: str) -> None:
-    """Refuse a request that ends with a message of the assistant: to go on with it is not supported, and a new turn
-    behind it is not what is asked for.
+    """Refuse a request that ends with an assistant message (a prefill): continuing it is not supported, and sampling a
+    new turn after it is not what the client asked for.
 
     Args:
-        role: Of the last message.
-        field: The field that holds the messages.
-        where: Of the last message.
+        role: Role of the last message.
+        field: Name of the field that holds the messages.
+        where: Path of the last message.
 
     Raises:
-        BadField: it is the assistant's.
+        BadField: the role is "assistant".
     """
     if role == "assistant":
         raise BadField(
             field,
-            f"{where}: the last one is the assistant's, which would have to be continued; that is "
-            "not supported: end with a message of the user, or with the result of a call",
+            f"{where}: the last message is the assistant's, and continuing it is not supported; end with a user "
+            "message or the result of a call",
         )
 
 
 def text_of_all(values: Sequence[object]) -> int:
-    """Number of characters of all strings in JSON values, keys included."""
+    """Total number of characters of all strings in JSON values, including keys."""
     size, left = 0, list(values)
     while left:
         part = left.pop()

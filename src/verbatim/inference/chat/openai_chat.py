@@ -1,4 +1,4 @@
-"""Reads and answers OpenAI's chat completions, with what vLLM adds to them."""
+"""OpenAI's chat-completions protocol with vLLM's additions: reads requests and writes responses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _CALL = Fields(
 )
 _STREAM_OPTIONS = Fields(honoured={"include_usage"}, without_effect={"include_obfuscation", "continuous_usage_stats"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles of the protocol and what templates call them."""
+"""The role in chat templates, by the role in the protocol."""
 
 
 class OpenAIChat(ChatProtocol):
@@ -79,7 +79,7 @@ class OpenAIChat(ChatProtocol):
     name, fields, max_tokens = "openai_chat", FIELDS, ("max_completion_tokens", "max_tokens")
 
     def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
-        """As `ChatProtocol.read_own`."""
+        """See `ChatProtocol.read_own`."""
         given = read_list(body, "tools", most=MOST_TOOLS)
         choice, name = read_tool_choice(body.get("tool_choice"), _named)
         stream_options = read_object(body, "stream_options")
@@ -103,7 +103,7 @@ class OpenAIChat(ChatProtocol):
         )
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The whole answer."""
+        """The body of a whole response."""
         answer: dict[str, Any] = {
             "id": f"chatcmpl-{stamp.id}",
             "object": "chat.completion",
@@ -114,12 +114,13 @@ class OpenAIChat(ChatProtocol):
         }
         if request.include_token_ids and replies[0].prompt_ids is not None:
             answer["prompt_token_ids"] = replies[0].prompt_ids.tolist()
+        # With one reply our additions are at the top level, as on the token endpoint.
         if len(replies) == 1 and OURS in answer["choices"][0]:
             answer[OURS] = answer["choices"][0].pop(OURS)
         return answer
 
     def stream(self, request: ChatRequest, stamp: Stamp) -> OpenAIChatStream:
-        """The writer of a streamed answer."""
+        """The writer of a streamed response."""
         return OpenAIChatStream(request, stamp)
 
 
@@ -151,14 +152,14 @@ def _read_message(value: object, where: str) -> Message:
     if role == "assistant":
         given = [value[name] for name in ("reasoning_content", "reasoning") if value.get(name) is not None]
         if given:
-            reasoning = next(filter(None, given), given[0])  # servers write both, and one may be empty
+            reasoning = next(filter(None, given), given[0])  # some servers send both, one of them empty
             message["reasoning_content"] = text_of(reasoning, f"{where}.reasoning_content")
         calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
         if calls:
             message["tool_calls"] = [_read_call(call, f"{where}.tool_calls") for call in calls]
     elif said := next((name for name in _OF_THE_ASSISTANT if value.get(name)), None):
         raise BadField(
-            f"messages.{said}", f"{where}.{said}: only a message of the assistant may have it; the role is {role}"
+            f"messages.{said}", f"{where}.{said}: only an assistant message may have this field; the role is {role}"
         )
     if role == "tool" and value.get("tool_call_id") is not None:
         message["tool_call_id"] = text_of(value["tool_call_id"], f"{where}.tool_call_id")
@@ -166,7 +167,7 @@ def _read_message(value: object, where: str) -> Message:
 
 
 def _says_who(message: Message) -> bool:
-    """Whether it names who speaks; the name of a tool is its call's."""
+    """True if the message names its speaker; the `name` of a tool message is that of the called function."""
     return message["role"] != "tool" and "name" in message
 
 
@@ -191,7 +192,7 @@ def _read_tool(value: Any, where: str) -> dict[str, Any]:
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:
-    """The function that a choice names."""
+    """The function that a `tool_choice` names; None if it names none."""
     if choice.get("type") != "function":
         return None
     function = object_of(choice.get("function"), "tool_choice.function")

@@ -1,4 +1,4 @@
-"""Streams OpenAI's chat completions: chunks of one or several choices, the counts, and the end mark."""
+"""Streams OpenAI's chat completions: chunks of one or several choices, the token counts, and [DONE]."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIChatStream:
-    """Writes the chunks of one answer.
+    """Writes the chunks of one response.
 
     Args:
-        request: What is answered.
-        stamp: Identifies the answer.
+        request: The request.
+        stamp: Id, time and model name of the response.
     """
 
     ping = PING
@@ -34,16 +34,16 @@ class OpenAIChatStream:
         self._said = [StreamedReply() for _ in range(request.n)]
 
     def begin(self, num_prompt_tokens: int) -> bytes:
-        """The role of each choice."""
+        """The opening chunks: the role of each choice."""
         return b"".join(self._chunk(k, {"role": "assistant", "content": ""}) for k in range(self._request.n))
 
     def delta(self, delta: ChatDelta) -> bytes:
-        """What a choice has gained."""
+        """The chunks of a delta of one choice."""
         self._said[delta.index].add(delta)
         return self._texts(delta)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The rest of every choice, its end, the counts where they are wanted, and the mark of the end."""
+        """The closing chunks: the rest and the end of every choice, the token counts if requested, and [DONE]."""
         rests = [said.rest(reply, index) for index, (said, reply) in enumerate(zip(self._said, replies, strict=True))]
         events = [
             piece
@@ -55,7 +55,7 @@ class OpenAIChatStream:
         return b"".join([*events, DONE])
 
     def error(self, status: int, message: str) -> bytes:
-        """An error in place of the end."""
+        """The event of an error, instead of the closing chunks."""
         return event(error_body(status, message))
 
     def _ending(self, index: int, rest: ChatDelta, reply: ChatReply) -> list[bytes]:
@@ -80,7 +80,8 @@ class OpenAIChatStream:
         return events
 
     def _texts(self, delta: ChatDelta) -> bytes:
-        """The logprobs come with the first chunk that the tokens have made, or with one of no text."""
+        """The chunks of a delta's texts. The logprobs go with the first chunk, or with an empty one if there is no text
+        yet."""
         parts = [{"reasoning_content": delta.reasoning}] if delta.reasoning else []
         parts += [{"content": delta.content}] if delta.content else []
         tokens = {"logprobs": {"content": logprobs_body(delta.tokens)}} if delta.tokens else {}

@@ -1,4 +1,5 @@
-"""Writes the parts that OpenAI's whole answers and streams share: messages, logprobs, counts and errors."""
+"""Builds the objects of OpenAI's chat-completions format, for whole responses and for streams: messages, logprobs,
+usage and errors."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 def choice_body(request: ChatRequest, reply: ChatReply, index: int) -> dict[str, Any]:
-    """One choice of a whole answer."""
+    """One choice of a whole response."""
     choice: dict[str, Any] = {"index": index, "message": message_body(reply), **ending(request, reply)}
     choice["logprobs"] = {"content": logprobs_body(token_logprobs(reply))} if request.include_logprobs else None
     return choice
 
 
 def ending(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
-    """What says how a choice ended, and the ids and versions where the request wants them."""
+    """The fields at the end of a choice: the finish reason, and ids and versions if the request wants them."""
     found: dict[str, Any] = {"finish_reason": FINISH[reply.finish]}
     if reply.stop_string is not None:
-        found["stop_reason"] = reply.stop_string  # as vLLM says it
+        found["stop_reason"] = reply.stop_string  # a field of vLLM's
     if request.include_token_ids:
         found["token_ids"] = reply.ids.tolist()
     ours: dict[str, Any] = {} if reply.seed is None else {"seed": reply.seed}
@@ -43,12 +44,12 @@ def message_body(reply: ChatReply) -> dict[str, Any]:
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:
-    """A call of a function."""
+    """A function call."""
     return {"id": call.id, "type": "function", "function": {"name": call.name or "", "arguments": arguments_text(call)}}
 
 
 def logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Sampled tokens with their logprobs. `bytes` are of the token's text by itself."""
+    """Sampled tokens with their logprobs. `bytes` are those of each token decoded alone."""
     return [
         {
             "token": token.text,
@@ -61,7 +62,7 @@ def logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def usage_of(replies: Sequence[ChatReply]) -> dict[str, Any]:
-    """Counts of tokens: the prompt once, the completions of all replies."""
+    """Token counts: the prompt once, and the completions of all replies."""
     prompt, completion = replies[0].num_prompt_tokens, sum(len(reply.ids) for reply in replies)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -74,7 +75,7 @@ def usage_of(replies: Sequence[ChatReply]) -> dict[str, Any]:
 
 
 def error_body(status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-    """An error.
+    """The body of an error, in OpenAI's format.
 
     >>> error_body(400, "n = 0; expected an integer from 1 to 64", "n")["error"]["param"]
     'n'

@@ -1,4 +1,4 @@
-"""Reads and answers OpenAI's Responses, as the SDK and coding agents speak it: nothing is stored between requests."""
+"""OpenAI's Responses protocol, as the SDK and coding agents use it. Stateless: no response is stored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ _INCLUDED = {
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 }
-"""What a request may ask to be included: thinking is there as it is, and the rest never occurs here."""
+"""Accepted values of `include`. They have no effect: thinking is always included, unencrypted, and the other contents
+never occur here."""
 _ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
            "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
 
@@ -69,7 +70,7 @@ class OpenAIResponses(ChatProtocol):
     name, fields, max_tokens = "openai_responses", FIELDS, ("max_output_tokens",)
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """As `ChatProtocol.read`."""
+        """See `ChatProtocol.read`."""
         if body.get("previous_response_id") is not None:
             raise BadField(
                 "previous_response_id",
@@ -79,7 +80,7 @@ class OpenAIResponses(ChatProtocol):
         return super().read(body, headers)
 
     def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
-        """As `ChatProtocol.read_own`."""
+        """See `ChatProtocol.read_own`."""
         unenforced = _TEXT.check(read_object(body, "text"), self.options, "text")
         unenforced += _REASONING.check(read_object(body, "reasoning"), self.options, "reasoning")
         _STREAM_OPTIONS.check(read_object(body, "stream_options"), where="stream_options")
@@ -102,10 +103,10 @@ class OpenAIResponses(ChatProtocol):
         )
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The whole answer."""
+        """The body of a whole response."""
         (reply,) = replies
         return response_body(request, stamp, reply)
 
     def stream(self, request: ChatRequest, stamp: Stamp) -> ResponsesStream:
-        """The writer of a streamed answer."""
+        """The writer of a streamed response."""
         return ResponsesStream(request, stamp)

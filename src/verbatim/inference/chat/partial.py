@@ -1,4 +1,4 @@
-"""Reads a completion while it grows: the thinking and the text that its reply will begin with, whatever follows."""
+"""Parses a completion while it grows: the thinking and text that its reply is certain to begin with."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from verbatim.inference.chat.streaming import StreamedReply
 from verbatim.models.renderers.renderer import ReadsGrowingText, Renderer
 
 _STEP = 64
-"""A completion is read again once it has grown by this part of its length, so that all readings together cost no more
-than this many readings of the whole."""
+"""A completion is parsed again once it has grown by 1/64 of its length. Each parse reads everything from the start, so
+the total cost of a stream is about 64 times that of parsing the whole, however long it is."""
 
 
 def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> tuple[str, str]:
-    """Thinking and content that `read_reply` of every completion that begins with these ids begins with.
+    """(reasoning, content) that the final reply is certain to begin with, whatever is sampled next.
 
-    Empty where the renderer cannot say, and where a stop string has ended the completion: then the reply is at hand.
+    Both are empty if the renderer cannot tell, or if a stop string is complete: then the whole reply follows at once.
 
     Args:
-        ids: Sampled so far: int32 [C].
-        request: What was asked for.
-        renderer: The model's.
+        ids: Ids sampled so far: int32 [C].
+        request: The request.
+        renderer: The model's renderer.
         prompt_ids: The prompt: int32 [P].
     """
     if not isinstance(renderer, ReadsGrowingText) or find_stop(ids, request.stop, renderer.decode) is not None:
         return "", ""
+    # The end of a text may turn out to be the start of a stop string, which must not be sent.
     reasoning, content = renderer.stable_text(ids, prompt_ids)
     if content:
         return reasoning, content[: len(content) - held_back(content, request.stop)]
@@ -36,22 +37,24 @@ def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_i
 
 @dataclass
 class Growing:
-    """What a stream has said of a completion that grows, and when it is worth reading again."""
+    """A growing completion: what was streamed of it, and when to parse it again."""
 
     index: int = 0
-    """Which of several replies it is."""
+    """Index among the request's replies."""
     said: StreamedReply = field(default_factory=StreamedReply)
+    """What was streamed so far."""
     ids: list[int] = field(default_factory=list)
-    """Sampled so far."""
+    """Ids sampled so far."""
     num_read: int = 0
+    """Number of ids at the last parse."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it has grown enough since it was read."""
+        """True if the completion has grown enough to be parsed again."""
         return len(self.ids) - self.num_read > self.num_read // _STEP
 
     def gained(self, reasoning: str, content: str) -> ChatDelta | None:
-        """The delta to texts that were read; None if there is nothing new in them."""
+        """The delta from what was streamed to the texts just parsed; None if nothing is new."""
         self.num_read = len(self.ids)
         new = (reasoning[len(self.said.reasoning) :], content[len(self.said.content) :])
         delta = ChatDelta(index=self.index, reasoning=new[0], content=new[1])

@@ -1,6 +1,6 @@
-"""Defines what a chat protocol reads and writes: canonical requests, replies and deltas.
+"""Defines the records that all chat protocols share: canonical requests, replies and deltas.
 
-A protocol is pure: bodies in, records out, and back. It knows nothing of renderers, samplers and connections.
+A protocol is pure: it turns bodies into records and back, and knows nothing of renderers, samplers or connections.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from verbatim.core.types import Float32, Int32, Message, MessageToolCall, StopRe
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required", "named"]
 Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]
-"""Why a reply ended: the model's own end, a stop string, calls of tools, or the limit of tokens."""
+"""Why a reply ended: the model's end id, a stop string, tool calls, or the token limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """The sampling parameters that a request gives; None: it gives none, and the server's defaults hold."""
+    """The sampling parameters in a request. None: not given; the server's default applies."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
-    """Most tokens of the completion."""
+    """Maximum number of tokens in the completion."""
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """Further ids that end the completion."""
+    """Additional ids that end the completion."""
     ignore_eos: bool = False
-    """Whether the model's own end ids do not end it."""
+    """True if the model's own end ids do not end the completion."""
 
     def params(self, defaults: SamplingParams, *, room: int, end_ids: Sequence[int] = ()) -> SamplingParams:
-        """Parameters of the sampler.
+        """The sampling parameters with defaults filled in.
 
         Args:
-            defaults: Of what the request does not give; not of `max_tokens`, which is then `room`.
-            room: Tokens that the prompt leaves in the context, at least 1; more than that are not asked for.
+            defaults: Values for what the request leaves out, except `max_tokens`, whose default is `room`.
+            room: Tokens that the prompt leaves free in the context, at least 1; an upper limit of `max_tokens`.
             end_ids: The model's own end ids.
 
         >>> RequestedSampling(temperature=0.5).params(SamplingParams(top_p=0.9), room=100, end_ids=[2])
@@ -64,90 +64,92 @@ class RequestedSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolForm:
-    """How a protocol calls a tool that the model is shown as a function of another name or form."""
+    """A tool's form in the protocol, if it differs from the function that the model sees."""
 
     name: str
-    """Its own name."""
+    """The tool's name in the protocol."""
     namespace: str = ""
-    """What its name is unique in; "" = the request."""
+    """The namespace of the tool; "" = none."""
     is_custom: bool = False
-    """Whether it takes one text, and no object of arguments."""
+    """True if the tool takes one text instead of an object of arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """A request for assistant messages, whatever protocol it came in."""
+    """A request for assistant messages, independent of its protocol."""
 
     protocol: str
     """"openai_chat", "openai_responses" or "anthropic_messages"."""
     model: str = ""
     """The model's name in the request; "" = none."""
     messages: tuple[Message, ...]
-    """The conversation. Content is one text; arguments of calls are objects where they can be read."""
+    """The conversation. Content is one text; arguments of calls are objects if they could be parsed."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Schemas of functions, in OpenAI's format."""
+    """Function schemas in OpenAI's format."""
     tool_forms: Mapping[str, ToolForm] = field(default_factory=dict)
-    """Tools that the protocol calls otherwise, by the names of these functions."""
+    """By function name: tools that have another form in the protocol."""
     tool_choice: ToolChoice = "auto"
-    """"required" and "named" only where a reader was told to let them pass (`Options.unenforced`)."""
+    """"required" and "named" occur only if `Options.unenforced` accepts them."""
     tool_name: str = ""
-    """The tool of "named"."""
+    """Name of the tool for "named"."""
     parallel_tool_calls: bool = True
-    """Whether one reply may call several tools."""
+    """True if one reply may call several tools."""
     sampling: RequestedSampling = field(default_factory=RequestedSampling)
     stop: tuple[str, ...] = ()
-    """A reply ends before the first of these texts."""
+    """Stop strings: the reply's text ends before the first of them."""
     n: int = 1
-    """Replies, each sampled on its own."""
+    """Number of replies, sampled independently."""
     stream: bool = False
-    """Whether the reply is sent as it is sampled."""
+    """True if the reply is sent as it is sampled."""
     include_usage: bool = False
-    """Whether a stream of OpenAI's chat completions ends with the counts of tokens."""
+    """True if a stream of OpenAI's chat completions ends with the token counts."""
     include_logprobs: bool = False
+    """True if the response includes the logprobs."""
     include_token_ids: bool = False
-    """Whether the answer has the ids of prompt and completion (vLLM's `return_token_ids`)."""
+    """True if the response includes the ids of prompt and completion (vLLM's `return_token_ids`)."""
     session: str = ""
     """Groups requests for prefix caching; may be empty."""
     unenforced: tuple[str, ...] = ()
-    """Fields that were let pass without effect, for counts."""
+    """Fields that were accepted but not enforced; for counters."""
     echo: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that the answer has to repeat."""
+    """Fields that the response has to repeat."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatReply:
-    """One assistant message, and the tokens it was sampled as."""
+    """One assistant message, and the tokens that were sampled for it."""
 
     content: str
     reasoning_content: str | None = None
-    """The thinking; None without any."""
+    """The thinking; None if there is none."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Every attempted call, each with an id. The arguments of one that cannot be read are its raw text."""
+    """Every attempted call, each with an id. A call that cannot be parsed has its raw text as arguments."""
     stop_reason: StopReason = StopReason.STOP
     """"stop" or "length"."""
     stop_string: str | None = None
-    """The stop string that ended it; None: something else did. It is part of `ids`, not of the texts."""
+    """The stop string that ended the reply; None if none did. Its tokens are part of `ids`, but not its text of the
+    texts."""
     ids: Int32
     """Sampled ids: int32 [C]."""
     logprobs: Float32 | None = None
-    """float32 [C]; None: the engine gives none."""
+    """Logprob of each id: float32 [C]; None: the engine reports none."""
     policy_versions: Int32 | None = None
-    """int32 [C]; None: the engine gives none."""
+    """Policy version of each id: int32 [C]; None: the engine reports none."""
     token_texts: tuple[str, ...] = ()
-    """Text of each id by itself, where the request wants logprobs."""
+    """Text of each id decoded alone, if the request wants logprobs."""
     prompt_ids: Int32 | None = None
-    """The prompt: int32 [P], where the request wants ids."""
+    """The prompt: int32 [P], if the request wants ids."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from a prefix cache; None: the engine does not say."""
+    """Prompt tokens that came from the prefix cache; None: the engine does not report it."""
     num_cut_tokens: int = 0
-    """Tokens that were sampled behind a stop string or behind the only call allowed, and are not in `ids`."""
+    """Tokens sampled after a stop string or after the only allowed call; they are not in `ids`."""
     seed: int | None = None
-    """The seed that it was sampled with."""
+    """The seed that the reply was sampled with."""
 
     @property
     def finish(self) -> Finish:
-        """Why it ended."""
+        """Why the reply ended."""
         if self.stop_reason is not StopReason.STOP:
             return "length"
         if self.stop_string is not None:
@@ -156,7 +158,7 @@ class ChatReply:
 
     @property
     def message(self) -> Message:
-        """The assistant message as it is answered, malformed calls included."""
+        """The assistant message of the response, including malformed calls."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
@@ -171,20 +173,20 @@ def _message_call(call: ToolCall) -> MessageToolCall:
 
 
 def arguments_text(call: ToolCall) -> str:
-    """The arguments of a call as protocols write them: JSON, or the sampled text of a call that cannot be read."""
+    """A call's arguments as JSON text; the sampled text for a call that cannot be parsed."""
     return call.raw if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDelta:
-    """What a reply has gained since the last delta. Thinking comes before content, and calls come with the end."""
+    """The growth of a reply since the last delta. Thinking comes before content; calls come with the end only."""
 
     index: int = 0
-    """Which of the `n` replies."""
+    """Index among the `n` replies."""
     reasoning: str = ""
     content: str = ""
     tokens: tuple[TokenLogprob, ...] = ()
-    """Tokens sampled since, where the request wants logprobs."""
+    """New tokens, if the request wants logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,14 +199,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What identifies an answer."""
+    """Id, time and model name of a response."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Letters and digits; the protocol puts its own prefix before it."""
+    """Random id of letters and digits; each protocol adds its own prefix."""
     created: int = 0
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     model: str = ""
-    """The model's name in answers."""
+    """The model's name in responses."""
 
 
 UNENFORCEABLE = frozenset(
@@ -225,18 +227,18 @@ UNENFORCEABLE = frozenset(
     }
 )
 """Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
-has them."""
+they belong to. All of them would need another distribution than the model's own, or another prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a server lets pass."""
+    """What a server accepts beyond the fields that it can honour."""
 
     unenforced: frozenset[str] = frozenset()
-    """Fields that would change what is sampled and cannot be honoured here, which are accepted all the same, without
-    effect, and counted. Only those in `UNENFORCEABLE`."""
+    """Fields that cannot be honoured but are accepted anyway, without effect; their uses are counted. Each must be in
+    `UNENFORCEABLE`."""
     max_n: int = 64
-    """Most replies to one request."""
+    """Maximum number of replies to one request."""
 
     def __post_init__(self) -> None:
         unknown = self.unenforced - UNENFORCEABLE
@@ -247,27 +249,28 @@ class Options:
 
 
 class ChatStream(Protocol):
-    """Writes the server-sent events of one answer, in the protocol's order."""
+    """Writes the server-sent events of one response, in the protocol's order."""
 
     ping: bytes
-    """Something that clients pass over, so that the connection does not look dead."""
+    """Keep-alive bytes that clients ignore."""
 
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The events before the first token."""
 
     def delta(self, delta: ChatDelta) -> bytes:
-        """What has been gained; may be empty."""
+        """The events of a delta; may be empty."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The rest of every reply, their ends and the counts.
+        """The rest of every reply, its end, and the token counts.
 
-        The texts of all deltas and of this together are those of the replies; `ValueError` where they are not.
+        Raises:
+            ValueError: the texts of the deltas are not the beginning of the replies' texts.
         """
 
     def error(self, status: int, message: str) -> bytes:
-        """An error that ends the stream."""
+        """The event of an error, which ends the stream."""
 
 
 def pieces(text: str, size: int = 8192) -> Iterator[str]:
-    """A long text in parts, for events of a bounded size."""
+    """Split a long text, so that events have a bounded size."""
     return (text[start : start + size] for start in range(0, len(text), size))

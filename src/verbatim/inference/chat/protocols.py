@@ -1,4 +1,4 @@
-"""The chat protocols that every server speaks, and the cards of its models."""
+"""The chat protocols of our servers by route, and their model lists."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import Options
 
 COUNT = "messages/count_tokens"
-"""The route, below "/v1/", at which Anthropic's clients ask for the tokens of a prompt."""
+"""Anthropic's route for counting the tokens of a prompt, below "/v1/"."""
 
 
 class ChatProtocols:
     """The protocols by route, below "/v1/".
 
     Args:
-        options: Fields of requests that are let pass without effect.
+        options: Fields of requests that are accepted although they cannot be enforced.
     """
 
     def __init__(self, options: Options) -> None:
@@ -32,18 +32,19 @@ class ChatProtocols:
         }
 
     def of(self, route: str) -> ChatProtocol:
-        """The protocol in whose form errors at a route, or below it, are written; OpenAI's for those of none."""
+        """The protocol of a route, or of a path below one, which decides the format of errors; OpenAI's if there is
+        none."""
         found = [own for own in self.by_route if route == own or route.startswith(f"{own}/")]
         return self.by_route[max(found, key=len, default="chat/completions")]
 
 
 def model_card(name: str, context_length: int, created: int = 0) -> dict[str, Any]:
-    """A model in OpenAI's format and in Anthropic's at once: each client reads its own fields.
+    """A model's entry in OpenAI's and Anthropic's formats at once: each client reads its own fields.
 
     Args:
-        name: Of the model.
-        context_length: Tokens.
-        created: Seconds since 1970.
+        name: The model's name.
+        context_length: Context length in tokens.
+        created: Unix time in seconds.
     """
     return {
         "id": name,

@@ -1,4 +1,4 @@
-"""Reads a sampled completion as the reply to a request: cut at stop strings, parsed, its calls named."""
+"""Turns a sampled completion into the reply to a request: cuts it at stop strings, parses it, and gives calls ids."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def read_reply(
     seed: int | None = None,
     call_id: Callable[[int], str],
 ) -> ChatReply:
-    """The reply that a completion is.
+    """Parse a completion into a reply.
 
-    A stop string cuts the ids behind the token that completes it, and the texts before it. Without
-    `parallel_tool_calls`, the ids end with the first call where others follow it. Under `tool_choice = "none"`
-    attempted calls are text.
+    At a stop string, the ids are cut after the token that completes it, and the texts before the string. Without
+    `parallel_tool_calls`, the ids are cut after the first call if others follow. With `tool_choice = "none"`,
+    attempted calls count as text.
 
     Args:
-        completion: As the sampler returned it.
-        request: What was asked for.
-        renderer: The model's.
+        completion: The completion from the sampler.
+        request: The request.
+        renderer: The model's renderer.
         prompt_ids: The prompt: int32 [P].
         seed: The seed of the completion.
-        call_id: An id for the k-th call, where the model's format has none.
+        call_id: Returns an id for the k-th call, for model formats without ids.
     """
     ids, stop = completion.ids, None
     found = find_stop(ids, request.stop, renderer.decode)
@@ -75,7 +75,7 @@ def read_reply(
 
 
 def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> ParsedResponse:
-    """Read ids that end with the token that completes `stop`; None: no stop string ends them."""
+    """Parse ids; `stop` is the stop string that their last token completes, or None."""
     parsed = renderer.parse_response(ids, prompt_ids, request.tools or None)
     if stop is not None:
         parsed = before_stop(parsed, stop, renderer.decode(ids))
@@ -86,15 +86,16 @@ def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer
 
 
 def before_stop(parsed: ParsedResponse, stop: str, text: str) -> ParsedResponse:
-    """What was read of a completion whose last token completes a stop string, with its texts up to that string: it is
-    in the last of them.
+    """The parsed completion with its texts cut before the stop string. The string is in the last of the texts, because
+    the completion's last token completes it.
 
     Args:
-        parsed: What was read of all ids.
+        parsed: The parsed completion.
         stop: The stop string.
-        text: That of all ids.
+        text: The decoded text of all ids.
     """
-    tail = len(text) - text.find(stop)  # characters before the end, if nothing was left out behind it
+    # Where the string begins, counted from the end; parsing may have changed the text before it.
+    tail = len(text) - text.find(stop)
     reasoning = parsed.reasoning_content
     if reasoning is not None and stop in reasoning:
         return ParsedResponse(content="", reasoning_content=_cut(reasoning, stop, tail))
@@ -117,9 +118,9 @@ def _cut_call(call: ToolCall, stop: str) -> ToolCall:
 def _first_call(
     ids: Int32, parsed: ParsedResponse, request: ChatRequest, renderer: Renderer, prompt_ids: Int32
 ) -> tuple[Int32, ParsedResponse]:
-    """The ids up to the end of the first call, and what they say.
+    """The ids up to the end of the first call, and what they parse to.
 
-    Some formats write all calls as one list, which cannot be cut: then the ids stay, and the first call is answered.
+    Some formats write all calls as one list, which cannot be cut: then all ids stay, and the reply has the first call.
     """
     first = parsed.tool_calls[0]
 
@@ -127,6 +128,7 @@ def _first_call(
         calls = parse(ids[:size], None, request, renderer, prompt_ids).tool_calls
         return bool(calls) and calls[0] == first
 
+    # Bisection: a prefix that has the complete call has it for every greater length.
     size = 1 + bisect_left(range(1, len(ids)), True, key=is_complete)
     cut = parse(ids[:size], None, request, renderer, prompt_ids)
     if cut.tool_calls == (first,):

@@ -1,4 +1,4 @@
-"""Builds a chat-completions request: a conversation and sampling settings, as JSON that any server takes."""
+"""Builds a chat-completions request from a conversation and sampling settings, in a form that any server accepts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "logit_bias": ({}, None),
 }
-"""The values that leave the model's own distribution as it is. None: not sent; of the others a server may have a
-default of its own."""
+"""Values that leave the model's own distribution unchanged. None, for a field that is not sent, is among them only
+where every server's default is neutral."""
 
 
 def chat_body(
@@ -37,9 +37,9 @@ def chat_body(
 ) -> dict[str, Any]:
     """The JSON of one request.
 
-    What every server knows is always sent, what only some know where it is asked for. With
-    `extra_body={"return_token_ids": True}` logprobs are asked for too, and every setting is sent, because a server may
-    have defaults of its own. `extra_body` has the last word; a None in it leaves the key out.
+    Fields that only some servers know are sent only if they differ from their neutral value. With
+    `extra_body={"return_token_ids": True}`, logprobs are requested and every setting is sent, because servers differ in
+    their defaults. `extra_body` overrides everything; None in it removes a key.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -68,12 +68,12 @@ def chat_body(
 
 
 def samples_as_modelled(body: Mapping[str, Any]) -> bool:
-    """Whether a request samples from the model's own distribution: then every server's logprobs are of it."""
+    """True if a request samples from the model's own distribution, so that any server's logprobs are those of it."""
     return all(body.get(name) in unchanged for name, unchanged in _UNCHANGED.items())
 
 
 def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
-    """A message as servers take it: arguments as text that is a JSON object, or they refuse the request."""
+    """A message in the form that servers accept: arguments must be the text of a JSON object."""
     wire: dict[str, Any] = dict(message)
     if not send_reasoning:
         wire.pop("reasoning_content", None)
@@ -86,8 +86,8 @@ def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
 
 
 def _wire_arguments(arguments: object) -> str:
-    """Arguments as the text of a JSON object. What is no such object is the only value of one, so that nothing of it is
-    lost.
+    """Arguments as the text of a JSON object. Anything else is wrapped as the single value of an object, so that
+    nothing is lost.
 
     >>> _wire_arguments('{"at": 5}'), _wire_arguments("[1, 2]"), _wire_arguments("")
     ('{"at": 5}', '{"unreadable_arguments": "[1, 2]"}', '{}')

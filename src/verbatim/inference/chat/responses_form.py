@@ -1,4 +1,4 @@
-"""Writes the parts that OpenAI's whole responses and their streams share: items, the response, counts."""
+"""Builds the objects of OpenAI's Responses format, for whole responses and for streams: items, response, usage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verbatim.inference.chat.responses_tools import INPUT
 
 
 def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -> dict[str, Any]:
-    """A response; one that is under way where there is no reply yet."""
+    """The response object; with `reply` None, the one in progress that a stream begins with."""
     echo = request.echo
     body: dict[str, Any] = {
         "id": f"resp_{stamp.id}",
@@ -55,7 +55,8 @@ def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -
 
 
 def output_items(request: ChatRequest, stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
-    """The items of a reply: thinking where there is any, text where there is any or nothing else, and the calls."""
+    """The output items of a reply: thinking and text if there is any, then the calls. A reply without calls always has
+    a text item."""
     status = "incomplete" if reply.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
     if reply.reasoning_content:
@@ -66,18 +67,18 @@ def output_items(request: ChatRequest, stamp: Stamp, reply: ChatReply) -> list[d
 
 
 def has_text(reply: ChatReply) -> bool:
-    """Whether a reply has an item of text."""
+    """True if the reply has a text item."""
     return bool(reply.content) or not reply.tool_calls
 
 
 def reasoning_item(stamp: Stamp, text: str | None) -> dict[str, Any]:
-    """Thinking; None: not yet begun."""
+    """A thinking item; `text` is None when the item is just added."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{stamp.id}", "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
 
 
 def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
-    """Text; None: not yet begun."""
+    """A text item; `text` is None when the item is just added."""
     return {
         "id": f"msg_{stamp.id}",
         "type": "message",
@@ -88,14 +89,15 @@ def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """The content of a message."""
+    """The content part of a text item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
-    """The call of a tool, in the form that the request knows it in. It is answered to by `call_id`.
+    """A tool call, in the form in which the request declared the tool. Results refer to it by `call_id`.
 
-    A call of a custom tool without its text is the call of a function: what was sampled comes back as it was.
+    A call of a custom tool whose arguments are not the one text becomes a function call, so that the client gets what
+    was sampled.
     """
     form = request.tool_forms.get(call.name or "", ToolForm(name=call.name or ""))
     within = {"namespace": form.namespace} if form.namespace else {}
@@ -120,8 +122,8 @@ def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
-    """Counts of tokens. Those of thinking are not counted apart. Clients need a number of cached tokens: 0 where the
-    engine does not say."""
+    """Token counts. Thinking is not counted separately. Clients require a number of cached tokens, so it is 0 if the
+    engine does not report it."""
     return {
         "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.num_cached_tokens or 0, "cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""Makes the input items of OpenAI's Responses a conversation: thinking, text and calls of one turn are one message."""
+"""Converts the input items of OpenAI's Responses to messages: thinking, text and calls of a turn form one message."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _ITEMS = {
     "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
     "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
 }
-"""The fields of each type of item."""
+"""What this server does with each field, by item type."""
 
 
 def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
     """The conversation in a request's instructions and input.
 
-    Example: the items reasoning "hm", message "I add" and a call of `add`, as an answer of ours has them, are the one
-    assistant message that they were sampled as.
+    Example: the items reasoning "hm", message "I add" and a call of `add` become one assistant message, because they
+    were sampled as one.
 
     Raises:
-        BadField: an item that is no part of a conversation in text.
+        BadField: an item is malformed, or not part of a text conversation.
     """
     found: list[dict[str, Any]] = []
     instructions = read_text(body, "instructions")
@@ -59,7 +59,7 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Add an item: to the assistant's last message where it belongs to the same turn, else as a message."""
+    """Add an item: to the last assistant message if it belongs to the same turn, else as a new message."""
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise BadField(
@@ -96,18 +96,19 @@ def _add_message(found: list[dict[str, Any]], item: dict[str, Any], where: str) 
 
 
 def _has_spoken(found: list[dict[str, Any]]) -> bool:
-    """Whether the last message is one of the assistant with text or calls, so that more belongs to the next."""
+    """True if the last message has text or calls. Thinking and text come before calls in a turn, so a further thinking
+    or text item then starts a new message."""
     return bool(found) and (bool(found[-1]["content"]) or "tool_calls" in found[-1])
 
 
 def _turn(found: list[dict[str, Any]], *, start: bool) -> dict[str, Any]:
-    """The assistant's message at the end, which is added where there is none or where one has to start."""
+    """The assistant message at the end; appended if there is none, or if `start` is true."""
     if start or not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """The thinking of a reasoning item: as it was sampled, or else its summary."""
+    """The thinking in a reasoning item: its content, or else its summary."""
     content = joined_text(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
     return content or joined_text(item.get("summary"), f"{where}.summary", ("summary_text",))

@@ -1,4 +1,4 @@
-"""Streams OpenAI's Responses: each item is added, grows, and is done; the response as a whole comes last."""
+"""Streams OpenAI's Responses: each item is added, grows, and is done; the complete response comes last."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ResponsesStream(BlockStream):
     """Writes the events of one response.
 
     Args:
-        request: What is answered.
-        stamp: Identifies the answer.
+        request: The request.
+        stamp: Id, time and model name of the response.
     """
 
     def __init__(self, request: ChatRequest, stamp: Stamp) -> None:
@@ -31,15 +31,15 @@ class ResponsesStream(BlockStream):
         self._request, self._stamp = request, stamp
         self._sequence = -1
         self._index = -1
-        """Of the item that was added last."""
+        """Index of the item that was added last."""
 
     def begin(self, num_prompt_tokens: int) -> bytes:
-        """The response without items."""
+        """The opening events: a response without items."""
         body = response_body(self._request, self._stamp, None)
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The rest of the texts, the calls, and the whole response."""
+        """The closing events: the rest of the texts, the calls, and the complete response."""
         (reply,) = replies
         rest = self._said.rest(reply)
         status = "incomplete" if reply.finish == "length" else "completed"
@@ -54,7 +54,7 @@ class ResponsesStream(BlockStream):
         return b"".join([*events, self._event(kind, response=whole)])
 
     def error(self, status: int, message: str) -> bytes:
-        """A failed response in place of the end."""
+        """The event of a failed response, instead of the closing events."""
         body = response_body(self._request, self._stamp, None)
         failed = {**body, "status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=failed)

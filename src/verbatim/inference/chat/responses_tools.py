@@ -1,9 +1,9 @@
-"""Reads the tools of OpenAI's Responses: functions, custom tools that take a text, and namespaces of both.
+"""Reads the tools of OpenAI's Responses: functions, custom tools that take one text, and namespaces of both.
 
-A template shows functions only. So a tool of a namespace is shown as a function whose name begins with the namespace's,
-and a custom tool as a function with one text, `input`. Calls of them are answered in their own form.
+Chat templates know only functions. So a tool in a namespace becomes a function with the namespace as its prefix, and a
+custom tool a function with one string argument, `input`. Calls are translated back into the tool's own form.
 
-Example: the namespace "agents" with the function "wait" and the custom tool "patch" are shown as the functions
+Example: the namespace "agents" with the function "wait" and the custom tool "patch" becomes the functions
 `agents__wait` and `agents__patch`, the latter with the argument `input`.
 """
 
@@ -27,7 +27,7 @@ from verbatim.inference.chat.messages import function_tool
 from verbatim.inference.chat.protocol import Options, ToolForm
 
 INPUT = "input"
-"""The argument of a custom tool."""
+"""Name of a custom tool's argument."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "defer_loading": (False,),
     "allowed_callers": (["direct"],),
@@ -47,27 +47,27 @@ class ReadTools:
     """The tools of one request.
 
     Args:
-        body: The request.
-        options: What is let pass: "other_tools" leaves tools of other types out, "tool_grammar" accepts grammars,
-            which the model is shown and which nothing enforces.
+        body: The request's body.
+        options: Exceptions: with "other_tools", tools of other types are dropped; with "tool_grammar", grammars are
+            accepted and shown to the model, but not enforced.
 
     Raises:
-        BadField: a tool that is not available here, or two with one name.
+        BadField: a tool's type is not supported, or two tools have the same name.
     """
 
     def __init__(self, body: Mapping[str, Any], options: Options) -> None:
         self.tools: list[dict[str, Any]] = []
-        """As templates show them."""
+        """The tools as functions, for the chat template."""
         self.forms: dict[str, ToolForm] = {}
-        """Those that are called in another form than functions are."""
+        """By function name: the tools that are not plain functions in the protocol."""
         self.unenforced: dict[str, None] = {}
-        """What was let pass."""
+        """The exceptions that were used; a dict as an ordered set."""
         self._options = options
         for tool, where, namespace in _each(read_list(body, "tools", most=MOST_TOOLS), "tools", None):
             self._add(tool, where, namespace)
         names = [tool["function"]["name"] for tool in self.tools]
         if self.forms and (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
-            raise BadField("tools", f"tools: two of them would be called {twice!r}")
+            raise BadField("tools", f"tools: two of them would have the function name {twice!r}")
 
     def _add(self, tool: Mapping[str, Any], where: str, namespace: Mapping[str, Any] | None) -> None:
         kind = tool.get("type")
@@ -92,12 +92,13 @@ class ReadTools:
             shown["name"] = joined_name(within, own)
             self.forms[shown["name"]] = ToolForm(name=own, namespace=within, is_custom=kind == "custom")
         about = read_text(namespace, "description") if namespace is not None else ""
+        # A template has no place for a namespace's description: its first tool carries it.
         if about and not any(form.namespace == within for form in list(self.forms.values())[:-1]):
             shown["description"] = "\n\n".join(filter(None, (about, shown.get("description"))))
         self.tools.append(function_tool(shown, where))
 
     def _custom(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The function that stands for a custom tool; a grammar is told in its description."""
+        """The function that stands for a custom tool; a grammar is appended to its description."""
         description = read_text(tool, "description")
         form = read_object(tool, "format")
         _FORMAT.check(form, where=f"{where}.format")
@@ -119,7 +120,7 @@ class ReadTools:
 def _each(
     given: list[Any], path: str, namespace: Mapping[str, Any] | None
 ) -> Iterator[tuple[dict[str, Any], str, Mapping[str, Any] | None]]:
-    """Every tool with its path and its namespace."""
+    """(tool, path, namespace) of every tool. A namespace within another is yielded too, and refused by its type."""
     for k, value in enumerate(given):
         where = f"{path}[{k}]"
         tool = object_of(value, where)
@@ -132,7 +133,7 @@ def _each(
 
 
 def joined_name(namespace: str, name: str) -> str:
-    """The name under which a template shows a tool.
+    """A tool's function name in the chat template.
 
     >>> joined_name("agents", "wait"), joined_name("mcp__git__", "log"), joined_name("", "add")
     ('agents__wait', 'mcp__git__log', 'add')
@@ -141,7 +142,7 @@ def joined_name(namespace: str, name: str) -> str:
 
 
 def named(choice: Mapping[str, Any]) -> str | None:
-    """The tool that a choice names."""
+    """The function name of the tool that a `tool_choice` names; None if it names no tool."""
     if choice.get("type") not in ("function", "custom"):
         return None
     return joined_name(read_text(choice, "namespace"), text_of(choice.get("name"), "tool_choice.name"))

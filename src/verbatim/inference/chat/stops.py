@@ -1,7 +1,7 @@
 """Finds stop strings in sampled ids. A completion ends with the token that completes one.
 
-The ids stay whole tokens: the one that completes a stop string is part of the completion, with its logprob, even where
-its text goes on. Only the text of the answer is cut, before the stop string.
+The ids stay whole: the token that completes a stop string is part of the completion, with its logprob, even if its text
+continues after the stop string. Only the text of the response is cut, before the stop string.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from verbatim.core.types import Int32
 from verbatim.inference.sampler import Watch
 
 Decode = Callable[[Int32], str]
-"""The text of ids. The text of a prefix is a prefix of the text, but for U+FFFD at its end."""
+"""Decodes ids to text. The text of a prefix of the ids must be a prefix of the text, except for U+FFFD at its end."""
 _BYTES_OF_A_CHARACTER = 4
 _MARGIN = 8
-"""Characters at the beginning of a text that may be others than in the whole: the rest of one that was cut."""
+"""Characters at the start of a decoded window that may be wrong, because a character was split before it."""
 _FIRST_LOOK = 16
-"""Ids that have enough text for most stop strings."""
+"""Number of ids whose text is long enough for most stop strings; doubled if it is not."""
 
 
 def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, str] | None:
     """The first stop string in the text of a completion.
 
     Returns:
-        The number of ids up to the one that completes it, and the string; of several that this id completes, the one
-        that begins first. None: the text holds none.
+        The number of ids up to and including the one that completes it, and the string; if this id completes several,
+        the one that begins first. None if the text has no stop string.
 
     Example: the ids of "ab", "c;", "d" with the stops [";", "d"] give (2, ";").
     """
@@ -38,6 +38,7 @@ def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, st
     def has_stop(size: int) -> bool:
         return _first(decode(ids[:size]), stops) is not None
 
+    # Once a prefix has a stop string, so do all longer ones: the first such prefix is found by bisection.
     size = 1 + bisect_left(range(1, len(ids)), True, key=has_stop)
     found = _first(decode(ids[:size]), stops)
     assert found is not None
@@ -50,7 +51,7 @@ def _first(text: str, stops: Sequence[str]) -> str | None:
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of a text that may turn out to be the beginning of a stop string.
+    """Number of characters at the end of a text that may be the beginning of a stop string.
 
     >>> held_back("one two\\nObs", ["\\nObservation:", "x"])
     4
@@ -61,11 +62,12 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class StopWatch:
-    """Says while tokens are drawn whether one has completed a stop string, by the text of the last tokens alone.
+    """A `Watch` that ends a completion at the first stop string. It decodes only the last tokens, so that its cost does
+    not grow with the completion.
 
     Args:
         stops: At least one stop string.
-        decode: Called on the thread that draws.
+        decode: Decodes ids; called on the thread that draws tokens.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
@@ -74,13 +76,14 @@ class StopWatch:
         self._ids: list[int] = []
 
     def __call__(self, ids: Sequence[int]) -> bool:
-        """Take the ids drawn since the last call, in order; whether the completion ends with the last of them."""
+        """Add the ids drawn since the last call, in order; True if they complete a stop string."""
         before = self._ids[-self._num_before() :] if self._ids else []
+        # At a byte an id and four bytes a character, this many old ids still hold `_reach` characters.
         self._ids = [*self._ids[-_BYTES_OF_A_CHARACTER * self._reach :], *ids]
         return _first(self._decode(np.array([*before, *ids], dtype=np.int32)), self._stops) is not None
 
     def _num_before(self) -> int:
-        """How many of the last ids have as much text as a stop string can have before a new one."""
+        """Number of last ids whose text is at least as long as the part of a stop string before the new ids."""
         size = _FIRST_LOOK
         while size < len(self._ids):
             if len(self._decode(np.array(self._ids[-size:], dtype=np.int32))) >= self._reach:
@@ -90,13 +93,12 @@ class StopWatch:
 
 
 def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) -> Watch | None:
-    """Ends a completion with the token that completes a stop string, where the sampler shows its tokens; None: no one
-    watches.
+    """A `Watch` that ends a completion at a stop string and also calls `other`; None if there is nothing to watch.
 
     Args:
-        stops: The stop strings; may be none.
-        decode: The text of ids.
-        other: Who watches too, and is told of every token.
+        stops: The stop strings; may be empty.
+        decode: Decodes ids.
+        other: Another callback for all tokens; True from it ends the completion too.
     """
     if not stops:
         return other
@@ -106,6 +108,6 @@ def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) 
 
     def both(ids: Sequence[int]) -> bool:
         is_over = other(ids)
-        return watch(ids) or is_over
+        return watch(ids) or is_over  # both are called, always: each keeps its own state
 
     return both

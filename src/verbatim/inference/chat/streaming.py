@@ -1,4 +1,4 @@
-"""Writes server-sent events, and keeps what a stream has said so far, so that its end adds exactly the rest."""
+"""Writes server-sent events, and tracks what a stream has sent, so that its end adds exactly the rest."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 from verbatim.inference.chat.protocol import ChatDelta, ChatReply, TokenLogprob
 
 PING = b": ping\n\n"
-"""A comment: clients pass over it."""
+"""A comment in the event stream; clients ignore it."""
 
 
 class StreamDiverged(ValueError):
-    """What a stream has said is not how the reply begins."""
+    """The final reply does not begin with the text that was streamed."""
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One event. In ASCII, since texts may hold half a surrogate pair or a line break that JSON does not escape.
+    """Encode one event. In ASCII, because texts may hold lone surrogates, or Unicode line breaks at which some clients
+    would split the line.
 
     >>> event({"a": 1}, "ping")
     b'event: ping\\ndata: {"a":1}\\n\\n'
@@ -30,28 +31,28 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 @dataclass
 class StreamedReply:
-    """What a stream has said of one reply."""
+    """What was streamed of one reply."""
 
     reasoning: str = ""
     content: str = ""
     num_tokens: int = 0
-    """Tokens whose logprobs were sent."""
+    """Number of tokens whose logprobs were sent."""
 
     def add(self, delta: ChatDelta) -> None:
-        """Note what a delta says."""
+        """Record a sent delta."""
         self.reasoning += delta.reasoning
         self.content += delta.content
         self.num_tokens += len(delta.tokens)
 
     def rest(self, reply: ChatReply, index: int = 0) -> ChatDelta:
-        """What is left of the texts and tokens of a reply.
+        """The part of a reply that was not streamed yet.
 
         Raises:
-            StreamDiverged: the reply does not begin as was said.
+            StreamDiverged: the reply does not begin with what was streamed.
         """
         reasoning = reply.reasoning_content or ""
         if not (reasoning.startswith(self.reasoning) and reply.content.startswith(self.content)):
-            raise StreamDiverged("the reply does not begin with what was streamed of it")
+            raise StreamDiverged("the reply does not begin with the text that was streamed")
         return ChatDelta(
             index=index,
             reasoning=reasoning[len(self.reasoning) :],
@@ -61,17 +62,17 @@ class StreamedReply:
 
 
 class BlockStream(ABC):
-    """Streams one reply in blocks: thinking and text, each of which is started, grows, and is closed."""
+    """Base class of streams that send one reply in blocks: each block is started, grows, and is closed."""
 
     ping = PING
 
     def __init__(self) -> None:
         self._said = StreamedReply()
         self._open = ""
-        """The kind of the open block: "thinking", "text", another one, or none."""
+        """Kind of the open block: "thinking", "text" or a subclass's own; "" = none is open."""
 
     def delta(self, delta: ChatDelta) -> bytes:
-        """Thinking, then text."""
+        """The events of a delta: thinking, then text."""
         return b"".join(self._texts(delta))
 
     def _texts(self, delta: ChatDelta) -> list[bytes]:
@@ -91,15 +92,15 @@ class BlockStream(ABC):
 
     @abstractmethod
     def _grown(self, kind: str, text: str) -> bytes:
-        """More of the open block."""
+        """The event of a text that the open block has gained."""
 
     @abstractmethod
     def _close(self, status: str) -> list[bytes]:
-        """End the open block, if there is one; the status is that of what it says."""
+        """Close the open block, if there is one; `status` is "completed" or "incomplete"."""
 
 
 def token_logprobs(reply: ChatReply) -> tuple[TokenLogprob, ...]:
-    """The tokens of a reply with their logprobs; empty where it has no texts of them or no logprobs."""
+    """The tokens of a reply with their logprobs; empty if the reply has no logprobs or no token texts."""
     if reply.logprobs is None or not reply.token_texts:
         return ()
     pairs = zip(reply.token_texts, reply.logprobs.tolist(), strict=True)
