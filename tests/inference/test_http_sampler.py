@@ -192,7 +192,7 @@ def test_experts_of_other_tokens_are_no_answer():
         stop_reason=StopReason.STOP,
         routed_experts=np.zeros((5, 1, 2), dtype=np.uint8),
     )
-    with pytest.raises(ValueError, match="those of 5 tokens, expected those of 4"):
+    with pytest.raises(ValueError, match="the experts of 5 tokens, expected those of 4"):
         completions.check_experts(found, asked)
     cancelled = replace(found, stop_reason=StopReason.CANCELLED)
     assert completions.check_experts(cancelled, asked).routed_experts is None

@@ -94,6 +94,7 @@ def read_answer(text: str) -> ChatAnswer:
 
 
 def _read_call(item: object) -> ToolCall:
+    """One call of a message. A malformed one is kept with its status: it was sampled, and is part of the record."""
     item = _object(item)
     function = _object(item.get("function"))
     name, given, call_id = function.get("name"), function.get("arguments"), item.get("id")

@@ -132,6 +132,7 @@ class AnthropicMessages(ChatProtocol):
 
 
 def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The conversation: the system prompt, then the messages, with each tool result as a message of its own."""
     given = read_list(body, "messages", most=MOST_MESSAGES)
     if not given:
         raise BadField("messages", f"messages: expected a list of at least one message, found {brief(given)}")
@@ -189,6 +190,7 @@ def _said(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order)
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
+    """An assistant message from its blocks: thinking, text and calls."""
     texts, thoughts, calls = list[str](), list[str](), list[MessageToolCall]()
     for block in blocks:
         if block.get("type") == "thinking":

@@ -130,7 +130,7 @@ class ChatConnection:
         """
         try:
             data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate too: UnicodeEncodeError
             failures["unsendable"] += 1
             raise SamplerFault(f"{self.api.base_url}: the request cannot be written as JSON: {error}") from None
         return await self._client.ask("POST", "/chat/completions", data, self._read, failures)

@@ -17,8 +17,8 @@ from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 MOST_MESSAGES = 20_000
 """Maximum number of messages, items or content parts in one list."""
 MOST_TOOLS = 1024
-_LONGEST_NAME = 1024
-_LARGEST_FLOAT = 1.7e308
+_LONGEST_NAME = 1024  # characters of a session's name
+_LARGEST_FLOAT = 1.7e308  # below the largest double, so that any integer up to it converts without an OverflowError
 _NONE_PASS = Options()
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 _SHOWN_PARTS = 5

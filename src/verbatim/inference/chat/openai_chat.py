@@ -140,6 +140,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _read_message(value: object, where: str) -> Message:
+    """One message in canonical form."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise BadField("messages", f"{where}: expected an object with a role, found {brief(value)}")
     _MESSAGE.check(value, where=where)
@@ -157,9 +158,9 @@ def _read_message(value: object, where: str) -> Message:
         calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
         if calls:
             message["tool_calls"] = [_read_call(call, f"{where}.tool_calls") for call in calls]
-    elif said := next((name for name in _OF_THE_ASSISTANT if value.get(name)), None):
+    elif key := next((name for name in _OF_THE_ASSISTANT if value.get(name)), None):
         raise BadField(
-            f"messages.{said}", f"{where}.{said}: only an assistant message may have this field; the role is {role}"
+            f"messages.{key}", f"{where}.{key}: only an assistant message may have this field; the role is {role}"
         )
     if role == "tool" and value.get("tool_call_id") is not None:
         message["tool_call_id"] = text_of(value["tool_call_id"], f"{where}.tool_call_id")

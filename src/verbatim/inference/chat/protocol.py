@@ -184,7 +184,9 @@ class ChatDelta:
     index: int = 0
     """Index among the `n` replies."""
     reasoning: str = ""
+    """New thinking."""
     content: str = ""
+    """New text."""
     tokens: tuple[TokenLogprob, ...] = ()
     """New tokens, if the request wants logprobs."""
 

@@ -78,16 +78,17 @@ class ResponsesStream(BlockStream):
         if not kind:
             return []
         if kind == "text":
-            part, said = text_part(text), self._part("response.output_text.done", text=text, logprobs=[])
+            part, done = text_part(text), self._part("response.output_text.done", text=text, logprobs=[])
         else:
             part = {"type": "reasoning_text", "text": text}
-            said = self._part("response.reasoning_text.done", text=text)
-        ends = [said, self._part("response.content_part.done", part=part)]
+            done = self._part("response.reasoning_text.done", text=text)
+        ends = [done, self._part("response.content_part.done", part=part)]
         ends.append(self._event("response.output_item.done", output_index=self._index, item=self._item(text, status)))
         self._open = ""
         return ends
 
     def _call(self, number: int, call: ToolCall) -> list[bytes]:
+        """All events of one call: they come at the end, because a call is only known once it is complete."""
         self._index += 1
         item = call_item(self._request, self._stamp, number, call)
         place = {"item_id": item["id"], "output_index": self._index}

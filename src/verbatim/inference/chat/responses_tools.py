@@ -70,6 +70,7 @@ class ReadTools:
             raise BadField("tools", f"tools: two of them would have the function name {twice!r}")
 
     def _add(self, tool: Mapping[str, Any], where: str, namespace: Mapping[str, Any] | None) -> None:
+        """Add one tool, as the function that the template shows."""
         kind = tool.get("type")
         if kind == "function":
             _FUNCTION.check(tool, where=where)

@@ -83,6 +83,7 @@ class Acceptor:
             connection.close()
 
     def _accept(self) -> None:
+        """Accept what waits in the backlog, as far as there is room; called when the socket is readable."""
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = self.listening.accept()
@@ -103,7 +104,7 @@ class Acceptor:
             if not self._makes_room():
                 self._turn_away(connection)
                 self._rest_at_door()
-                break
+                break  # let the event loop run before the next one: a request may end meanwhile
             self._queue[connection] = None
             self._silent.add(connection)
             self._table.num_queued += 1

@@ -182,6 +182,7 @@ class SamplerApp:
     # ---- sampling and weights
 
     async def _generate(self, request: Request) -> dict[str, Any]:
+        """Sample a completion for token ids, in vLLM's format."""
         room, vocab_size = self._sampler.context_length, self._sampler.vocab_size
         body = await self._ids_body(request, room)
         sample, logprobs = read_request(
@@ -204,6 +205,7 @@ class SamplerApp:
         )
 
     async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
+        """Score token ids."""
         room = self._sampler.context_length
         body = await self._ids_body(request, room)
         _SCORED.check(body)
@@ -215,7 +217,7 @@ class SamplerApp:
         scoring = self._sampler.prompt_logprobs(ids, temperature)
         scored = await while_there(request.receive, self._stopped, scoring)
         return {
-            "logprobs": [None, *scored.tolist()[1:]],
+            "logprobs": [None, *scored.tolist()[1:]],  # JSON has no NaN
             "policy_version": self._sampler.policy_version,
             "server": self._id,
         }
@@ -283,6 +285,7 @@ class SamplerApp:
             return answer
 
         async def answered(request: Request) -> Response:
+            """The endpoint's response, or the one for its error."""
             try:
                 if self._stopped.is_set():
                     raise Refused(503, STOPPING)

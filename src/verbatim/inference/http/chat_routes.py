@@ -90,6 +90,7 @@ class ChatRoutes:
             raise
 
     async def _answer(self, request: Request, protocol: ChatProtocol) -> Response:
+        """Read and render the request in the render pool, then count, stream or sample."""
         if self._render_pool is None:
             raise Refused(
                 404, f"this server was started without a renderer, so it takes token ids only: POST {GENERATE}"
@@ -125,6 +126,7 @@ class ChatRoutes:
     # ---- sampling
 
     async def _replies(self, asked: RenderedRequest, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
+        """Sample and parse all replies at the same time; `live` gets their ids as they are drawn."""
         seeds = self._seeds(asked)
         shows = [None if live is None else partial(live.show, number) for number in range(len(seeds))]
         drawing = (self._sample(asked, seed, show) for seed, show in zip(seeds, shows, strict=True))
@@ -151,6 +153,8 @@ class ChatRoutes:
     async def _read(
         self, asked: RenderedRequest, completions: Sequence[Completion], seeds: Sequence[int], stamp: Stamp
     ) -> list[ChatReply]:
+        """Parse the completions in the render pool. Size 0: parsing goes before any waiting prompt, so that a sampled
+        completion is not delayed."""
         assert self._render_pool is not None
         return [
             await self._render_pool.run(0, read_completion, asked, completion, seed, f"call_{stamp.id}_{k}")

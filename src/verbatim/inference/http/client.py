@@ -214,6 +214,7 @@ class HttpClient:
     async def _ask(
         self, method: str, path: str, body: bytes | None, read: Callable[[HttpResponse], T], failures: Counter[str]
     ) -> T:
+        """Attempt the request until it succeeds or fails for good."""
         for attempt in itertools.count(1):
             try:
                 return read(await self._attempt(method, path, body))
@@ -238,6 +239,7 @@ class HttpClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(self, method: str, path: str, body: bytes | None) -> HttpResponse:
+        """Send the request once; a failure to get a response is an `AttemptFailed`."""
         import aiohttp
 
         state = self._of_this_loop()

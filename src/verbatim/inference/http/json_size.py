@@ -19,8 +19,10 @@ LARGE = 2**16
 WINDOW = 2**18
 """Bytes that are scanned at a time; other threads can run in between."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
+# By byte value: an opening bracket or a comma outside of strings counts as one value.
 _IS_STEP = np.zeros(256, dtype=bool)
 _IS_STEP[list(b"[{,")] = True
+# By byte value: how the nesting changes.
 _DEPTH = np.zeros(256, dtype=np.int8)
 _DEPTH[list(b"[{")] = 1
 _DEPTH[list(b"]}")] = -1
@@ -57,6 +59,7 @@ def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[
     for start in range(0, len(data), WINDOW):
         window = np.frombuffer(data, dtype=np.uint8, count=min(WINDOW, len(data) - start), offset=start)
         ends, num_backslashes = _ends_of_texts(window, num_backslashes)
+        # A byte is outside of strings after an even number of quotes. `in_text` carries the state across windows.
         outside = (np.cumsum(ends, dtype=np.int32) + in_text) % 2 == 0
         in_text = not outside[-1]
         values += int((outside & _IS_STEP[window]).sum())

@@ -13,7 +13,7 @@ BYTES_OF_A_TOKEN = 256
 _BESIDE = 256 * 2**10
 """Maximum bytes of a body in addition to ids and text."""
 _LARGEST_BODY = 64 * 2**20
-
+"""Upper limit in bytes for any body, however long the context is."""
 
 TINY_CHUNKS = "tiny_chunks"
 """Key in the ASGI state: set if reading stopped because the body came in chunks that are too small."""

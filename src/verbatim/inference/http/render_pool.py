@@ -134,7 +134,7 @@ class ProcessRenderPool(RenderPool):
     async def close(self) -> None:
         """Kill the processes."""
         await cancel_all(self._workers)
-        for ready in self._ready:
+        for ready in self._ready:  # a `start` that still waits would hang otherwise
             ready.cancel()
 
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
@@ -151,6 +151,7 @@ class ProcessRenderPool(RenderPool):
         return done
 
     async def _next(self, most: int | None) -> tuple[bytes, asyncio.Future[Any]]:
+        """Wait for a call of at most `most` bytes. Only the heap's top is checked: it is the smallest."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._tasks and (most is None or self._tasks[0][0] <= most))
             size, _, frame, outcome = heapq.heappop(self._tasks)
@@ -158,6 +159,7 @@ class ProcessRenderPool(RenderPool):
             return frame, outcome
 
     async def _work(self, most: int | None, ready: asyncio.Future[None]) -> None:
+        """Keep one process running, and pass calls of at most `most` bytes to it."""
         while True:
             try:
                 process = await _start(self._spec)
@@ -205,6 +207,7 @@ class ProcessRenderPool(RenderPool):
 
 
 async def _start(spec: bytes) -> asyncio.subprocess.Process:
+    """Start a render process and wait until it has created the renderer."""
     process = await start_async(
         [sys.executable, "-m", "verbatim.inference.http.render_pool"],
         stdin=asyncio.subprocess.PIPE,

@@ -218,13 +218,14 @@ class HttpReplica(ServedReplica):
         self._http.server = found["server"]
         self.policy_version = found["policy_version"]
 
-    def _wrong(self, said: Mapping[str, Any]) -> list[str]:
-        if not isinstance(said.get("server"), str) or not isinstance(said.get("policy_version"), int):
+    def _wrong(self, facts: Mapping[str, Any]) -> list[str]:
+        """Everything in the server's description that does not fit the run, as messages."""
+        if not isinstance(facts.get("server"), str) or not isinstance(facts.get("policy_version"), int):
             return [
-                f"it runs another version of Verbatim (it replied {brief(said)}); install the same version on both "
+                f"it runs another version of Verbatim (it replied {brief(facts)}); install the same version on both "
                 "sides"
             ]
-        how = said.get("how") if isinstance(said.get("how"), dict) else {}
+        how = facts.get("how") if isinstance(facts.get("how"), dict) else {}
         found = [
             f"its {key} is {brief(how.get(key))}, expected {wanted!r}: {_START}"  # type: ignore[union-attr]
             for key, wanted in self._how.items()
@@ -232,22 +233,22 @@ class HttpReplica(ServedReplica):
         ]
         checks = (
             (
-                said.get("vocab_size") == self.vocab_size,
-                f"it serves {brief(said.get('model'))} with {brief(said.get('vocab_size'))} ids, expected the model of "
-                f"this run with {self.vocab_size}: {_START}",
+                facts.get("vocab_size") == self.vocab_size,
+                f"it serves {brief(facts.get('model'))} with {brief(facts.get('vocab_size'))} ids, expected the model "
+                f"of this run with {self.vocab_size}: {_START}",
             ),
             (
-                isinstance(length := said.get("context_length"), int) and length >= self.context_length,
+                isinstance(length := facts.get("context_length"), int) and length >= self.context_length,
                 f"its context is {brief(length)} tokens, expected at least {self.context_length} "
                 f"(orchestrator.seq_len): {_START}, or `verbatim serve` with --context-length {self.context_length}",
             ),
             (
-                said.get("takes_weights") is True,
+                facts.get("takes_weights") is True,
                 "it does not accept weights: start it with --api-key-env VARIABLE, and name the variable in "
                 "inference.torch.api_key_env; or start it with --weights-folder and the folder of this run",
             ),
             (
-                self._weight_transfer != "http" or said.get("takes_uploads") is True,
+                self._weight_transfer != "http" or facts.get("takes_uploads") is True,
                 "it does not accept uploads: start it with --uploads FOLDER",
             ),
         )

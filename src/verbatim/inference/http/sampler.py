@@ -274,12 +274,14 @@ class HttpSampler:
         return self._facts
 
     def _ask_and_wait(self) -> _Facts:
+        """Query the server, and block this thread until it has answered."""
+
         async def ask() -> _Facts:
             async with asyncio.timeout(_SAYS_WITHIN):
                 try:
                     return await self._ask_what_it_is()
                 finally:
-                    await self._client.hang_up()
+                    await self._client.hang_up()  # connections cannot outlive this event loop
 
         # On a thread of its own: this thread may run an event loop, where `asyncio.run` is not allowed.
         with ThreadPoolExecutor(1) as pool:
