@@ -340,7 +340,7 @@ async def test_hanging_up_ends_what_is_under_way_and_the_next_request_connects_a
         task = asyncio.create_task(asked.ask("POST", "/", b"{}", read_json))
         await until(lambda: server.heads)
         await asked.hang_up()
-        with pytest.raises(ClientClosed, match="closed here before"):
+        with pytest.raises(ClientClosed, match="this client was closed before"):
             await task
         assert await asked.ask("POST", "/", b"{}", read_json) == [7]
         sampler = HttpSampler(server.url, vocab_size=10, context_length=64)

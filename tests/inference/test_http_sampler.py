@@ -602,7 +602,7 @@ async def test_no_list_of_packed_arrays_is_a_fault():
         ("choice", {"finish_reason": None}, "finish_reason None"),
         ("choice", {"token_ids": [4, "5"]}, "position 1"),
         ("choice", {"logprobs": {"content": [{"token": "token_id:4"}, {"token": "token_id:5"}]}}, "a logprob: .* None"),
-        ("choice", {"logprobs": {"content": [4, 5]}}, "expected that of id 4"),
+        ("choice", {"logprobs": {"content": [4, 5]}}, "expected id 4"),
         ("verbatim", {"policy_versions": [1]}, "2 policy versions"),
         ("verbatim", {"policy_versions": [1, "2"]}, "2 policy versions"),
         ("verbatim", {"policy_versions": [1, 2**40]}, "2 policy versions"),
@@ -640,7 +640,7 @@ async def test_logprobs_of_other_ids_than_were_sampled_are_a_fault():
 
     with answering(shifted) as server:
         client = HttpSampler(server.url, vocab_size=10, context_length=64)
-        with pytest.raises(SamplerFault, match="expected that of id 5 at position 0"):
+        with pytest.raises(SamplerFault, match="expected id 5 at position 0"):
             await client.generate(request(1))
         await client.close()
 

@@ -179,7 +179,7 @@ async def test_a_local_teacher_gives_the_logprobs_of_transformers(models):
         found = await teacher.logprobs(tokens, temperature)
         assert math.isnan(found[0])
         np.testing.assert_allclose(found[1:], expected.numpy(), atol=2e-6)
-    with pytest.raises(RunStopped, match="does not know what the policy sampled"):
+    with pytest.raises(RunStopped, match="cannot score what the policy sampled"):
         await teacher.logprobs(ids(1, 10**6), 1.0)
     kept = KeptSets.of([[], [9, 0, 5], [], [4, 8], [1]])
     found = await teacher.logprobs(tokens, 0.5, kept)
@@ -189,7 +189,7 @@ async def test_a_local_teacher_gives_the_logprobs_of_transformers(models):
     over_all[4] = 0.0
     np.testing.assert_allclose(found[1:], over_all[1:], atol=2e-6)
     assert found[2] == (await teacher.logprobs(tokens, 0.5))[2]
-    with pytest.raises(RunStopped, match="does not know what the policy sampled"):
+    with pytest.raises(RunStopped, match="cannot score what the policy sampled"):
         await teacher.logprobs(tokens, 1.0, KeptSets.of([[], [10**6], [], [], []]))
 
 

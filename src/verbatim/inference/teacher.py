@@ -59,7 +59,7 @@ class LocalTeacher:
                 check_ids(kept_sets.ids, self._model.vocab_size, "kept_sets")
         except ValueError as error:
             raise RunStopped(
-                f"the teacher does not know what the policy sampled ({error}); expected a teacher with "
+                f"the teacher cannot score what the policy sampled ({error}); expected a teacher with "
                 "the policy's tokenizer"
             ) from error
         async with self._one_at_a_time:

@@ -158,12 +158,12 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
             found.append(_assistant(blocks, f"{where}.content"))
             order.turn(calls="tool_calls" in found[-1])
         else:
-            found += _said(blocks, message["role"], f"{where}.content", order)
+            found += _user_messages(blocks, message["role"], f"{where}.content", order)
     refuse_begun(found[-1]["role"], "messages", f"messages[{len(given) - 1}]")
     return tuple(found)
 
 
-def _said(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order) -> list[Message]:
+def _user_messages(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order) -> list[Message]:
     """The messages in the blocks of one user or system message: a tool message for each result, then the text."""
     found: list[Message] = []
     for block in blocks:

@@ -93,7 +93,7 @@ def check_values(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         for depth, level in enumerate(levels(value)):
             if depth == MAX_DEPTH:
-                where = _way_down(value, MAX_DEPTH)[:_SHOWN_PARTS]
+                where = _deep_path(value, MAX_DEPTH)[:_SHOWN_PARTS]
                 raise BadField(
                     name[:80],
                     f"{name[:80]} is nested deeper than {MAX_DEPTH} levels, at {name[:80]}{''.join(where)}",
@@ -104,14 +104,14 @@ def check_values(body: Mapping[str, Any]) -> None:
     refuse_lone_surrogates(body)
 
 
-def _way_down(value: object, levels: int) -> list[str]:
+def _deep_path(value: object, levels: int) -> list[str]:
     """Keys and indices along a path that is `levels` deep; empty if there is no such path."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         part = f"[{key}]" if isinstance(key, int) else f".{key[:40]}"
         if levels == 1:
             return [part]
-        if below := _way_down(item, levels - 1):
+        if below := _deep_path(item, levels - 1):
             return [part, *below]
     return []
 

@@ -63,7 +63,7 @@ _MESSAGE = Fields(
     },
     neutral={"refusal": (), "audio": (), "function_call": ()},
 )
-_OF_THE_ASSISTANT = ("tool_calls", "reasoning_content", "reasoning")
+_ASSISTANT_FIELDS = ("tool_calls", "reasoning_content", "reasoning")
 _CALL = Fields(
     honoured={"id", "type", "function"},
     without_effect={"index", "provider_specific_fields", "extra_content", "cache_control"},
@@ -85,7 +85,7 @@ class OpenAIChat(ChatProtocol):
         stream_options = read_object(body, "stream_options")
         _STREAM_OPTIONS.check(stream_options, where="stream_options")
         messages, unenforced = _read_messages(body), tuple[str, ...]()
-        if "name" in self.options.unenforced and any(map(_says_who, messages)):
+        if "name" in self.options.unenforced and any(map(_has_speaker, messages)):
             messages, unenforced = tuple(map(_without_name, messages)), ("name",)
         return ChatRequest(
             protocol=self.name,
@@ -158,7 +158,7 @@ def _read_message(value: object, where: str) -> Message:
         calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
         if calls:
             message["tool_calls"] = [_read_call(call, f"{where}.tool_calls") for call in calls]
-    elif key := next((name for name in _OF_THE_ASSISTANT if value.get(name)), None):
+    elif key := next((name for name in _ASSISTANT_FIELDS if value.get(name)), None):
         raise BadField(
             f"messages.{key}", f"{where}.{key}: only an assistant message may have this field; the role is {role}"
         )
@@ -167,14 +167,14 @@ def _read_message(value: object, where: str) -> Message:
     return cast(Message, message)
 
 
-def _says_who(message: Message) -> bool:
+def _has_speaker(message: Message) -> bool:
     """True if the message names its speaker; the `name` of a tool message is that of the called function."""
     return message["role"] != "tool" and "name" in message
 
 
 def _without_name(message: Message) -> Message:
     fields = {key: value for key, value in message.items() if key != "name"}
-    return cast(Message, fields) if _says_who(message) else message
+    return cast(Message, fields) if _has_speaker(message) else message
 
 
 def _read_call(value: object, where: str) -> Any:

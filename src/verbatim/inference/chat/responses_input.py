@@ -13,19 +13,19 @@ from verbatim.inference.chat.responses_tools import INPUT, joined_name
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_QUIET = {"id", "status", "phase", "internal_chat_message_metadata_passthrough"}
+_IGNORED = {"id", "status", "phase", "internal_chat_message_metadata_passthrough"}
 _CALLER: Mapping[str, tuple[Any, ...]] = {"caller": ({"type": "direct"},), "async": (False,)}
 _ITEMS = {
-    "message": Fields(honoured={"type", "role", "content"}, without_effect=_QUIET),
-    "reasoning": Fields(honoured={"type", "summary", "content"}, without_effect={*_QUIET, "encrypted_content"}),
+    "message": Fields(honoured={"type", "role", "content"}, without_effect=_IGNORED),
+    "reasoning": Fields(honoured={"type", "summary", "content"}, without_effect={*_IGNORED, "encrypted_content"}),
     "function_call": Fields(
-        honoured={"type", "call_id", "name", "arguments", "namespace"}, without_effect=_QUIET, neutral=_CALLER
+        honoured={"type", "call_id", "name", "arguments", "namespace"}, without_effect=_IGNORED, neutral=_CALLER
     ),
     "custom_tool_call": Fields(
-        honoured={"type", "call_id", "name", "input", "namespace"}, without_effect=_QUIET, neutral=_CALLER
+        honoured={"type", "call_id", "name", "input", "namespace"}, without_effect=_IGNORED, neutral=_CALLER
     ),
-    "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
-    "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
+    "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_IGNORED, neutral=_CALLER),
+    "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_IGNORED, neutral=_CALLER),
 }
 """What this server does with each field, by item type."""
 

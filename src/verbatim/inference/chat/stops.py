@@ -19,7 +19,7 @@ Decode = Callable[[Int32], str]
 _BYTES_OF_A_CHARACTER = 4
 _MARGIN = 8
 """Characters at the start of a decoded window that may be wrong, because a character was split before it."""
-_FIRST_LOOK = 16
+_FIRST_WINDOW = 16
 """Number of ids whose text is long enough for most stop strings; doubled if it is not."""
 
 
@@ -84,7 +84,7 @@ class StopWatch:
 
     def _num_before(self) -> int:
         """Number of last ids whose text is at least as long as the part of a stop string before the new ids."""
-        size = _FIRST_LOOK
+        size = _FIRST_WINDOW
         while size < len(self._ids):
             if len(self._decode(np.array(self._ids[-size:], dtype=np.int32))) >= self._reach:
                 break

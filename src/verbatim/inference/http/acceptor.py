@@ -96,19 +96,19 @@ class Acceptor:
                     raise
                 self._table.evict()  # an idle connection gives its descriptor up
                 self._log("no more connections can be accepted for now: %s", error.strerror)
-                self._rest(self._pause)
+                self._pause_accepting(self._pause)
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
                 break
             self._pause = _FIRST_PAUSE
             connection.setblocking(False)
             if not self._makes_room():
                 self._turn_away(connection)
-                self._rest_at_door()
+                self._pause_at_door()
                 break  # let the event loop run before the next one: a request may end meanwhile
             self._queue[connection] = None
             self._silent.add(connection)
             self._table.num_queued += 1
-            if self._rest_at_door():
+            if self._pause_at_door():
                 break
         if self._queue and self._beginning is None:
             self._begin()
@@ -128,7 +128,7 @@ class Acceptor:
 
     def _begin(self) -> None:
         """Begin every queued health check and the oldest other connections; called again until the queue is empty."""
-        first = [connection for connection in list(self._silent) if self._look(connection)]
+        first = [connection for connection in list(self._silent) if self._is_health_check(connection)]
         for connection in [*first, *itertools.islice(self._queue, _BEGUN_AT_ONCE)]:
             if connection not in self._queue:  # a health check that is among the oldest, too
                 continue
@@ -138,7 +138,7 @@ class Acceptor:
             connecting.add_done_callback(self._connecting.discard)
         self._beginning = self._loop.call_soon(self._begin) if self._queue else None
 
-    def _look(self, connection: socket.socket) -> bool:
+    def _is_health_check(self, connection: socket.socket) -> bool:
         """True if a queued connection is a health check. Removes a connection that the client has closed."""
         try:  # peeks, so that the connection's protocol still gets the bytes
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
@@ -165,14 +165,14 @@ class Acceptor:
         most = self._table.most if self._door is None else min(self._table.most, self._door.most)
         self._log("all %d connections have a request in flight; new ones get a 503", most)
 
-    def _rest_at_door(self) -> bool:
+    def _pause_at_door(self) -> bool:
         """Pause accepting if the door's connection rate is exceeded; returns True if so."""
         delay = 0.0 if self._door is None else self._door.accepts.delay()
         if delay:
-            self._rest(delay)
+            self._pause_accepting(delay)
         return delay > 0
 
-    def _rest(self, seconds: float) -> None:
+    def _pause_accepting(self, seconds: float) -> None:
         """Stop accepting for a while. The event loop must not watch the socket meanwhile: it stays readable."""
         self._loop.remove_reader(self.listening.fileno())
         self._again = self._loop.call_later(seconds, self._loop.add_reader, self.listening.fileno(), self._accept)

@@ -70,7 +70,7 @@ def read_chat(
         if size > most_text(room):
             raise UsageError(
                 f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)}, "
-                f"{BYTES_OF_A_TOKEN} in a token"
+                f"{BYTES_OF_A_TOKEN} per token"
             )
     ids = _render(renderer, request)
     if len(ids) >= room and not is_count:

@@ -50,7 +50,7 @@ CONNECT = 10.0
 """Timeout in seconds for connecting, and for requests that need no sampling."""
 MAX_ANSWER_BYTES = 2**28
 """Larger responses are refused while they arrive. The prompt logprobs of a million ids take two thirds of this."""
-_PASSING = {408, 409, 425, 429}
+_TRANSIENT = {408, 409, 425, 429}
 """Statuses that are retried, in addition to 500 and above."""
 _MAX_CONNECTIONS = 1024
 """Maximum number of concurrent attempts. The wait for a free slot does not count towards the attempt's deadline."""
@@ -186,7 +186,7 @@ class HttpClient:
             ClientClosed: `close` or `hang_up` was called meanwhile.
         """
         # A task of its own, so that `hang_up` can cancel the request without cancelling the caller.
-        under_way = self._of_this_loop().under_way
+        under_way = self._loop_state().under_way
         task = asyncio.create_task(self._ask(method, path, body, read, Counter() if failures is None else failures))
         under_way.add(task)
         try:
@@ -195,7 +195,7 @@ class HttpClient:
             current = asyncio.current_task()
             if current is not None and current.cancelling():  # the caller was cancelled, not only the request
                 raise
-            raise ClientClosed(f"{self.url}: the connection was closed here before the server had answered") from None
+            raise ClientClosed(f"{self.url}: this client was closed before the server answered") from None
         finally:
             under_way.discard(task)
 
@@ -242,7 +242,7 @@ class HttpClient:
         """Send the request once; a failure to get a response is an `AttemptFailed`."""
         import aiohttp
 
-        state = self._of_this_loop()
+        state = self._loop_state()
         async with state.slots:
             request = state.session.request(method, self.url + path, data=body, allow_redirects=self._remote_api)
             try:
@@ -255,7 +255,7 @@ class HttpClient:
             except TimeoutError:
                 raise AttemptFailed("timeout", f"no answer within {self._request_timeout:g} s") from None
 
-    def _of_this_loop(self) -> _LoopState:
+    def _loop_state(self) -> _LoopState:
         """State of the running event loop: connections cannot be shared between loops."""
         if self._closed:
             raise SamplerFault(f"the connections to {self.url} were closed; make a new client")
@@ -348,7 +348,7 @@ def status_failure(answer: HttpResponse, hint: str = "") -> AttemptFailed:
         text = f"{answer.path}: {text}"
     if wait > LONGEST_RETRY_AFTER:
         text += f" (Retry-After is {wait:g} s; the client waits at most {LONGEST_RETRY_AFTER:g} s)"
-    passing = (answer.status in _PASSING or answer.status >= 500) and wait <= LONGEST_RETRY_AFTER
+    passing = (answer.status in _TRANSIENT or answer.status >= 500) and wait <= LONGEST_RETRY_AFTER
     return AttemptFailed(f"status_{answer.status}", text + hint, retry_after=wait, final=not passing)
 
 

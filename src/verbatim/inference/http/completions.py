@@ -365,7 +365,7 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
         named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
         if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
-            raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {brief(entry)}")
+            raise ValueError(f"logprobs: expected id {token} at position {position}, found {brief(entry)}")
     return np.array([number_of(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
 
 

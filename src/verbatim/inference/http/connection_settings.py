@@ -105,8 +105,8 @@ def proxy_of_environment(url: str) -> str | None:
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     if urlsplit(proxy).scheme not in ("http", "https"):
         raise UsageError(
-            f"the environment names a {urlsplit(proxy).scheme} proxy for {parts.hostname}; expected an "
-            f"http proxy, or the host in NO_PROXY: NO_PROXY={parts.hostname}"
+            f"the environment sets a {urlsplit(proxy).scheme} proxy for {parts.hostname}; expected an http proxy; "
+            f"to use no proxy for this host, set NO_PROXY={parts.hostname}"
         )
     return proxy
 

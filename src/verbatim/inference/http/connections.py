@@ -58,6 +58,7 @@ class _Messages(h11.Connection):
 
     def next_event(self) -> Any:
         """As in h11; raises RemoteProtocolError for a head that is too long."""
+        # `trailing_data` is what h11 has not parsed yet; a head is the part of it that a Request event consumes.
         before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
         event = super().next_event()
         if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > self._most:
@@ -129,6 +130,7 @@ class ClientConnection(H11Protocol):
             if self._num_discarded > _DISCARDED:
                 self.abort()
             return
+        # uvicorn appends a body's bytes to `cycle.body`, which the application may not have read yet.
         before, num_before = self.cycle, 0 if self.cycle is None else len(self.cycle.body)
         super().data_received(data)
         self._go_on(len(data), len(self.cycle.body) - num_before if self.cycle is before and self._busy else None)
@@ -165,9 +167,9 @@ class ClientConnection(H11Protocol):
         else:
             self._num_received, self._num_payload = self._num_received + size, self._num_payload + payload
         if self._num_received >= _JUDGED and self._num_payload < _PAYLOAD * self._num_received:
-            self.scope["state"][TINY_CHUNKS] = True  # `read_whole` refuses the request
+            self.scope["state"][TINY_CHUNKS] = True
             self._end_body()
-            self.cycle.more_body = False
+            self.cycle.more_body = False  # the application sees the body's end, and `read_whole` refuses the request
             self.cycle.message_event.set()
         else:
             self._read_at_once(_CHUNKS_AT_ONCE if self._num_received >= _CHUNKS_AT_ONCE else _HEAD_AT_ONCE)
@@ -213,7 +215,7 @@ class ClientConnection(H11Protocol):
         if self._busy:  # the error is in a request's body: the application must not wait for the rest of it
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.transport.can_write_eof():
+        if self.transport.can_write_eof():  # half-close: the client sees the end of the response at once
             self.transport.write_eof()
         self._table.waits(self)
         _cancelled(self._head)
@@ -258,14 +260,17 @@ class ClientConnection(H11Protocol):
             self.transport.write(data)
 
     def _read_at_once(self, size: int) -> None:
+        """Limit the bytes of the next reads, so that one client's data cannot hold up the event loop."""
         with contextlib.suppress(AttributeError):  # asyncio's own transports have `max_size`, uvloop's do not
             self.transport.max_size = size  # type: ignore[attr-defined]
 
     def _expect_head(self) -> None:
+        """Mark the connection as idle, and start the deadline of a head."""
         self._table.waits(self)
         self._head = self.loop.call_later(self._table.limits.head_seconds, self._head_is_late)
 
     def _expect_reading(self) -> None:
+        """Start the deadline for the client to read its response."""
         if self._reading is None:
             self._reading = self.loop.call_later(self._table.limits.answer_seconds, self._reading_is_late)
 
@@ -276,7 +281,7 @@ class ClientConnection(H11Protocol):
 
     def _reading_is_late(self) -> None:
         self._reading = None
-        if self.transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size():  # a response below the high-water mark never calls resume_writing
             self.abort()
 
 

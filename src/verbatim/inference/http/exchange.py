@@ -21,7 +21,7 @@ from verbatim.inference.http.refused import Refused
 T = TypeVar("T")
 
 STOPPING = "the server is stopping"
-_OF_A_STREAM = {
+_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would collect the events otherwise
@@ -211,7 +211,7 @@ class ResponseWriter:
         async with contextlib.aclosing(events):
             async for event in events:
                 if event and not self._has_begun:
-                    await self._begin(200, _OF_A_STREAM)
+                    await self._begin(200, _STREAM_HEADERS)
                 if event:
                     await self._write(event)
 

@@ -10,7 +10,7 @@ _BYTES_OF_AN_ID = 32
 """Maximum bytes of one id in JSON: ten digits, a comma, and indentation."""
 BYTES_OF_A_TOKEN = 256
 """Maximum bytes of one token's text: the longest tokens in published vocabularies are 128 spaces."""
-_BESIDE = 256 * 2**10
+_OVERHEAD = 256 * 2**10
 """Maximum bytes of a body in addition to ids and text."""
 _LARGEST_BODY = 64 * 2**20
 """Upper limit in bytes for any body, however long the context is."""
@@ -53,11 +53,11 @@ class ServerLimits(ConnectionLimits):
 
     def ids_body(self, context_length: int) -> int:
         """Maximum bytes of a request with token ids."""
-        return self._at_most(_BYTES_OF_AN_ID * (context_length + MOST_STOP_IDS) + _BESIDE)
+        return self._at_most(_BYTES_OF_AN_ID * (context_length + MOST_STOP_IDS) + _OVERHEAD)
 
     def chat_body(self, context_length: int) -> int:
         """Maximum bytes of a chat request: twice the text, because JSON escapes make some characters longer."""
-        return self._at_most(2 * most_text(context_length) + _BESIDE)
+        return self._at_most(2 * most_text(context_length) + _OVERHEAD)
 
     def upload_body(self) -> int:
         """Maximum bytes of one part of an uploaded file."""
@@ -65,7 +65,7 @@ class ServerLimits(ConnectionLimits):
 
     def small_body(self) -> int:
         """Maximum bytes of any other request."""
-        return self._at_most(_BESIDE)
+        return self._at_most(_OVERHEAD)
 
     def _at_most(self, size: int) -> int:
         return min(size, _LARGEST_BODY) if self.max_body is None else self.max_body

@@ -38,18 +38,18 @@ def refuse_lone_surrogates(value: object) -> None:
 def _found(value: object, place: str, field: str) -> Iterator[Refused]:
     if isinstance(value, str):
         if broken := _SURROGATE.search(value):
-            yield _told(broken, field, place or "the body")
+            yield _refusal(broken, field, place or "the body")
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if broken := _SURROGATE.search(key):
-                yield _told(broken, field, f"a key of {place or 'the body'}")
+                yield _refusal(broken, field, f"a key of {place or 'the body'}")
             yield from _found(item, f"{place}.{key}" if place else key, f"{field}.{key}" if field else key)
     elif isinstance(value, list):
         for k, item in enumerate(value):
             yield from _found(item, f"{place}[{k}]", field)
 
 
-def _told(broken: re.Match[str], field: str, place: str) -> Refused:
+def _refusal(broken: re.Match[str], field: str, place: str) -> Refused:
     sentence = (
         f"{place[:200]} holds the lone surrogate U+{ord(broken[0]):04X} at position {broken.start()}, half of "
         r'a character; send both halves (as in "\ud83d\ude42"), or leave it out'

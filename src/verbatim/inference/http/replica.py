@@ -21,7 +21,7 @@ from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.inference.validation import check_ids, check_prompt, check_version
 
 _START = "start it with `verbatim inference FILE` and this run's file"
-_FROM_A_FOLDER = (
+_FOLDER_HINT = (
     "; its host must have the folder at the same path. Otherwise upload the weights: start it with --uploads FOLDER, "
     'and set inference.torch.weight_transfer = "http"'
 )
@@ -212,13 +212,13 @@ class HttpReplica(ServedReplica):
             raise UsageError(f"{self.name}: {error}") from error
         if isinstance(found, str):
             raise UsageError(f"{self.name}: {found}")
-        wrong = self._wrong(found)
+        wrong = self._misfits(found)
         if wrong:
             raise UsageError(f"{self.name} cannot be used: {'; '.join(wrong)}")
         self._http.server = found["server"]
         self.policy_version = found["policy_version"]
 
-    def _wrong(self, facts: Mapping[str, Any]) -> list[str]:
+    def _misfits(self, facts: Mapping[str, Any]) -> list[str]:
         """Everything in the server's description that does not fit the run, as messages."""
         if not isinstance(facts.get("server"), str) or not isinstance(facts.get("policy_version"), int):
             return [
@@ -264,7 +264,7 @@ class HttpReplica(ServedReplica):
         try:
             await self.update_weights(folder, self._first_version)
         except (ModelError, UsageError) as error:
-            hint = _FROM_A_FOLDER if self._weight_transfer == "files" else ""
+            hint = _FOLDER_HINT if self._weight_transfer == "files" else ""
             raise UsageError(
                 f"{self.name} does not accept the weights of this run: {error}. It has to serve the model "
                 f"of this run{hint}"

@@ -27,7 +27,7 @@ from verbatim.inference.validation import check_temperature, refuse_stop_strings
 
 STARTED_AGAIN = "it was restarted, or another server answers at its address"
 _NO_TOKEN_ENDPOINT = "vLLM has this endpoint with --enable-scale-out"
-_SAYS_WITHIN = 60.0
+_DESCRIBE_TIMEOUT = 60.0
 """Timeout in seconds for a server's description of itself: long enough for a busy server, but finite, because a server
 in the waiting event loop can never answer."""
 
@@ -88,7 +88,7 @@ class HttpSampler:
         self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
         self.url: Final = self._client.url
         """The server's root."""
-        self._told: _Facts = {
+        self._given: _Facts = {
             "model": model,
             "context_length": context_length,
             "vocab_size": vocab_size,
@@ -113,7 +113,7 @@ class HttpSampler:
             SamplerFault: the server cannot be reached, or refuses the key.
         """
         sampler = cls(url, **settings)
-        sampler._facts = await sampler._ask_what_it_is()
+        sampler._facts = await sampler._query_facts()
         return sampler
 
     def __repr__(self) -> str:
@@ -149,19 +149,19 @@ class HttpSampler:
             body = completions.request_body(
                 asked, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt
             )
-            answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
+            answer = await self._ask_engine(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         except ClientClosed:
             return nothing_sampled()
         try:
-            completion, ours = completions.read_completion(answer, self._told["policy_version"])
+            completion, ours = completions.read_completion(answer, self._given["policy_version"])
             completion = completions.check_experts(completion, request)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
         if ours is not None:
-            self._heard(ours, num_tokens=len(completion.ids))
+            self._note_version(ours, num_tokens=len(completion.ids))
             return completion
         if completion.policy_versions is not None and len(completion.ids):
-            self._heard({"policy_version": int(completion.policy_versions[-1])})
+            self._note_version({"policy_version": int(completion.policy_versions[-1])})
         if not request.params.needs_kept_sets:
             completion = replace(completion, kept_sets=None)
         # Without `processed_logprobs`, vLLM's logprobs ignore temperature and truncation.
@@ -178,7 +178,7 @@ class HttpSampler:
         there = await asyncio.to_thread(path.absolute)  # the server's working directory is another one
         body = encode({"path": str(there), "version": version})
         answer = await self._client.ask("POST", protocol.WEIGHTS, body, read_answer)
-        self._heard(self._object(answer))
+        self._note_version(self._object(answer))
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
@@ -194,8 +194,8 @@ class HttpSampler:
         if not await self._is_ours():
             return await self._scored_by_vllm(token_ids, temperature)
         body = {"token_ids": token_ids, "temperature": temperature}
-        answer = self._object(await self._sampled(protocol.PROMPT_LOGPROBS, body))
-        self._heard(answer)
+        answer = self._object(await self._ask_engine(protocol.PROMPT_LOGPROBS, body))
+        self._note_version(answer)
         found = answer.get("logprobs")
         try:
             rest = completions.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
@@ -217,7 +217,7 @@ class HttpSampler:
         if len(token_ids) < 2:
             raise RecordError(f"token_ids: expected at least 2 ids, found {len(token_ids)}")
         body = scoring.last_logprob_body(token_ids, self._model_name(), self.cache_salt)
-        answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
+        answer = await self._ask_engine(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         try:
             return scoring.read_last_logprob(answer, token_ids), completions.read_cached_tokens(answer)
         except ValueError as error:
@@ -237,7 +237,7 @@ class HttpSampler:
         if len(token_ids) == 0:
             raise RecordError("token_ids: expected at least one token id, found none")
         body = scoring.scoring_body(token_ids, self._model_name())
-        answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
+        answer = await self._ask_engine(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         try:
             return scoring.read_scores(answer, token_ids)
         except ValueError as error:
@@ -245,7 +245,7 @@ class HttpSampler:
 
     def _model_name(self) -> str | None:
         """The model's name in requests."""
-        name: str | None = (self._facts or self._told)["model"]
+        name: str | None = (self._facts or self._given)["model"]
         return name
 
     async def _is_ours(self) -> bool:
@@ -259,7 +259,7 @@ class HttpSampler:
             raise SamplerFault(f"{self.url}: expected a JSON object, found {brief(answer)}")
         return answer
 
-    async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
+    async def _ask_engine(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
         """Send a request to the engine. A refused key or model name is a SamplerFault here: it fails one rollout."""
         try:
             return await self._client.ask("POST", path, encode(body), lambda answer: read_answer(answer, if_missing))
@@ -270,16 +270,16 @@ class HttpSampler:
 
     def _known(self) -> _Facts:
         if self._facts is None:
-            self._facts = self._ask_and_wait()
+            self._facts = self._query_facts_blocking()
         return self._facts
 
-    def _ask_and_wait(self) -> _Facts:
+    def _query_facts_blocking(self) -> _Facts:
         """Query the server, and block this thread until it has answered."""
 
         async def ask() -> _Facts:
-            async with asyncio.timeout(_SAYS_WITHIN):
+            async with asyncio.timeout(_DESCRIBE_TIMEOUT):
                 try:
-                    return await self._ask_what_it_is()
+                    return await self._query_facts()
                 finally:
                     await self._client.hang_up()  # connections cannot outlive this event loop
 
@@ -289,26 +289,26 @@ class HttpSampler:
                 return pool.submit(asyncio.run, ask()).result()
             except TimeoutError:
                 raise SamplerFault(
-                    f"{self.url} did not describe itself within {_SAYS_WITHIN:g} s; if it runs in this event "
+                    f"{self.url} did not describe itself within {_DESCRIBE_TIMEOUT:g} s; if it runs in this event "
                     "loop, use await HttpSampler.connect(url)"
                 ) from None
 
-    async def _ask_what_it_is(self) -> _Facts:
+    async def _query_facts(self) -> _Facts:
         """The facts given to the constructor; the server's own for those that were left out."""
         found = await self._client.ask(
             "GET", protocol.SAMPLER, None, lambda answer: None if answer.status == 404 else read_answer(answer)
         )
         if found is None:
-            found = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._told["model"])
+            found = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._given["model"])
         if not isinstance(found, dict):
             raise UsageError(f"{self.url} is not a model server; it replied {brief(found)}")
-        facts = {name: found.get(name) if told is None else told for name, told in self._told.items()}
+        facts = {name: found.get(name) if given is None else given for name, given in self._given.items()}
         for name in ("context_length", "vocab_size"):
             if not isinstance(facts[name], int):
                 raise UsageError(f"{self.url} does not report its {name}; pass it: HttpSampler(url, {name}=...)")
         return facts
 
-    def _heard(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
+    def _note_version(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
         """Record the version in a response. Raises SamplerFault if it comes from another server than `self.server`;
         `num_tokens` of the discarded completion go into the ledger."""
         if self.server is not None and answer.get("server") != self.server:
