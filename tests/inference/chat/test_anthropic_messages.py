@@ -153,7 +153,7 @@ def test_blocks_become_messages_in_their_order():
         ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice.name", "expected a text"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages.role", "the role user or assistant"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "so"}]}, "messages", "end with a message of the user"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "so"}]}, "messages", "end with a user message"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages.content",

@@ -91,7 +91,7 @@ LATE = [
 def test_a_result_behind_what_the_user_says_is_refused(protocol, messages, field, said):
     found, message = refused(protocol, messages)
     assert (found, message[: len(said)]) == (field, said)
-    assert "send the results of a turn's calls first" in message
+    assert "send the results of a turn's calls directly after the turn" in message
 
 
 @pytest.mark.parametrize(
