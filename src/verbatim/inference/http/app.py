@@ -108,21 +108,21 @@ class SamplerApp:
             exception_handlers={HTTPException: self._no_route},
             routes=[
                 Route("/health", self._health),
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+                Route("/v1/models", self._contained(self._models)),
+                Route("/v1/models/{name:path}", self._contained(self._one_model)),
                 *(
-                    Route(f"/v1/{route}", self._guarded(self._chat.answer), methods=["POST"])
+                    Route(f"/v1/{route}", self._contained(self._chat.answer), methods=["POST"])
                     for route in self._chat.protocols.by_route
                 ),
-                Route(protocol.REFUSED, self._guarded(self._refused)),
-                Route(protocol.SAMPLER, self._guarded(self._describe)),
-                Route(protocol.LOAD, self._guarded(self._load)),
-                Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
-                Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
-                Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
+                Route(protocol.REFUSED, self._contained(self._refused)),
+                Route(protocol.SAMPLER, self._contained(self._describe)),
+                Route(protocol.LOAD, self._contained(self._load)),
+                Route(protocol.GENERATE, self._contained(self._generate), methods=["POST"]),
+                Route(protocol.PROMPT_LOGPROBS, self._contained(self._prompt_logprobs), methods=["POST"]),
+                Route(protocol.WEIGHTS, self._contained(self._update_weights), methods=["POST"]),
                 Route(
                     elsewhere.PREFIX + "{names:path}",
-                    self._guarded(self._take_upload),
+                    self._contained(self._take_upload),
                     methods=["GET", "PUT", "POST"],
                 ),
             ],
@@ -270,12 +270,12 @@ class SamplerApp:
 
     # ---- shared by all endpoints
 
-    def _guarded(
+    def _contained(
         self, endpoint: Callable[[Request], Awaitable[dict[str, Any] | Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap an endpoint: check the key, respond with JSON, and send errors in the format of the path's protocol."""
 
-        async def guarded(request: Request) -> Response:
+        async def contained(request: Request) -> Response:
             answer = await answered(request)
             # Delay refusals, so that a client that repeats an invalid request costs less; a stop ends the delay.
             if 400 <= answer.status_code < 500 and self._limits.refusal_seconds:
@@ -313,7 +313,7 @@ class SamplerApp:
                 message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
                 return self._refusal(request, Refused(400, message))
 
-        return guarded
+        return contained
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         """Refuse an unknown path or method, in the format of the protocol that the path belongs to."""

@@ -58,7 +58,7 @@ class PoolMetrics:
         figures: dict[str, float] = {
             "serving": float(member.state == "serving"),
             "in_flight": queue.router.num_running(member.index),
-            "policy_version": member.life.version,
+            "policy_version": member.incarnation.version,
             "restarts": member.num_restarts,
             "unverified_tensors": member.replica.num_unverified,
         }

@@ -21,7 +21,7 @@ _CALLS, _RESULTS = ("function_call", "custom_tool_call"), ("function_call_output
 
 
 class Rewritten:
-    """A `Watch` that compares each answer with what came back of it."""
+    """An `AnswerWatch` that compares each answer with what came back of it."""
 
     def __init__(self) -> None:
         self._replies: dict[int, tuple[ChatRequest, ChatReply]] = {}

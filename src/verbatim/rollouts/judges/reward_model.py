@@ -13,8 +13,8 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import shown
 from verbatim.core.types import Message
-from verbatim.inference.http.client import Answer as HttpAnswer
 from verbatim.inference.http.client import AttemptFailed, HttpClient, status_failure
+from verbatim.inference.http.client import HttpResponse as HttpAnswer
 from verbatim.rollouts.judges.endpoint import Answer, EndpointSettings
 
 

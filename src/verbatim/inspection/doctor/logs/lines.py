@@ -19,7 +19,7 @@ class LineFormat:
     name: str
     expected: str
     about: str
-    recognises: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
     trajectory: Callable[[Mapping[str, Any], int], Trajectory]
     """Reads the record of a line, given the line's number."""
     kind: str | None = None
@@ -44,7 +44,7 @@ VERBATIM = LineFormat(
     name="verbatim",
     expected='{"format": 1, "step": 7, "trajectory": {"turns": [{"prompt": ..., "completion_ids": [...]}, ...], ...}}',
     about="trajectories of a run of Verbatim",
-    recognises=_is_ours,
+    matches=_is_ours,
     trajectory=lambda record, line: trajectory_from_json(record["trajectory"]),
     kind=LINES,
 )
@@ -91,6 +91,6 @@ VERIFIERS = LineFormat(
     name="verifiers",
     expected='{"trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...], ...}, ...}, ...], ...}',
     about="rollouts of verifiers; steps without tokens are left out",
-    recognises=_is_verifiers,
+    matches=_is_verifiers,
     trajectory=_rollout,
 )

@@ -71,7 +71,7 @@ class Format(Protocol):
     def about(self) -> str:
         """A note for the report on how the file was read."""
 
-    def recognises(self, record: Mapping[str, Any], /) -> bool:
+    def matches(self, record: Mapping[str, Any], /) -> bool:
         """Whether a line has this format, by its keys."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
@@ -104,7 +104,7 @@ class LogFile:
     def lines_of(self, known: Format) -> Iterator[Line]:
         """The lines of this format; any other one is a problem."""
         for line in self.lines(self.problems):
-            if known.recognises(line.record):
+            if known.matches(line.record):
                 yield line
             else:
                 self.problems.add(line.number, f"not like the lines before it; its keys are {_keys(line, 8)}")
@@ -161,7 +161,7 @@ def detect_format(file: LogFile, formats: Sequence[Format]) -> Format:
     first: Line | None = None
     problems = Problems()
     for line in file.lines(problems):
-        found = next((known for known in formats if known.recognises(line.record)), None)
+        found = next((known for known in formats if known.matches(line.record)), None)
         if found is not None:
             return found
         first = first or line

@@ -17,7 +17,7 @@ class OutcomeFormat:
     expected = "runs/NAME/latest, the folder of a run"
     about = "trajectories of a run of Verbatim"
 
-    def recognises(self, record: Mapping[str, Any], /) -> bool:
+    def matches(self, record: Mapping[str, Any], /) -> bool:
         """No line is of this format."""
         return False
 

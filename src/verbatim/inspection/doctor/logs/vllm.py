@@ -55,7 +55,7 @@ class VllmFormat:
         self._key: str | None = None
         self._conversations = False
 
-    def recognises(self, record: Mapping[str, Any]) -> bool:
+    def matches(self, record: Mapping[str, Any]) -> bool:
         return any(True for _ in _responses(record))
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
