@@ -239,7 +239,7 @@ def fingerprint(
         dtype: Fingerprint the tensors as if they were rounded to this dtype.
     """
     named = sorted(tensors, key=lambda each: each[0])
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")  # `stack` needs one, where a process holds no tensors
     sums = [zero, *(_sum_of_bytes(local_rows(tensor)[0].detach().to(dtype or tensor.dtype)) for _, tensor in named)]
     found = hashlib.sha256()
     for (name, tensor), value in zip(named, total(torch.stack(sums)).tolist()[1:], strict=True):
@@ -248,6 +248,7 @@ def fingerprint(
 
 
 def _sum_of_bytes(value: Tensor) -> Tensor:
+    # Bit patterns are summed, not values: integer sums are exact in any order, on any device and over any shards.
     if value.is_floating_point():
         value = value.contiguous().view(_INTEGERS[value.itemsize])
     return value.sum(dtype=torch.int64).cpu()

@@ -73,7 +73,7 @@ def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
     """A float32 Qwen3 with tied embeddings, whose weights depend only on sizes and seed."""
     end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
     config = build_config(build, len(tokenizer), end_of_turn=end_of_turn, end_of_text=end_of_text)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text)

@@ -49,6 +49,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         for key, pattern in found:
             saved_as[name, pattern].append(key)
             if pattern is not None:
+                # A copy, because a converter collects the tensors that it is given.
                 conversion = conversions.setdefault(name, deepcopy(converter_of[pattern]))
                 conversion.add_tensor(name, key, pattern, saved[key])
     converted: dict[str, Tensor] = {}

@@ -169,7 +169,7 @@ class _Choose(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is not torch.topk and func is not Tensor.topk:
+        if func is not torch.topk and func is not Tensor.topk:  # models use both spellings
             return found
         scores_TE: Tensor = args[0]
         if scores_TE.shape[-1] != self._num_experts or found.indices.shape != self._experts_TK.shape:

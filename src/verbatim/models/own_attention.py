@@ -145,6 +145,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
 
 _pairs: dict[tuple[type, bool, str], TinyPair] = {}
 _KEPT = 4
+"""Number of cached pairs; `tiny_pair` evicts the least recently used."""
 
 
 def _refuse_unless_it_works(own: Any) -> None:

@@ -53,7 +53,9 @@ def test_a_name_in_what_continues_a_turn_is_in_the_prompt_or_refused(name):
     if name in WRITES:
         assert WHO in renderer.decode(conversation.continued([named(ASK)]).prompt_ids)
         return
-    with pytest.raises(EnvironmentFault, match=rf"^messages\[2\]\.name: .* found '{WHO}'; say it in the message's"):
+    with pytest.raises(
+        EnvironmentFault, match=rf"^messages\[2\]\.name: .* found '{WHO}'; put the name into the message's"
+    ):
         conversation.continued([named(ASK)])
 
 

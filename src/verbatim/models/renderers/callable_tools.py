@@ -81,6 +81,7 @@ class CallableTools:
             prompt, whole = self._write([ASK], True), self._write([ASK, turn], False)
         except EnvironmentFault:
             return False
+        # The turn starts where the two renderings differ: a format may write a different generation prompt.
         shorter = min(len(prompt), len(whole))
         differing = np.flatnonzero(prompt[:shorter] != whole[:shorter])
         same = int(differing[0]) if len(differing) else shorter

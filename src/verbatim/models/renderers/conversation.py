@@ -71,7 +71,7 @@ _SENTENCES: Mapping[BreakReason, str] = {
     BreakReason.OTHER_MESSAGES: "the environment appended a message that is neither a tool's nor a user's",
     BreakReason.THOUGHT_DROPPED: "the user has spoken, and the format drops what was thought before; with "
     'orchestrator.renderer.thinking_retention = "all" it stays',
-    BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes behind such a turn",
+    BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes after this turn",
     BreakReason.HISTORY_TEMPLATE: 'history = "template" renders every prompt; orchestrator.renderer.history = '
     '"verbatim" continues what was sampled',
     BreakReason.HISTORY_EDITED: "the environment changed messages that were already sent",

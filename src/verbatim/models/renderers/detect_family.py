@@ -47,6 +47,7 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
     Raises:
         ModelError: untrusted text changed the control tokens of the prompt, or could not be decoded from the ids.
     """
+    # All control tokens at once, separated by the escape character itself, which must survive as well.
     every = f"x{ESCAPE.join([*tokenizer.control_tokens, ''])}x"
     ids = _ids(renderer, *_spoken(lambda field: every), True)
     if ids is not None and every not in tokenizer.decode(ids):

@@ -157,7 +157,7 @@ class MessageSupport:
                 if lost.text and not self._is_thought(window):
                     beside = "a text beside a call" if window.turn.calls else "this assistant's text"
                     raise EnvironmentFault(
-                        f"{name}.content: {self._who} does not write {beside}; give the text a "
+                        f"{name}.content: {self._who} does not write {beside}; put the text into a "
                         "message of its own, or leave it out"
                     )
             first = start if window.turn is None else start + 1
@@ -195,6 +195,7 @@ class MessageSupport:
         second call, if the window is accepted with one.
         """
         assert window.turn is not None
+        # Probe with the calls repaired, then with a single call: which change makes the format accept the window?
         kinds = [call_kind(call["function"].get("arguments")) for call in turn.get("tool_calls") or ()]
         odd = next((place for place, kind in enumerate(kinds) if kind != "object"), None)
         plain: list[CallKind] = ["object"] * min(len(kinds), MOST_ALIKE)
@@ -223,12 +224,12 @@ class MessageSupport:
         if shape.calls[lost.calls[0]] != "object":
             found = repr(calls[place]["function"].get("arguments"))
             raise EnvironmentFault(
-                f"{field}.function.arguments: {self._who} writes no arguments but a JSON object, "
+                f"{field}.function.arguments: {self._who} only writes arguments that are a JSON object, "
                 f"found {found[:80]}; send an object, or the call as text"
             )
-        about = "no such call; leave it out, or say it as text"
+        about = "no calls in this place; leave the call out, or send it as text"
         if place:
-            about = "only one call of a message; give each call a message of its own, followed by its answer"
+            about = "only one call per message; give each call a message of its own, followed by its answer"
         raise EnvironmentFault(f"{field}: {self._who} writes {about}")
 
     def _refuse_message(self, messages: Sequence[Message], places: Sequence[int], lost: Lost) -> None:
@@ -240,7 +241,7 @@ class MessageSupport:
                 what = "a tool's answer" if role == "tool" else f"a message of the role {role!r}"
                 raise EnvironmentFault(
                     f"messages[{places[place]}].content: {self._who} does not write {what} in this "
-                    "place; say it in a user's message, or elsewhere"
+                    "place; move the text to a user's message, or to another place"
                 )
 
     def _folded_behind(
@@ -275,14 +276,14 @@ class MessageSupport:
                 continue
             raise EnvironmentFault(
                 f"messages[{place}].name: {self._who} does not write who speaks in this message, found {name!r:.80}; "
-                "say it in the message's content, or leave it out"
+                "put the name into the message's content, or leave it out"
             )
 
     @property
     def _advice(self) -> str:
         if self._later_system == "refuse":
             return f"; {_FOLD}"
-        return ", and no user's message instead of it; say it elsewhere"
+        return ", nor a user's message in its place; move the text elsewhere"
 
     def _plan(self, window: MessageWindow) -> _WindowPlan | int:
         """How to write the system messages of a window, or the index of one that cannot be written."""
@@ -354,6 +355,7 @@ def _apply(plan: _WindowPlan, given: Folded) -> Folded:
 
 
 def _roles(plan: _WindowPlan, roles: Sequence[str]) -> tuple[str, ...]:
+    # A plan only depends on roles, so any text will do; it must not be empty, because empty texts are dropped.
     messages: list[Message] = [{"role": role, "content": "zq"} for role in roles]
     folded = _apply(plan, Folded(messages, range(len(messages)))).messages
     return tuple(role for role, _ in collapsed(message["role"] for message in folded))

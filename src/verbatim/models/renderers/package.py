@@ -110,7 +110,7 @@ class PackageRenderer(ContinuingRenderer):
             raise EnvironmentFault(
                 f'renderer "{self.name}" writes no conversation without messages; expected at least one'
             )
-        key = repr((messages, tools, add_generation_prompt))
+        key = repr((messages, tools, add_generation_prompt))  # messages are dicts, which cannot be keys themselves
         ids = self._rendered.get(key)
         if ids is None:
             escaper = self.tokenizer.escaper
@@ -120,7 +120,7 @@ class PackageRenderer(ContinuingRenderer):
             except _REFUSALS as error:
                 raise self._refusal(error, messages, tools) from error
             ids = np.asarray(values, dtype=np.int32)
-            ids.flags.writeable = False
+            ids.flags.writeable = False  # a write to the shared array would corrupt other episodes
             self._rendered.add(key, ids)
         return ids
 
@@ -226,7 +226,7 @@ class PackageRenderer(ContinuingRenderer):
             found = self._behind_by_family(
                 [*conversation.prompt_ids.tolist(), *body.tolist()], len(body), new_messages, conversation.tools
             )
-            if len(found) <= _SHORT:
+            if len(found) <= _SHORT:  # long tool answers rarely recur, and would fill the cache
                 self._bridged.add(key, found)
         # The family closes a thought that it believes to be open. Our own parse decides whether one is.
         closes = found[:1] == [self.tokenizer.control_tokens.get("</think>")]

@@ -83,6 +83,7 @@ class StandIns:
         shape = (tuple(call.name for call in calls), tuple(_shape(message, ids) for message in new))
         known = self._same_everywhere.get(shape)
         if known is None:
+            # Unique, short contents: the shape has to decide, not what the messages happen to contain.
             texts = [{**message, "content": f"zq new {number}"} for number, message in enumerate(new)]
             found = [self._behind(*before, calls, texts) for before in self._befores()]
             known = bool(found) and found[0] is not None and all(one == found[0] for one in found)
@@ -129,7 +130,7 @@ def _stand_ins(before: str, calls: Sequence[ToolCall]) -> Iterator[tuple[dict[st
     for number, (text, thought) in enumerate(product(_TEXTS, thoughts)):
         turn: dict[str, Any] = {"role": "assistant", "content": text if calls else text + _END}
         if calls:
-            turn["content"] = text if number % 2 else ""
+            turn["content"] = text if number % 2 else ""  # some formats do not allow text next to a call
             turn["tool_calls"] = [_call(call, f"{_END}{place}", number) for place, call in enumerate(calls)]
         if thought is not None:
             turn["reasoning_content"] = thought

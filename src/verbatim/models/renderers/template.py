@@ -60,6 +60,7 @@ class TemplateRenderer(ContinuingRenderer):
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
         self._arguments_as_text = False
         try:
+            # Refuse a template that exceeds its budget now, not in the middle of a run.
             for given, dialogue in product((None, [TOOL]), ([ASK], [ASK, ANSWER], [ASK, calling(), RESULT])):
                 tried(self.tokenizer.chat_text, dialogue, given)
             self._find_out(tools)
@@ -71,6 +72,7 @@ class TemplateRenderer(ContinuingRenderer):
         tokens = self.tokenizer.control_tokens
         as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
         chat_text = self.tokenizer.chat_text
+        # Text only if the template refuses values: templates that accept both would quote JSON text a second time.
         self._arguments_as_text = not tried(chat_text, as_values) and bool(tried(chat_text, as_texts))
         self._hermes: HermesFormat | None = None
         if tools is not None:
@@ -207,6 +209,7 @@ class TemplateRenderer(ContinuingRenderer):
         """The text of a completion as `hide` returns it, and whether it begins with thinking, whose mark is removed."""
         ids = completion_ids.tolist()
         text = self._sampled.of(ids[: self._end_of_turn(ids)])
+        # The last ids are enough to see whether the prompt ends with `<think>`; decoding all of it every turn is slow.
         thinking = prompt_ids is not None and self._sampled.of(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
         if not thinking and text.lstrip().startswith(_OPEN):
             return text.lstrip().removeprefix(_OPEN), True

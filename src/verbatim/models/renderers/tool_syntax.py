@@ -179,6 +179,7 @@ class ToolSyntax:
         if self.form != "whole":
             return [self._named(body) if self.tags is None else self._tagged(body, self.tags, tools)]
         value = read_json(raw)
+        # A model may sample one call without the list around it; it is unambiguous, so it counts.
         if self.listed and isinstance(value, list):
             return [self._whole(item, json.dumps(item) if is_json(item) else raw) for item in value]
         return [self._whole(value, raw)]
