@@ -117,7 +117,7 @@ def test_a_machine_is_asked_for_one_model(tmp_path: Path, monkeypatch, capsys):
         *(f"{'':10} {part} computes it" for part in parts),
     ]
     status, out, _ = run(capsys, "--machine", str(tmp_path / "odd"), "--json")
-    reason = "the inner width is 100, and no multiple of 16"
+    reason = "the inner width is 100, not a multiple of 16"
     assert status == 1
     assert json.loads(out)["model"] == {
         "name": str(tmp_path / "odd"),

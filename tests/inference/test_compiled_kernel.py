@@ -321,7 +321,7 @@ def test_the_small_copy_that_a_model_is_checked_with_does_not_warn(models, monke
         (
             LlamaConfig(**{**SMALL, "intermediate_size": 100}),
             "float32",
-            "the inner width is 100, and no multiple of 16",
+            "the inner width is 100, not a multiple of 16",
         ),
         (LlamaConfig(**SMALL, head_dim=24), "float32", "the head size is 24"),
         (LlamaConfig(**SMALL), "float64", "the model is in float64"),

@@ -1,1 +1,1 @@
-"""Forward passes by one compiled function, for models and machines that it fits."""
+"""Forward passes by one compiled function, for the models and machines that it fits."""

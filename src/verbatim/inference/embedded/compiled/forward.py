@@ -1,6 +1,6 @@
-"""Computes passes with the compiled kernel: rows of any sequences, without padding, and the draw of their tokens.
+"""Computes passes with the compiled kernel: rows of any sequences, without padding, and the sampling of their tokens.
 
-A row's bits depend on its own sequence alone, so the deterministic mode needs no other passes.
+The bits of a row depend only on its own sequence, so deterministic mode needs no special passes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
 _SCORED_AT_ONCE = 512
-"""Tokens of a sequence that a pass computes while the sequence is scored..."""
+"""Number of tokens per pass when a whole sequence is scored..."""
 _HEADS_AT_ONCE = 64
-"""...and those whose logits exist at one time."""
+"""...and number of tokens whose logits exist at the same time, to bound memory."""
 _WORTH_A_TEAM = 2e7
-"""Multiplications of a pass from which several threads are faster than one that waits for no other."""
+"""Number of multiplications from which several threads are faster than one, which has nothing to synchronise with."""
 
 
 class CompiledForward:
-    """Passes of one model on the CPU: its matrices in float32 or bfloat16, all else in float32.
+    """Passes of one model on the CPU: matrices in float32 or bfloat16, everything else in float32.
 
     Args:
-        model: One that `why_not` accepts.
-        fast: Its layers and position encoding.
+        model: A model that `why_not` accepts.
+        fast: The model's layers and position encoding.
         calls: Attention arguments of each layer.
-        shape: Of one token's keys and values.
-        num_slots: Most sequences in flight.
-        context_length: Most tokens of one.
-        kernel: Its functions.
+        shape: Shape of one token's keys and values.
+        num_slots: Maximum number of sequences in flight.
+        context_length: Maximum tokens of one sequence.
+        kernel: The kernel's functions.
     """
 
     num_rows = 0
@@ -66,17 +66,17 @@ class CompiledForward:
         """Bytes of one token's keys and values in all layers."""
         self._model = KernelModel(kernel, model, fast, calls)
         self.cache = PagedCache(shape, num_slots + 1, context_length)
-        self._scored = num_slots  # the slot of a sequence that is scored; none is sampled in it
+        self._scored = num_slots  # one more slot, for scoring sequences; none is sampled in it
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
         self._kept: Int32 = np.empty(0, dtype=np.int32)
 
     def refresh(self) -> None:
-        """The model's weights were replaced in place."""
+        """Pack the model's weights again after they were replaced in place."""
         self._model.refresh()
 
     def give_back_memory(self) -> None:
-        """Free the working memory of passes and draws; the next ones take what they need."""
+        """Free the working memory of passes and sampling; the next ones allocate what they need."""
         self._memory, self._logits = torch.empty(0), torch.empty(0)
         self._kept = np.empty(0, dtype=np.int32)
 
@@ -92,10 +92,12 @@ class CompiledForward:
     def _run(
         self, ids: Rows, positions: Rows, slots: Rows, outs: Rows, alone: tuple[int, Tensor] | None = None
     ) -> Tensor:
-        """The hidden states of the rows `outs`: after the final norm; or behind one layer, given those before it."""
+        """The hidden states of the rows `outs`, after the final norm; or, with `alone` = (layer, hidden states before
+        it), after that layer."""
         fields = self._model.fields if alone is None else self._model.layer_alone(alone[0])
         given_states = None if alone is None else alone[1].contiguous()
         out = torch.empty(len(outs), fields.width)
+        # Kept until the call returns: the kernel gets only addresses.
         kept = [np.ascontiguousarray(rows, dtype=np.int64) for rows in (ids, positions, slots, outs)]
         at_ids, at_positions, at_slots, at_outs = (rows.ctypes.data for rows in kept)
         given = PassFields(
@@ -120,7 +122,7 @@ class CompiledForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """The next token of each of `slots`, which are those of the pass that are `done`."""
+        """Sample the next token of each slot in `slots`: the slots of the pass that are `done`."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
         num = len(slots)
@@ -151,7 +153,7 @@ class CompiledForward:
         return tokens, logprobs, KeptSets.of_counts(np.concatenate(ids), num_kept)
 
     def _head(self, hidden: Tensor) -> DrawFields:
-        """Write the logits of hidden states, [rows, W], into `_logits`: row r begins at r times the stride."""
+        """Write the logits of hidden states [rows, W] to `_logits`; row r begins at r * stride."""
         num, stride = len(hidden), up_to(self._model.fields.vocab, UNIT)
         if self._logits.numel() < num * stride:
             self._logits = torch.empty(num * stride)
@@ -187,14 +189,14 @@ class CompiledForward:
                     following = positions[at : at + _HEADS_AT_ONCE] + 1
                     targets = torch.from_numpy(ids[following])[:, None]
                     found[following] = (logits / temperature).log_softmax(-1).gather(-1, targets)[:, 0].numpy()
-        finally:
+        finally:  # the kept pages would otherwise count as a prefix
             self.cache.truncate(self._scored, 0)
         return found
 
     def disagreement(self, model: CausalLM, context_length: int) -> str:
-        """What the kernel computes that the model does not; "" where they differ by rounding only.
+        """How the kernel's results differ from the model's; "" if by rounding only.
 
-        The kernel rounds inputs of a bfloat16 model's products, on some processors. The cache is left empty.
+        On some CPUs the kernel rounds the inputs of a bfloat16 model's products. The cache is empty afterwards.
         """
         length = min(agreement.TOKENS, context_length)
         positions, slot = np.arange(length), np.zeros(length, dtype=np.int64)
@@ -212,5 +214,5 @@ class CompiledForward:
 
 
 def _threads(work: int) -> int:
-    """As many as torch uses in this thread; one is enough for little work."""
+    """Number of threads: torch's setting for the calling thread, or 1 for little work."""
     return torch.get_num_threads() if work >= _WORTH_A_TEAM else 1

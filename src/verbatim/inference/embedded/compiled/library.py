@@ -11,10 +11,11 @@ SOURCE = CSource.read(Path(__file__).with_name("kernel.c"))
 
 
 def load_kernel() -> ctypes.CDLL | None:
-    """The kernel's functions; None where they cannot be compiled. The first call on a machine takes seconds."""
+    """The kernel's functions, or None if it cannot be compiled. The first call on a machine takes seconds."""
     kernel = kernel_build().functions
     if kernel is None:
         return None
+    # Without argument types ctypes would pass addresses as 32-bit integers.
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("forward", None, (pointer, pointer, pointer)),
@@ -33,5 +34,5 @@ def load_kernel() -> ctypes.CDLL | None:
 
 
 def kernel_build() -> Build:
-    """What became of the kernel on this machine."""
+    """The result of building the kernel on this machine."""
     return build(SOURCE)

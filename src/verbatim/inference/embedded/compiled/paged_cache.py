@@ -1,7 +1,7 @@
-"""Stores keys and values in pages of a few tokens, which sequences with equal first tokens share.
+"""Stores keys and values in pages of a few tokens; sequences with equal first tokens share pages.
 
-A full page never changes, so any number of slots may name it. A page that a sequence still fills belongs to that slot
-alone: it is copied where another sequence goes on from the same tokens.
+A full page never changes, so any number of slots may refer to it. A page that a sequence is still filling belongs to
+that slot alone; it is copied if another sequence continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.slots import Slots
 
 PAGE = 16
-"""Tokens of a page; the same in kernel.c."""
+"""Number of tokens per page; the same in kernel.c."""
 _CHUNK_BYTES = 8 << 20
-"""Memory is taken in chunks of about this many bytes."""
+"""Memory is allocated in chunks of about this many bytes."""
 
 
 class PagedCache:
-    """Pages of keys and values, and the pages of each slot.
+    """Pages of keys and values, and the pages of each slot. Pages are reference-counted.
 
     Args:
-        shape: Of one token's keys and values; key and value size are equal.
-        num_slots: Slots whose pages are kept.
-        context_length: Most tokens of a slot.
+        shape: Shape of one token's keys and values; key and value size are equal.
+        num_slots: Number of slots.
+        context_length: Maximum tokens of a slot.
     """
 
     def __init__(self, shape: KeyValueShape, num_slots: int, context_length: int) -> None:
@@ -34,43 +34,46 @@ class PagedCache:
         self.planes = shape.num_layers * shape.num_kv_heads * 2
         self._page_floats = PAGE * shape.key_size
         page_bytes = self.planes * self._page_floats * 4
+        # A power of two, because the kernel splits a page's number by shifts into chunk and place.
         self.chunk_bits = max(4, min((_CHUNK_BYTES // page_bytes).bit_length() - 1, 10))
         self.chunk_pages = 1 << self.chunk_bits
-        """Pages of one chunk of memory."""
+        """Number of pages in a chunk of memory."""
         self.tables = np.zeros((num_slots, up_to(context_length, PAGE) // PAGE), dtype=np.int32)
-        """The numbers of each slot's pages: int32 [slots, most pages]."""
+        """Page numbers of each slot: int32 [slots, maximum pages]."""
         self.num_pages = np.zeros(num_slots, dtype=np.int64)
-        """Pages of each slot: int64 [slots]."""
+        """Number of pages of each slot: int64 [slots]."""
         self._chunks: list[torch.Tensor | None] = []
         self.addresses = np.zeros(0, dtype=np.int64)
-        """Where each chunk begins; 0 for one that was given back."""
+        """Address of each chunk; 0 for a chunk that was freed."""
         self._users = np.zeros(0, dtype=np.int32)
+        """Reference count of each page."""
         self._free: list[int] = []
+        """Free pages; the last one is taken next."""
 
     @property
     def capacity(self) -> int:
-        """Tokens that each slot can hold."""
+        """Number of tokens that each slot can hold."""
         return self.tables.shape[1] * PAGE
 
     @property
     def used(self) -> int:
-        """Pages in use."""
+        """Number of pages in use."""
         return int((self._users > 0).sum())
 
     def fill(self, fields: PassFields) -> None:
-        """Enter where the pages are."""
+        """Fill in the addresses of the page tables and chunks."""
         fields.tables, fields.table_width = self.tables.ctypes.data, self.tables.shape[1]
         fields.chunks, fields.chunk_bits = self.addresses.ctypes.data, self.chunk_bits
 
     # ---- memory
 
     def reserve(self, num_tokens: int) -> None:
-        """Have free pages for a sequence of so many tokens."""
+        """Make sure that there are free pages for a sequence of this many tokens."""
         while len(self._free) * PAGE < num_tokens:
             self._grow()
 
     def _grow(self) -> None:
-        # Zeros and not `empty`: memory that was never written could hold no numbers, and 0 * NaN is NaN.
+        # Zeros and not `empty`: memory that was never written may hold NaN, and 0 * NaN is NaN.
         chunk = torch.zeros(self.planes, self.chunk_pages, self._page_floats)
         index = self._chunks.index(None) if None in self._chunks else len(self._chunks)
         if index == len(self._chunks):
@@ -80,17 +83,17 @@ class PagedCache:
         self._chunks[index] = chunk
         self.addresses[index] = chunk.data_ptr()
         first = index * self.chunk_pages
-        self._free[:0] = range(first + self.chunk_pages - 1, first - 1, -1)  # neighbours are taken in order
+        self._free[:0] = range(first + self.chunk_pages - 1, first - 1, -1)  # adjacent pages are taken in order
 
     def shrink(self, num_tokens: int) -> None:
-        """Give back the chunks without a page in use."""
+        """Free the chunks that have no page in use."""
         used = self._users.reshape(-1, self.chunk_pages).sum(axis=1).tolist()
         self._chunks = [chunk if users else None for chunk, users in zip(self._chunks, used, strict=True)]
         self.addresses[[index for index, users in enumerate(used) if not users]] = 0
         self._free = [page for page in self._free if used[page // self.chunk_pages]]
 
     def drop(self) -> None:
-        """Give back all memory; every slot is empty."""
+        """Empty every slot, and free all memory."""
         self.clear()
         self.shrink(0)
 
@@ -99,7 +102,7 @@ class PagedCache:
         if isinstance(slots, slice):
             for slot in range(len(self.num_pages))[slots]:
                 self.truncate(slot, 0)
-            if not self._users.any():  # neighbours in memory are taken together again
+            if not self._users.any():  # sequences again get adjacent pages
                 self._free.sort(reverse=True)
         else:
             self.truncate(slots, 0)
@@ -118,7 +121,7 @@ class PagedCache:
                 self._free.append(page)
 
     def _copy(self, page: int) -> int:
-        """A page of its own with the same keys and values."""
+        """Copy a page; returns the copy's number."""
         own = self._take()
         (source, at), (target, to) = divmod(page, self.chunk_pages), divmod(own, self.chunk_pages)
         source_chunk, target_chunk = self._chunks[source], self._chunks[target]
@@ -129,7 +132,7 @@ class PagedCache:
     # ---- slots
 
     def extend(self, slots: Slots, num_tokens: NDArray[np.int64]) -> None:
-        """Give slots pages for sequences of so many tokens."""
+        """Give slots enough pages for sequences of these lengths."""
         needed = (num_tokens + PAGE - 1) // PAGE
         short = needed > self.num_pages[slots]
         for slot, most in zip(slots[short].tolist(), needed[short].tolist(), strict=True):
@@ -138,32 +141,33 @@ class PagedCache:
                 self.num_pages[slot] = index + 1
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """Keep a slot's first tokens only; the page to be filled next is its own."""
+        """Keep only a slot's first tokens. A page that is partly filled then belongs to the slot alone."""
         self._set(slot, self.tables[slot, : self.num_pages[slot]].tolist(), num_tokens)
 
     def copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
-        """A slot begins with the first tokens of another."""
+        """Let a slot begin with the first tokens of another."""
         self._set(slot, self.tables[source, : self.num_pages[source]].tolist(), num_tokens)
 
     def keep(self, slot: int, num_tokens: int) -> list[int]:
-        """Hold a slot's first tokens while another sequence takes the slot, until `release`; the pages."""
+        """Hold the pages of a slot's first tokens until `release`, while another sequence takes the slot."""
         pages: list[int] = self.tables[slot, : -(-num_tokens // PAGE)].tolist()
         self._users[pages] += 1
         return pages
 
     def restore(self, kept: list[int], slot: int, num_tokens: int) -> None:
-        """A slot begins with the first tokens of a kept sequence."""
+        """Let a slot begin with the first tokens of a kept sequence."""
         self._set(slot, kept, num_tokens)
 
     def release(self, kept: list[int]) -> None:
-        """Give up what was kept."""
+        """Release pages that `keep` holds."""
         self._give_up(kept)
 
     def _set(self, slot: int, pages: list[int], num_tokens: int) -> None:
-        """Let a slot have the first tokens of these pages, instead of what it has."""
+        """Replace a slot's pages by those of the first tokens of `pages`."""
         before = self.tables[slot, : self.num_pages[slot]].tolist()
         full, rest = divmod(num_tokens, PAGE)
         taken = pages[: full + bool(rest)]
+        # Counted before the old pages are released: both may contain the same pages.
         self._users[taken] += 1
         self._give_up(before)
         self.num_pages[slot] = 0

@@ -14,7 +14,7 @@ from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
 UNIT = 16
-"""Widths are multiples of this: the kernel has no remainders."""
+"""Widths must be multiples of this: the kernel has no code for remainders."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -83,7 +83,7 @@ class PassFields(ctypes.Structure):
 
 
 class DrawFields(ctypes.Structure):
-    """Rows of hidden states whose next tokens are drawn."""
+    """Rows of hidden states whose next tokens are sampled."""
 
     _fields_ = (
         ("model", _POINTER),
@@ -106,7 +106,7 @@ class DrawFields(ctypes.Structure):
 
 
 def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[AttentionCall]) -> str | None:
-    """Why the kernel does not compute a model; None where it does."""
+    """Why the kernel does not compute a model; None: it does."""
     weight = model.output.weight
     if weight.device.type != "cpu":
         return f"the model is on {weight.device.type}"
@@ -128,23 +128,23 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
     }
     for name, size in sizes.items():
         if size % UNIT:
-            return f"{name} is {size}, and no multiple of {UNIT}"
+            return f"{name} is {size}, not a multiple of {UNIT}"
     if fast.cos.shape[-1] != fast.head_size:
-        return "positions turn a part of each head only"
+        return "only a part of each head is rotated by positions"
     if not all(p.is_contiguous() and p.dtype == weight.dtype for p in model.model.parameters()):
         return "a weight is not contiguous, or in another number format than the output head"
     return None
 
 
 class KernelModel:
-    """A model's structure, with its matrices packed as the kernel reads them.
+    """The kernel's structure of a model, with matrices packed as the kernel reads them.
 
     Matrices are packed in the model's own number format, float32 or bfloat16; norms and biases are float32.
 
     Args:
-        kernel: Its functions.
-        model: One that `why_not` accepts.
-        fast: Its layers and position encoding.
+        kernel: The kernel's functions.
+        model: A model that `why_not` accepts.
+        fast: The model's layers and position encoding.
         calls: Attention arguments of each layer.
     """
 
@@ -153,9 +153,10 @@ class KernelModel:
     ) -> None:
         half = fast.head_size // 2
         self.is_rounded = model.output.weight.dtype == torch.bfloat16
-        """Whether the matrices are in bfloat16."""
+        """True if the matrices are in bfloat16."""
         self._kernel = kernel
         self._pack_matrix = kernel.verbatim_pack_halves if self.is_rounded else kernel.verbatim_pack
+        # The kernel reads these by address, so they must live as long as this object.
         self._kept = [fast.cos[:, 0, :half].contiguous(), fast.sin[:, 0].contiguous(), model, fast]
         self._packed: list[tuple[Tensor, Tensor]] = []
         self._widened: list[tuple[Tensor, Tensor]] = []
@@ -181,32 +182,32 @@ class KernelModel:
             eps=model.backbone.norm.variance_epsilon,
         )
         self.address = ctypes.addressof(self.fields)
-        """For the kernel."""
+        """Address of `fields`, for the kernel."""
         self.num_weights = sum(p.numel() for p in model.backbone.layers.parameters())
-        """Weights of all layers, each of which every row multiplies."""
+        """Number of weights of all layers, each multiplied once per row; used to estimate the work of a pass."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over weights that were replaced in place."""
+        """Pack and convert again weights that were replaced in place."""
         for weight, packed in self._packed:
             self._pack_matrix(weight.data_ptr(), *weight.shape, packed.data_ptr())
         for weight, widened in self._widened:
             widened.copy_(weight)
 
     def layer_alone(self, index: int) -> ModelFields:
-        """The model as one of its layers, without a norm behind it."""
+        """The model reduced to one of its layers, without the final norm."""
         alone = ModelFields.from_buffer_copy(self.fields)
         alone.layers, alone.layer, alone.norm = 1, ctypes.addressof(self.layers[index]), None
         return alone
 
     def _pack(self, weight: Tensor) -> int:
-        """Where the packed form of a matrix will be."""
+        """Allocate the packed form of a matrix, which `refresh` fills; returns its address."""
         packed = torch.empty(self._kernel.verbatim_packed(*weight.shape), dtype=weight.dtype)
         self._packed.append((weight, packed))
         return packed.data_ptr()
 
     def _floats(self, weight: Tensor | None) -> int | None:
-        """Where a norm's weights or a bias are, or will be, in float32."""
+        """Address of a norm's weights or a bias in float32: its own, or a copy's, which `refresh` fills."""
         if weight is None or weight.dtype == torch.float32:
             return None if weight is None else weight.data_ptr()
         widened = torch.empty(weight.shape)
