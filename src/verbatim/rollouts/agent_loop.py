@@ -137,6 +137,8 @@ class AgentLoop(EpisodeLoop):
         prompt_ids = conversation.prompt_ids
         if self.room_for(len(prompt_ids)) <= 0:
             raise EpisodeOver(StopReason.LENGTH)  # not `_end`: other conversations of the session go on
+        # The turn's seed depends on the prompt and not on a counter of the session, because concurrent requests arrive
+        # in any order. The counter tells equal prompts apart.
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
         self._num_responses[digest] += 1
@@ -196,6 +198,7 @@ class AgentLoop(EpisodeLoop):
         conversation = await self._rendered(prompt)
         prompt_ids = conversation.prompt_ids
         self.recorder.foresee(prompt_ids)
+        # Now that the prompt is built, nothing needs the last turn's arrays any more.
         if self.in_order and prompt.thread is not None:
             prompt.thread.answer.free_arrays()
         self._num_under_way += 1
@@ -254,6 +257,7 @@ class AgentLoop(EpisodeLoop):
             self._end(StopReason.LENGTH)
         most = self._within_budget(min(room, params.max_tokens))
         self._begin_turn()
+        # Seeds are derived from an agent's own count of turns, so they do not depend on how agents interleave.
         number = self._num_turns_of.get(agent, 0)
         self._num_turns_of[agent] = number + 1
         request = SampleRequest(

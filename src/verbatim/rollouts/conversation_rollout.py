@@ -213,6 +213,7 @@ class ConversationRollout(abc.ABC):
         settle: Settle = lambda trajectory: trajectory,
     ) -> None:
         """Run every episode, `concurrency` of them at a time."""
+        # One iterator for all workers: whoever is free takes the next episode.
         waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
         traces: TraceFolder | None = None
         if self.trace_dir is not None:

@@ -68,6 +68,7 @@ class Draws:
             self._recorder.count_cancelled(num_tokens_drawn(end))
             self._recorder.count_lost(num_tokens_lost(end))
             raise
+        # `count` comes last of the counts: it raises if the episode has ended.
         self._recorder.count_lost(completion.num_lost_tokens)
         self.num_delivered += len(completion.ids)
         self._recorder.count(len(completion.ids))

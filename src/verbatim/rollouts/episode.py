@@ -77,7 +77,7 @@ class EpisodeRun:
     ) -> None:
         self._start, self._loop, self._identity = start, loop, identity
         self._recorder, self._timeout = loop.recorder, loop.limits.timeout
-        self._calls = UserCalls(self._timeout + supervised.GRACE)
+        self._calls = UserCalls(self._timeout + supervised.GRACE)  # cancelled at the timeout, abandoned after the grace
         self._dialogue = Dialogue(loop=loop, calls=self._calls, timed=timed)
         self._episode: Episode | None = None
         self._closing = False

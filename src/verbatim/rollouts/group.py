@@ -184,7 +184,7 @@ def judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
     own = getattr(environment, "is_success", None)
     if trajectory.error is not None or own is None:
         return trajectory
-    calls = UserCalls(math.inf)
+    calls = UserCalls(math.inf)  # no time limit: a sync function cannot be cancelled
     try:
         with calls.guard("is_success"):
             return trajectory.replace(info={**trajectory.info, IS_SUCCESS: bool(own(trajectory))})

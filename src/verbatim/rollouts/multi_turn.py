@@ -143,6 +143,7 @@ class APIMultiTurnRollout(ConversationRollout):
                         return None
                     return derive_seed(seed, identity.example_id, identity.sample_index, number)
 
+                # Any id is accepted: the server's vocabulary size is unknown.
                 recorder = Recorder(LARGEST_ID + 1, trajectory_id=identity.trajectory_id)
                 loop = ChatLoop(
                     connection=connection,

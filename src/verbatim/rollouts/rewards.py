@@ -50,6 +50,7 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
     try:
         pairs = [(str(name), _one_number(value)) for name, value in score.items()] if isinstance(score, Mapping) else []
         parts = dict(pairs)
+        # `fsum` is exact, so the reward does not depend on the order of the parts.
         reward = math.fsum(parts.values()) if isinstance(score, Mapping) else _one_number(score)
     except Exception as error:  # noqa: BLE001  a user's own number raises what it likes
         said = error_text(error).partition(": ")[2]

@@ -153,4 +153,4 @@ async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
 def _forget(task: asyncio.Task[Any]) -> None:
     left_behind.discard(task)
     if not task.cancelled():
-        task.exception()
+        task.exception()  # retrieved, or asyncio would log the error of an abandoned task

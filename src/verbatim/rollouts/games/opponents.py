@@ -208,7 +208,7 @@ class _ApiPlayer(_Speaker):
             connection = await self._open.enter_async_context(plays.api().connect())
             self._loop = ChatLoop(
                 connection=connection,
-                recorder=Recorder(2**31 - 1),
+                recorder=Recorder(2**31 - 1),  # any id: the server's vocabulary is unknown, and the record is discarded
                 params=SamplingParams(temperature=plays.temperature, max_tokens=plays.max_tokens),
                 limits=EpisodeLimits(max_turns=MOST_MOVES),
                 seed_of=lambda number: None,

@@ -164,6 +164,8 @@ class Threads(Generic[T]):
         shown, opening = tools_digest(tools), SystemPrompt(messages)
         walk = self._walk(messages)
         known = walk.known
+        # A given name wins, then the client's thread id, then the agent of the continued turn. Only a request with none
+        # of these is identified by its system prompt.
         continued = known.agent if known is not None and not thread else ""
         if not (name := agent or continued):
             same = None if thread else self._agents.whose_clock_went_on(opening, shown, walk.answers)
@@ -270,6 +272,8 @@ class Threads(Generic[T]):
         return walk
 
     def _reason(self, walk: _Walk[T], agent: str, tools: bytes) -> tuple[BranchReason | None, str]:
+        # The first reason that applies is reported, so the order matters: definite evidence comes first, and
+        # EDITED_HISTORY, which fits any changed history, last.
         known = walk.known
         if known is None:
             return self._reason_of_a_beginning(walk, agent)

@@ -84,11 +84,14 @@ class Endpoint:
         self._start_over()
 
     def _start_over(self) -> None:
+        # Weak values: a lock is freed when no request holds it or waits for it.
         self._locks: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
         self._under_way: Counter[int] = Counter()
+
+    # Locks and semaphores belong to an event loop of this process, so a pickled copy starts with none.
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_locks": None, "_places": None, "_under_way": None}

@@ -52,6 +52,7 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         UsageError: there is no cluster at this address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by the processes that Ray starts
+    # Leave the visible devices as they are with num_gpus = 0, which is also Ray's future default; without it Ray warns.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:

@@ -160,7 +160,7 @@ class WorkerPool:
         except (WorkerLost, TimeoutError) as error:
             why = str(error) or f"it did not end an episode within {GRACE:g} s of its deadline"
             self._lose(started, why)
-            await current.end()
+            await current.end()  # before `num_tokens` is read: it counts the tokens of requests in flight
             recorder.lose(current.num_tokens)
             raise WorkerLost(why) from error
         except asyncio.CancelledError:
@@ -210,6 +210,7 @@ class WorkerPool:
             return
         self._workers.remove(started)
         self._close(started.worker)
+        # Usually one; more if earlier replacements could not be started.
         for _ in range(self._num_wanted - len(self._workers) - len(self._starting)):
             starting = asyncio.create_task(self._replace(), name="start-worker")
             self._starting.add(starting)

@@ -39,6 +39,9 @@ QUIET = {
 """Environment variables of every program: unbuffered output, no telemetry, and no proxy between the program and the
 gateway."""
 
+# File descriptor 3 is the real standard input. Only the `read`s and the program use it; the scoring command must not.
+# 125 is the status if the wrapper itself fails. In a sandbox, `kill -- -1` kills all other processes before the "done"
+# mark, so that no output of the program can follow it.
 _SCRIPT = """
 exec 3<&0 </dev/null
 {ulimits} || exit 125

@@ -256,6 +256,7 @@ class ProgramProcess:
             self._take(pending[:keep])
             pending = pending[keep:]
         self._take(pending)
+        # The output has ended: wake whoever waits, even if the process died before its marks.
         self._done.set()
         self._ready.set()
 
