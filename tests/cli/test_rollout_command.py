@@ -583,7 +583,10 @@ def test_the_seeds_of_episodes_do_not_depend_on_what_was_done_before(place: Path
         ([], "either the tasks of a file or an environment"),
         (["tasks.jsonl", "--env", "guess_number"], "either the tasks of a file or an environment"),
         (["tasks.jsonl", "--split", "train"], "--split: it needs --env NAME"),
-        (["--env", "guess_number", "--score", "graded.right"], "--score: an environment has its own tools, user and score"),
+        (
+            ["--env", "guess_number", "--score", "graded.right"],
+            "--score: an environment has its own tools, user and score",
+        ),
         (["--env", "guess_numbr"], "there is no environment 'guess_numbr'"),
         (["tasks.jsonl", "--score", "graded.nothing"], "--score graded.nothing is a int; expected a function"),
         (["tasks.jsonl", "--user-prompt", "user.txt"], "a simulated user needs a model: --user-model NAME"),
