@@ -1,15 +1,15 @@
-/* One forward pass of a Llama-style decoder over rows of any number of sequences, and the draw of their next tokens.
+/* One forward pass of a Llama-style decoder over rows of any number of sequences, and the sampling of next tokens.
 
-   Every row is computed by itself: each sum has one order, which depends on the row's own length alone. The other rows,
-   their number, the threads and what sequences share decide when something is computed, never which bits come out.
+   Every row is computed independently: each sum has a fixed order, which depends only on the row's own length. Other
+   rows, their number, the threads and shared prefixes affect when something is computed, never which bits come out.
 
    Keys and values lie in pages of PAGE tokens. One page of one layer and key/value head is a plane: keys as [D][PAGE],
-   values as [PAGE][D]. Sequences whose first tokens are equal name the same pages; `plan_tiles` finds them, and their
-   queries then read such a page together.
+   values as [PAGE][D]. Sequences with equal first tokens refer to the same pages; `plan_tiles` finds them, and their
+   queries then read a shared page together.
 
-   A model in bfloat16 has its matrices in bfloat16 here too, and all else in float32: hidden states, sums, norms,
-   attention, keys and values, logits. Where the processor multiplies bfloat16 (DOTS), inputs of a layer's products are
-   rounded to it; elsewhere, and in the output head, weights are widened in registers and inputs are not rounded.
+   A bfloat16 model keeps only its matrices in bfloat16 here; hidden states, sums, norms, attention, keys and values,
+   and logits are float32. If the CPU multiplies bfloat16 (DOTS), the inputs of a layer's products are rounded to it;
+   otherwise, and in the output head, weights are widened in registers and inputs are not rounded.
 
    Legend: T rows, W width, H query heads, K key/value heads, G = H / K, D head size, I inner width, V vocabulary. */
 
@@ -22,14 +22,15 @@
 #endif
 
 #define PAGE 16
-#define SPAN 512      /* keys whose scores are held at a time; sums of longer sequences are merged in order */
+#define SPAN 512      /* keys whose scores are in memory at a time; sums of longer sequences are merged in order */
 #define MOST_QUERIES 64
-#define STRIDE (SPAN + PAGE) /* between the scores of two queries: no power of two, which would share cache lines */
-#define DEPTH 64      /* products that are added one after the other */
-#define DOTS_DEPTH 256 /* the same of rounded numbers, whose rounding is much larger than that of their sum */
-#define FEW 16           /* queries that wait for memory, not for their products */
+/* Distance between two queries' scores; not a power of two, at which they would compete for the same cache lines. */
+#define STRIDE (SPAN + PAGE)
+#define DEPTH 64      /* products added in sequence before the sum is added to the total, which limits rounding */
+#define DOTS_DEPTH 256 /* the same for bfloat16, whose own rounding is much larger than that of the sum */
+#define FEW 16           /* up to this many queries, attention is bound by memory and not by arithmetic */
 
-/* ROWS x 2 vectors of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
+/* Tile sizes: ROWS x 2 vectors of a product and QUERIES x 4 vectors of scores just fit the registers. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define ROWS 12
@@ -48,7 +49,7 @@
 #else
 #define DOTS 0
 #endif
-#define PANEL (2 * LANES)           /* columns of a product that are computed together */
+#define PANEL (2 * LANES)           /* columns of a product computed together */
 #define PARTS (PAGE / LANES)        /* vectors of a page's keys */
 #define PAGES_AT_ONCE (4 / PARTS)
 
@@ -72,7 +73,7 @@ INLINE float widened(half x)
     memcpy(&found, &bits, sizeof found);
     return found;
 }
-/* An input of a product, rounded to the nearest bfloat16 where there is a place for that. */
+/* Stores an input of a product: rounded to the nearest bfloat16 if `rounded` is given, else as floats. */
 INLINE void put(float *p, half *rounded, vec v)
 {
 #if DOTS
@@ -98,7 +99,7 @@ INLINE vec all(float x)
 INLINE vec where(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec larger(vec a, vec b) { return where(a > b, a, b); }
 
-/* Keeps a vector in a register: a compiler would read it again for each product. */
+/* Keeps a vector in a register; otherwise compilers load it again for each product. */
 #if defined(__AVX512F__)
 #define HOLD(x) __asm__("" : "+v"(x))
 #elif defined(__x86_64__)
@@ -109,7 +110,7 @@ INLINE vec larger(vec a, vec b) { return where(a > b, a, b); }
 #define HOLD(x) (void)(x)
 #endif
 
-/* Lanes i, i + 4, i + 8, ... of a vector added, always in the same order. */
+/* Adds lanes i, i + 4, i + 8, ... of a vector, always in the same order. */
 INLINE four folded(vec a)
 {
 #if LANES == 16
@@ -136,12 +137,12 @@ INLINE float largest(vec a)
     return top;
 }
 
-/* e^x for x <= 88; 0 below -87; NaN of NaN. Cody and Waite's reduction and Cephes' polynomial: 2 units in the last
-   place. */
+/* e^x for x <= 88; 0 below -87; NaN for NaN. Cody-Waite reduction and the polynomial of Cephes; error at most 2 units
+   in the last place. */
 INLINE vec vexp(vec x)
 {
-    vec bounded = larger(all(-87.0f), x); /* this way round NaN stays */
-    vec shifted = bounded * all(1.44269504088896341f) + all(12583039.0f); /* its lowest bits: n + 127, the exponent */
+    vec bounded = larger(all(-87.0f), x); /* in this order of arguments NaN is kept */
+    vec shifted = bounded * all(1.44269504088896341f) + all(12583039.0f); /* lowest bits: n + 127, the exponent */
     vec n = shifted - all(12583039.0f);
     vec r = bounded - n * all(0.693359375f);
     r = r - n * all(-2.12194440e-4f);
@@ -157,7 +158,7 @@ INLINE vec vexp(vec x)
 }
 INLINE float exp1(float x) { return vexp(all(x))[0]; }
 
-/* ---- threads: the caller's own team in torch */
+/* ---- threads: the OpenMP team that torch uses in the calling thread */
 
 typedef void (*Task)(void *arg, int64_t index, int64_t count);
 
@@ -166,7 +167,7 @@ extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);
 #endif
 
-/* Run a task's shares 0 to count - 1, each on a thread of its own where there are several; returns when all ended. */
+/* Runs shares 0 to count - 1 of a task, each on its own thread; returns when all are done. */
 static void run(int64_t threads, Task task, void *arg)
 {
 #ifdef _OPENMP
@@ -182,22 +183,22 @@ static void run(int64_t threads, Task task, void *arg)
 
 /* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k]
 
-   Sums of DEPTH products, each in the order of k, are added in order: one long sum would round more.
+   Sums of DEPTH products, each in the order of k, are added in order: one long sum would accumulate more rounding.
 
-   Weights [N, K] are packed as panels of PANEL columns, [N / PANEL][K][PANEL], with zeros behind the last. */
+   Weights [N, K] are packed as panels of PANEL columns, [N / PANEL][K][PANEL]; zeros pad the last panel. */
 
 int64_t verbatim_packed(int64_t n_end, int64_t k_end) { return (n_end + PANEL - 1) / PANEL * PANEL * k_end; }
 
 void verbatim_pack(const float *w, int64_t n_end, int64_t k_end, float *to)
 {
     for (int64_t first = 0; first < n_end; first += PANEL)
-        for (int64_t start = 0; start < k_end; start += 64) /* lines of the first cache are used whole */
+        for (int64_t start = 0; start < k_end; start += 64) /* reads whole lines of the L1 cache */
             for (int64_t n = first; n < first + PANEL; n++)
                 for (int64_t k = start; k < start + 64 && k < k_end; k++)
                     to[first * k_end + k * PANEL + n - first] = n < n_end ? w[n * k_end + k] : 0.0f;
 }
 
-/* Of a matrix in bfloat16, numbers k and k + 1 of a column are neighbours: [N / PANEL][K / 2][PANEL][2]; K is even. */
+/* In a bfloat16 matrix, elements k and k + 1 of a column are adjacent: [N / PANEL][K / 2][PANEL][2]; K is even. */
 void verbatim_pack_halves(const half *w, int64_t n_end, int64_t k_end, half *to)
 {
     for (int64_t first = 0; first < n_end; first += PANEL)
@@ -210,10 +211,10 @@ void verbatim_pack_halves(const half *w, int64_t n_end, int64_t k_end, half *to)
                 }
 }
 
-/* How products are made: of floats; of floats and bfloat16, widened to floats; of bfloat16 and bfloat16. */
+/* Kinds of products: float x float; float x bfloat16 widened to float; bfloat16 x bfloat16. */
 enum { FLOATS, WIDENED, ROUNDED };
 
-/* Each adds products k = start to end - 1; x is the first row, w the first panel. */
+/* Each of these adds the products k = start to end - 1; x is the first row, w the first panel. */
 INLINE void add_floats(int rows, int panels, const float *x, int64_t ldx, const float *w, int64_t k_end, int64_t start,
                        int64_t end, vec acc[ROWS][8])
 {
@@ -265,7 +266,7 @@ INLINE void add_rounded(int rows, int panels, const half *x, int64_t ldx, const 
             column[c] = *(const iloose *)at;
             if (rows > 1) {
                 HOLD(column[c]);
-                __builtin_prefetch(at + k_end * PANEL, 0, 2); /* the next panel, while this one is multiplied */
+                __builtin_prefetch(at + k_end * PANEL, 0, 2); /* fetches the next panel while this one is multiplied */
             }
         }
         EACH (int r = 0; r < rows; r++) {
@@ -316,12 +317,12 @@ INLINE void tile(int kind, int rows, int panels, const void *x, int64_t ldx, con
                      int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)                             \
     {                                                                                                               \
         int64_t n = first;                                                                                          \
-        if (t_end <= 2) /* few sums: those of several panels at the same time */                                    \
+        if (t_end <= 2) /* few rows: several panels at once, for enough independent sums */                         \
             for (; n + 4 * PANEL <= last; n += 4 * PANEL)                                                           \
                 for (int64_t t = 0; t < t_end; t++) TILE(kind, 1, 4);                                               \
         for (; n < last; n += PANEL)                                                                                \
             for (int64_t t = 0, rows, tiles = (t_end + ROWS - 1) / ROWS; t < t_end; t += rows, tiles--) {           \
-                rows = (t_end - t + tiles - 1) / tiles; /* tiles of about the same size */                          \
+                rows = (t_end - t + tiles - 1) / tiles; /* tiles of nearly equal size */                            \
                 switch (rows) {                                                                                     \
                     REST(kind, 1) REST(kind, 2) REST(kind, 3) REST(kind, 4) REST(kind, 5) REST(kind, 6) MORE(kind)  \
                 }                                                                                                   \
@@ -342,7 +343,7 @@ PRODUCT(product_widened, WIDENED, float, half)
 PRODUCT(product_rounded, ROUNDED, half, half)
 #endif
 
-/* As above; `rounded` is x where the processor multiplies bfloat16, else NULL; `halves`: w is in bfloat16. */
+/* As above. `rounded`: x in bfloat16 if the CPU multiplies it, else NULL; `halves`: w is in bfloat16. */
 static void product(const float *x, const half *rounded, int64_t ldx, const void *w, int halves, const float *bias,
                     int64_t k_end, float *y, int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)
 {
@@ -357,10 +358,10 @@ static void product(const float *x, const half *rounded, int64_t ldx, const void
     else product_of_floats(x, ldx, w, bias, k_end, y, ldy, t_end, first, last, adds);
 }
 
-/* Whether inputs of products are rounded to bfloat16 where the weights are. */
+/* 1 if the inputs of products with bfloat16 weights are rounded to bfloat16. */
 int64_t verbatim_rounds(void) { return DOTS; }
 
-/* One product of a layer in bfloat16, for tests: y = x w^T + bias; the last two are memory, [T, K] and [T, N]. */
+/* One bfloat16 product of a layer, for tests: y = x w^T + bias; `rounded` [T, K] is working memory, y is [T, N]. */
 void verbatim_product_of_halves(const float *x, const half *w, const float *bias, int64_t t_end, int64_t n_end,
                                 int64_t k_end, half *rounded, float *y)
 {
@@ -377,53 +378,54 @@ INLINE void normed(const float *x, const float *weight, float eps, int64_t width
     for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * by * load(weight + i));
 }
 
-/* ---- what Python fills in: the fields in this order; q, k, v, o, gate, up, down and head are packed */
+/* ---- structures that Python fills in (structures.py has the same fields in the same order); q, k, v, o, gate, up,
+   down and head are packed */
 
 typedef struct {
     const void *q, *k, *v, *o, *gate, *up, *down;
     const float *input_norm, *mlp_norm, *q_norm, *k_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
-    int64_t window; /* tokens that a query sees, itself included; 0 = all before it */
+    int64_t window; /* tokens that a query attends to, itself included; 0 = all before it */
     float input_eps, mlp_eps, q_eps, k_eps, scale, unused;
 } Layer;
 
 typedef struct {
     int64_t layers, width, heads, kv_heads, head_size, inner, vocab;
-    int64_t halves;             /* whether the packed matrices and the embedding are in bfloat16 */
+    int64_t halves;             /* 1 if the packed matrices and the embedding are in bfloat16 */
     const void *embedding, *head;
-    const float *norm, *cos, *sin; /* norm: NULL = none behind the layers; cos, sin: [context, D / 2] */
+    const float *norm, *cos, *sin; /* norm: NULL = no final norm; cos, sin: [context, D / 2] */
     const Layer *layer;
     float eps, unused;
 } Model;
 
 typedef struct {
-    int64_t rows;               /* those of one slot are neighbours, in the order of their positions */
+    int64_t rows;               /* the rows of a slot are adjacent, ordered by position */
     const int64_t *ids, *positions, *slots;
-    const int32_t *tables;      /* [slots, table_width]: the numbers of a slot's pages */
+    const int32_t *tables;      /* [slots, table_width]: page numbers of each slot */
     int64_t table_width;
-    float *const *chunks;       /* memory of pages: [planes, 1 << chunk_bits, D * PAGE] */
+    float *const *chunks;       /* memory of the pages: each [planes, 1 << chunk_bits, D * PAGE] */
     int64_t chunk_bits;
     int64_t outs;
     const int64_t *out_rows;
-    float *out;                 /* [outs, W]: normed last hidden states */
+    float *out;                 /* [outs, W]: last hidden states after the final norm */
     int64_t threads;
     const float *given;         /* [rows, W]: hidden states before the first layer; NULL: the ids' embeddings */
 } Pass;
 
 /* ---- attention */
 
-typedef struct { int64_t row, rows, pages; } Piece; /* neighbouring rows of one slot, and the pages that they see */
-typedef struct { int64_t piece, pieces, rows, shared; } Tile; /* pieces that attend together, and their common pages */
+typedef struct { int64_t row, rows, pages; } Piece; /* adjacent rows of one slot, and the pages they attend to */
+typedef struct { int64_t piece, pieces, rows, shared; } Tile; /* pieces that attend together, and their shared pages */
 
 typedef struct {
     const Model *m;
     const Pass *p;
     const Layer *layer;
     int64_t index;              /* of the layer */
-    int64_t row, tile_rows;     /* rows of the present tile of products */
+    int64_t row, tile_rows;     /* rows of the current tile of products */
     float *h, *q, *kv, *x, *gate, *up, *scratch;
-    half *x_rounded, *q_rounded, *gate_rounded; /* inputs of products in bfloat16; NULL where they stay floats */
-    int64_t scratch_size;       /* floats of each thread */
+    half *x_rounded, *q_rounded, *gate_rounded; /* inputs of products in bfloat16; NULL = they stay floats */
+    int64_t scratch_size;       /* floats per thread */
     Piece *pieces, *spare;
     Tile *tiles;
     int64_t num_pieces, num_tiles;
@@ -456,7 +458,7 @@ static int comes_first(const Pass *p, const Piece *a, const Piece *b)
     return a->row < b->row;
 }
 
-/* Merge sort by the numbers of pages: sequences with the same first pages become neighbours. */
+/* Merge sort by page numbers, so that sequences with the same first pages become adjacent. */
 static void sort_pieces(Work *w)
 {
     Piece *from = w->pieces, *to = w->spare;
@@ -490,7 +492,8 @@ static void plan_tiles(Work *w)
         int64_t shared = w->pieces[i].pages, rows = w->pieces[i].rows, n = 1;
         while (i + n < w->num_pieces && rows + w->pieces[i + n].rows <= most) {
             int64_t less = smaller(shared, common_pages(p, &w->pieces[i], &w->pieces[i + n]));
-            if (less <= (n - 1) * (shared - less)) break; /* the others would share less, and read more alone */
+            /* With this piece the others would share fewer pages, and read more alone than the piece saves. */
+            if (less <= (n - 1) * (shared - less)) break;
             shared = less, rows += w->pieces[i + n++].rows;
         }
         w->tiles[w->num_tiles++] = (Tile){i, n, rows, n > 1 ? shared : 0};
@@ -498,7 +501,7 @@ static void plan_tiles(Work *w)
     }
 }
 
-/* Scores of some queries and the keys of some pages: scores[r, 16 j + c] = sum over d of q[r, d] k_j[d, c]. */
+/* Scores of some queries with the keys of some pages: scores[r, 16 j + c] = sum over d of q[r, d] k_j[d, c]. */
 INLINE void score(int queries, int pages, const float *q, int64_t size, const float *const *k, float *scores)
 {
     vec acc[QUERIES][4];
@@ -545,7 +548,7 @@ INLINE void add_values(int queries, int parts, const float *weights, const float
             EACH (int j = 0; j < parts; j++) store(out + (2 * r + odd) * size + j * LANES, acc[r][odd][j]);
 }
 
-/* Each size is a function of its own: what an inlined loop's surroundings keep in registers would be in its way. */
+/* A function for each size, not inlined: the code around an inlined loop would compete for registers. */
 #define SIZES(make) make(1) make(2) make(3) make(4)
 #define ALONE static __attribute__((noinline)) void
 #define SCORE(n)                                                                                                    \
@@ -568,7 +571,7 @@ typedef struct {
     int64_t head;               /* key/value head */
     int64_t group, size;        /* G and D */
     float *q, *scores, *out;    /* [queries, D], [queries, SPAN], [queries, 2, D] */
-    float *top, *total;         /* [queries]: the largest score, and the sum of exp(score - top) */
+    float *top, *total;         /* [queries]: largest score, and sum of exp(score - top) */
 } Tiled;
 
 #define BY_QUERIES(from, until, call)                                                         \
@@ -584,7 +587,7 @@ typedef struct {
         if (left == 1) call(1);                                                               \
     } while (0)
 
-/* The scores of queries `from` to `until` - 1 and the keys of some pages; a few pages stay in the first cache. */
+/* Scores of queries `from` to `until` - 1 with the keys of some pages, few enough to stay in the L1 cache. */
 static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                        int64_t base)
 {
@@ -606,7 +609,7 @@ static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_
     }
 }
 
-/* Adds the values of some pages, weighted, to what queries `from` to `until` - 1 have. */
+/* Adds the weighted values of some pages to the outputs of queries `from` to `until` - 1. */
 static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                        int64_t base)
 {
@@ -628,7 +631,7 @@ static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_
     }
 }
 
-/* Turns a query's scores of the keys base to base + end - 1 into weights; those outside of [low, high) get 0. */
+/* Turns a query's scores for keys base to base + end - 1 into weights; keys outside [low, high) get 0. */
 static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int64_t end, int is_first)
 {
     float *s = t->scores + query * STRIDE;
@@ -666,7 +669,7 @@ static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int6
         }
 }
 
-/* Asks for the keys or the values of pages that come next: a page is too short for the processor to foresee it. */
+/* Prefetches the keys or values of the next pages; a page is too short for the hardware prefetcher. */
 static void fetch(const Work *w, const int32_t *table, int64_t page, int64_t end, int64_t head, int value)
 {
     for (; page < end; page++) {
@@ -756,9 +759,9 @@ static void attend(void *arg, int64_t index, int64_t count)
         attend_tile(w, w->tiles + i / w->m->kv_heads, i % w->m->kv_heads, scratch);
 }
 
-/* ---- the rest of a layer; each function computes one thread's share of the present tile of rows */
+/* ---- the rest of a layer; each function computes one thread's share of the current tile of rows */
 
-/* Share `index` of `total`, in units of `unit`. */
+/* The range of share `index` of `total`, in units of `unit`. */
 INLINE int64_t part(int64_t total, int64_t unit, int64_t index, int64_t count)
 {
     int64_t units = (total + unit - 1) / unit;
@@ -767,7 +770,7 @@ INLINE int64_t part(int64_t total, int64_t unit, int64_t index, int64_t count)
 #define SHARE(first, last, total, unit) \
     int64_t first = part(total, unit, index, count), last = part(total, unit, index + 1, count)
 
-/* The normed rows of this share, in `x`. */
+/* Writes the normed rows of this share to `x`. */
 INLINE void norm_rows(const Work *w, const float *weight, float eps, int64_t first, int64_t last)
 {
     int64_t width = w->m->width;
@@ -793,7 +796,7 @@ static void norm_mlp(void *arg, int64_t index, int64_t count)
     norm_rows(w, w->layer->mlp_norm, w->layer->mlp_eps, first, last);
 }
 
-/* Columns first to last - 1 of a layer's product of the present tile of rows. */
+/* Columns first to last - 1 of a layer's product, for the current tile of rows. */
 INLINE void multiply(const Work *w, const float *x, const half *rounded, const void *weight, const float *bias,
                      int64_t k_end, float *y, int64_t ldy, int64_t first, int64_t last, int adds)
 {
@@ -888,7 +891,7 @@ static void add_mlp(void *arg, int64_t index, int64_t count)
              first, last, 1);
 }
 
-/* Rows of one tile of products: their intermediate results stay in the second cache. */
+/* Number of rows of a tile of products, so that intermediate results stay in the L2 cache. */
 static int64_t tile_rows(const Model *m, int64_t rows)
 {
     int64_t floats = m->width + 2 * m->inner + 2 * m->kv_heads * m->head_size;
@@ -902,7 +905,7 @@ static int64_t attention_floats(const Model *m)
     return ROUND(queries * (3 * m->head_size + STRIDE + 2));
 }
 
-/* Floats of working memory for a pass of so many rows. */
+/* Working memory, in floats, for a pass of this many rows. */
 int64_t verbatim_workspace(const Model *m, int64_t rows, int64_t threads)
 {
     int64_t tile = tile_rows(m, rows), rounded = rows * m->heads * m->head_size + tile * (m->width + m->inner);
@@ -911,7 +914,7 @@ int64_t verbatim_workspace(const Model *m, int64_t rows, int64_t threads)
            threads * attention_floats(m) + 2 * rows * (int64_t)(2 * sizeof(Piece) + sizeof(Tile)) / 4;
 }
 
-/* A page that a sequence begins to fill holds zeros: what was left in it could be no number, and 0 * NaN is NaN. */
+/* Zeros a page that a sequence begins to fill: old contents may be NaN, and 0 * NaN is NaN despite the mask. */
 static void empty_new_pages(const Model *m, const Pass *p)
 {
     for (int64_t row = 0; row < p->rows; row++) {
@@ -930,7 +933,7 @@ static void embed(const Model *m, int64_t id, float *to)
     else memcpy(to, (const float *)m->embedding + id * m->width, (size_t)m->width * sizeof(float));
 }
 
-/* Writes the keys and values of all rows; the last hidden states of `out_rows`, after the final norm, are `out`. */
+/* Runs a pass: writes keys and values of all rows, and to `out` the final-norm hidden states of `out_rows`. */
 void verbatim_forward(const Model *m, const Pass *p, float *workspace)
 {
     int64_t tile = tile_rows(m, p->rows), width = m->width;
@@ -984,24 +987,24 @@ void verbatim_forward(const Model *m, const Pass *p, float *workspace)
     }
 }
 
-/* ---- the output head and the draw */
+/* ---- output head and sampling */
 
 typedef struct {
     const Model *m;
     int64_t rows;
     const float *hidden;        /* [rows, W] */
-    const float *temperatures;  /* [rows]; 0 takes the most likely token */
+    const float *temperatures;  /* [rows]; 0 = the most likely token */
     const double *uniforms;     /* [rows], in (0, 1) */
     int64_t stride;             /* at least V, a multiple of 16 */
-    float *logits;              /* [rows, stride]: what is drawn from, or memory for it */
+    float *logits;              /* [rows, stride]: written by the output head, read by sampling */
     int64_t *tokens;
-    float *logprobs;            /* NaN where logits are not finite numbers */
+    float *logprobs;            /* NaN where logits are not finite */
     int64_t threads;
-    const int64_t *top_k;       /* [rows], 0 = off; NULL = no row is cut */
+    const int64_t *top_k;       /* [rows], 0 = off; NULL = no row is truncated */
     const float *top_p, *min_p; /* [rows], 1 and 0 = off */
-    float *scratch;             /* [threads][stride], where rows are cut */
-    int32_t *kept;              /* [rows, stride]: the ids that a row is drawn among, ascending; NULL = not asked for */
-    int64_t *num_kept;          /* [rows], 0 = nothing was cut */
+    float *scratch;             /* [threads][stride], if rows are truncated */
+    int32_t *kept;              /* [rows, stride]: kept set of each row, ascending ids; NULL = not requested */
+    int64_t *num_kept;          /* [rows], 0 = not truncated */
 } Draw;
 
 static void head(void *arg, int64_t index, int64_t count)
@@ -1009,14 +1012,14 @@ static void head(void *arg, int64_t index, int64_t count)
     Draw *d = arg;
     /* Panels are narrower than 16 where vectors have 4 numbers: none is packed behind the one with the last token. */
     SHARE(first, last, smaller(ROUND(d->m->vocab), verbatim_packed(d->m->vocab, 1)), PANEL);
-    int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that stay in the second cache */
+    int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that fit the L2 cache */
     for (int64_t t = 0; t < d->rows; t += most)
         product(d->hidden + t * d->m->width, NULL, d->m->width, d->m->head, d->m->halves != 0, NULL, d->m->width,
                 d->logits + t * d->stride, d->stride, smaller(most, d->rows - t), first, last, 0);
 }
 
-/* The largest of some numbers that, with all that are larger, weighs `target` or more; the smallest where none does.
-   Each weighs exp(a - top), or 1. Quickselect: reorders the numbers. */
+/* The largest number whose weight plus that of all larger numbers reaches `target`; the smallest number if none does.
+   Each number a weighs exp(a - top) (`by_mass`) or 1. Quickselect, which reorders the numbers. */
 static float heavy(float *a, int64_t n, double target, float top, int by_mass)
 {
     double above = 0.0;
@@ -1070,7 +1073,7 @@ static double weight_from(const float *x, int64_t end, float low, float top, int
     return total;
 }
 
-/* `heavy` over a row, of which it looks at no more than the few largest numbers where these suffice. */
+/* `heavy` over a row; selects among the few largest numbers only, if these suffice. */
 static float heavy_in_row(const float *x, int64_t end, double target, float top, int by_mass, float *scratch)
 {
     float low = top - 2.0f;
@@ -1098,8 +1101,8 @@ static float edge(const Draw *d, int64_t row, const float *x, int64_t end, float
     return least;
 }
 
-/* Take the logits below the edge out of a row. Returns how many are left; their ids, ascending, go to `kept`, or none
-   where it is NULL. */
+/* Masks the logits of a row below the edge. Returns how many are left, and writes their ids, ascending, to `kept`
+   unless it is NULL. */
 static int64_t cut(float *x, int64_t vocab, float least, int32_t *kept)
 {
     int64_t n = 0, end = ROUND(vocab);
@@ -1120,7 +1123,7 @@ static int64_t cut(float *x, int64_t vocab, float least, int32_t *kept)
     return n;
 }
 
-/* Inverse CDF: the first token whose cumulative probability is above the row's uniform number. */
+/* Inverse CDF: takes the first token whose cumulative probability exceeds the row's uniform number. */
 static void draw_row(const Draw *d, int64_t row, float *scratch)
 {
     int64_t vocab = d->m->vocab, end = ROUND(vocab);
@@ -1198,9 +1201,8 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
     for (int64_t row = first; row < last; row++) draw_row(d, row, d->scratch + index * d->stride);
 }
 
-/* The logits of all rows. */
+/* Computes the logits of all rows. */
 void verbatim_logits(Draw *d) { run(d->threads, head, d); }
 
-/* A token of each row and its logprob, from the logits that are there; of a row that is cut, the ids that it was drawn
-   among. */
+/* Samples a token of each row from its logits, with its logprob; for truncated rows also the kept set. */
 void verbatim_draw(Draw *d) { run(d->threads, draw_rows, d); }
