@@ -270,7 +270,7 @@ async def test_a_server_that_does_not_answer_is_named(models: dict[str, Path]):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"urls": ["http://a:1", "http://a:1"]}, "urls: http://a:1 stands there twice"),
+        ({"urls": ["http://a:1", "http://a:1"]}, "urls: http://a:1 is listed twice"),
         ({"api_key_env": "SERVERS_KEY"}, "api_key_env: for the servers in urls"),
         ({"urls": ["http://a:1"], "weight_transfer": "nccl"}, "weight_transfer"),
     ],

@@ -323,7 +323,7 @@ async def test_a_request_that_fails_on_a_living_replica_is_tried_on_another_one_
         replicas[0].fails = 1
         await pool.generate(request("a"))
         assert pool.metrics()["replicas/requests_failed"] == 3
-    assert caplog.text.count("replica 0 lives and failed on a request: replica 0: 500") == 1
+    assert caplog.text.count("replica 0 is alive, but failed on a request: replica 0: 500") == 1
     assert [len(r.requests) for r in replicas] == [1, 2]
 
 

@@ -163,7 +163,7 @@ async def test_a_replica_that_fails_its_check_loads_again_and_delivers_nothing_u
     assert "replica 0 does not hold policy version 1: " in caplog.text
     assert {
         "stale": "its logprobs are those of version 0",
-        "label": "it says that it holds policy version 0, and",
+        "label": "it reports policy version 0, but",
         "mismatch": "1 tensor is not the published one: model.norm.weight",
         "refused": "has no tensor 'lm_head.weight'",
     }[fault] in caplog.text
@@ -356,7 +356,7 @@ async def test_tokens_labelled_with_versions_that_the_replica_did_not_hold_are_d
         done = await pool.generate(request("a"))
         assert (done.policy_versions.tolist(), done.num_lost_tokens) == ([1] * 4, 4)
         await until(lambda: pool.metrics()["replicas/serving"] == 2)
-    assert f"replica 0 says that policy versions {min(labels)} to {max(labels)} sampled" in caplog.text
+    assert f"replica 0 reports that policy versions {min(labels)} to {max(labels)} sampled" in caplog.text
     assert replicas[0].events == ["prepare 1", "load 1", "check 1"] * 2
 
 

@@ -86,7 +86,7 @@ def test_replicas_have_devices_of_their_own(monkeypatch, settings, visible, expe
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"urls": ("http://a:1", "http://a:1")}, "http://a:1 stands there twice"),
+        ({"urls": ("http://a:1", "http://a:1")}, "http://a:1 is listed twice"),
         ({"api_key_env": "KEY"}, "api_key_env: for the servers in urls"),
         ({"gpu_memory_utilization": 1.5}, "found 1.5, expected at most 1"),
         ({"replicas": 2, "devices": ("0",)}, "found 1 entries, expected one for each of the 2 replicas"),

@@ -135,7 +135,7 @@ def test_wrong_tensors_are_named(folder: PublishedFolder, weights: dict[str, tor
 
 def test_a_kernel_that_was_not_built_anew_is_named(folder: PublishedFolder, weights: dict[str, torch.Tensor]):
     proof = folder.compare([report(weights, stale=("a (as lm_head)",))])
-    assert proof.fault == "kernels that were not built anew: a (as lm_head)"
+    assert proof.fault == "kernels that were not rebuilt: a (as lm_head)"
 
 
 def test_what_no_digest_tells_of_is_reported_and_not_passed_as_proven(

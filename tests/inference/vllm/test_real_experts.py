@@ -53,7 +53,7 @@ async def test_logprobs_are_the_trainers_and_every_expert_has_a_digest(experts: 
         ("swapped experts", 1e-6, rf"other values: {EXPERTS}\.0\.up_proj\.weight, {EXPERTS}\.1\.up_proj\.weight$"),
         ("stale expert", 1e-3, rf"other values: {EXPERTS}\.1\.down_proj\.weight$"),
         ("stale expert", 1e-6, rf"other values: {EXPERTS}\.1\.down_proj\.weight$"),
-        ("stale layer", 1e-3, r"were not built anew: .*model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight"),
+        ("stale layer", 1e-3, r"were not rebuilt: .*model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight"),
     ],
 )
 async def test_a_planted_fault_names_the_expert_and_can_be_mended(

@@ -68,7 +68,7 @@ async def test_logprobs_are_the_trainers_and_every_tensor_has_a_digest(layout: S
 @pytest.mark.parametrize(
     ("fault", "size", "said"),
     [
-        ("stale head", 1e-3, "were not built anew: .*(lm_head|embed_tokens)"),
+        ("stale head", 1e-3, "were not rebuilt: .*(lm_head|embed_tokens)"),
         ("swapped q and k", 1e-6, r"other values: model\.layers\.0\.self_attn\.k_proj.*q_proj"),
         ("update skipped", 1e-3, "has loaded nothing in this update"),
         ("rows moved", 1e-6, r"other values: model\.embed_tokens"),

@@ -175,7 +175,7 @@ async def test_a_server_that_does_not_pack_is_named_when_it_is_checked_and_is_no
     async with connected(tied) as (double, replica):
         double.packs = packs
         await replica.check_server()
-        said = f"replica 3 ({replica.url}): its answers name every token"
+        said = f"replica 3 ({replica.url}): its answers list every token"
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text.startswith(said) for text in warned] == ([] if packs else [True])
 
@@ -232,8 +232,8 @@ def test_figures_of_several_engines_are_added_and_shares_averaged():
 
 
 FAULTS = {
-    "stale head": r"were not built anew: (model\.embed_tokens\.weight \(as lm_head\)|lm_head\.weight)",
-    "stale layer": r"were not built anew: model\.layers\.1\.mlp\.down_proj\.weight",
+    "stale head": r"were not rebuilt: (model\.embed_tokens\.weight \(as lm_head\)|lm_head\.weight)",
+    "stale layer": r"were not rebuilt: model\.layers\.1\.mlp\.down_proj\.weight",
     "swapped q and k": r"other values: model\.layers\.0\.self_attn\.k_proj\.weight, model\.layers\.0\..*q_proj",
     "version not advanced": r"its weights are of version 'default', expected 1",
     "update skipped": "has loaded nothing in this update",
@@ -469,7 +469,7 @@ async def test_a_server_that_was_started_wrongly_is_refused_with_the_flag_to_add
 async def test_everything_that_is_wrong_is_named_at_once(tied: TinyModel):
     async with connected(tied) as (double, replica):
         double.facts.update(prefix_caching=False, logprobs_mode="raw_logits")
-        with pytest.raises(UsageError, match=r"raw_logits.*; it computes every prompt anew"):
+        with pytest.raises(UsageError, match=r"raw_logits.*; it computes every prompt from scratch"):
             await replica.check_server()
 
 

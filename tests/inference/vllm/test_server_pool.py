@@ -38,7 +38,7 @@ PLANTED = {
     "half a file": "SafetensorError",
     "weights before": r"other values: .* and \d+ more",
     "stale prefix": r"read \d+ tokens from the prefix cache of the weights before version 2",
-    "stale v": r"were not built anew: model\.layers\.0\.self_attn\.v_proj",
+    "stale v": r"were not rebuilt: model\.layers\.0\.self_attn\.v_proj",
     "swapped gate and up": r"other values: model\.layers\.0\.mlp\.gate_proj\.weight, model\.layers\.0\.mlp\.up_proj",
     "swapped layers": r"other values: model\.layers\.0\.mlp\.down_proj\.weight, model\.layers\.1\.mlp\.down_proj",
     "zeros": r"other values: model\.layers\.0\.mlp\.gate_proj",

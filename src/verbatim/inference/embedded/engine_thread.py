@@ -267,7 +267,7 @@ class EngineThread:
         table = self._decoder.table
         length, others = int(table.length[slot]), len(self._running) - 1
         fault = SamplerFault(
-            f"memory was not enough for a sequence of {length} tokens beside {others} others ({why}); "
+            f"memory was not enough for a sequence of {length} tokens next to {others} others ({why}); "
             "it was the longest, so it was given up",
             num_tokens=table.num_new(slot),
         )

@@ -117,7 +117,7 @@ def install() -> str | None:
         (choice,), (logprobs,) = answer.choices, taken
         strings = packed(choice.token_ids, logprobs)
         choice.token_ids = None
-        # `model_construct` skips validation, whose cost packed answers are to avoid.
+        # `model_construct` skips validation: its cost is what packing saves.
         return PackedResponse.model_construct(**dict(answer), packed=strings)
 
     def create_tokens_logprobs(
