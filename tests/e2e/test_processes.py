@@ -380,7 +380,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(place: P
     assert_same_run(run, unstopped)
 
 
-# ---- started one by one
+# ---- started separately
 
 
 def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_and_go_on(place: Path, unstopped: Path):

@@ -117,7 +117,7 @@ def test_a_limit_that_outlasts_the_patience_of_the_other_ranks_is_refused(config
 def test_a_trainer_on_another_host_that_listens_on_loopback_is_refused():
     refuse_unreachable(WeightStore(host="127.0.0.1", port=1, on=socket.gethostname()))
     refuse_unreachable(WeightStore(host="10.0.0.7", port=1, on="elsewhere"))
-    with pytest.raises(UsageError, match=r"on the host elsewhere, .*on 127\.0\.0\.1.*inference\.vllm\.transfer_addres"):
+    with pytest.raises(UsageError, match=r"on host elsewhere .*on 127\.0\.0\.1.*inference\.vllm\.transfer_addres"):
         refuse_unreachable(WeightStore(host="127.0.0.1", port=1, on="elsewhere"))
 
 
