@@ -112,9 +112,12 @@ def test_the_configuration_reference_explains_every_key():
 def test_a_row_of_the_configuration_reference_has_type_default_and_meaning():
     page = (DOCS / "reference_configuration.md").read_text(encoding="utf-8")
     assert "| `lr` | number > 0 | `1e-06` | Peak learning rate. |" in page
-    assert '| `schedule` | `"constant"` or `"linear"` or `"cosine"` | `"constant"` | Shape after the warm-up. |' in page
+    assert (
+        '| `schedule` | `"constant"` or `"linear"` or `"cosine"` | `"constant"` | Shape of the schedule after the warm-up. |'
+        in page
+    )
     assert "| `train` | [table](#orchestratortrain) | required | The training environments. |" in page
-    assert "| `max_tokens` | integer ≥ 1 | `512` | Most tokens of one turn. |" in page
+    assert "| `max_tokens` | integer ≥ 1 | `512` | Maximum number of sampled tokens per turn. |" in page
 
 
 def test_the_command_reference_explains_every_argument():
@@ -156,9 +159,9 @@ def test_the_python_reference_has_every_public_name_with_its_docstring():
 def test_the_python_reference_shows_fields_arguments_and_errors():
     page = python_reference()
     turn = page.split("### `Turn`\n")[1].split("\n### ")[0]
-    assert "| `temperature` | `float` | `1.0` | The temperature it was sampled at. |" in turn
+    assert "| `temperature` | `float` | `1.0` | The sampling temperature. |" in turn
     build = page.split("### `build_samples`\n")[1].split("\n### ")[0]
-    assert "- `trajectory`: Its advantages are already assigned." in build
+    assert "- `trajectory`: The trajectory, with its advantages." in build
     assert "Raises `ValueError`: an unknown strategy." in build
     assert ">>> (sample,) = build_samples(" in build
 
