@@ -1,4 +1,4 @@
-"""What continues and what does not, for chat templates of one's own: rows like those of docs/renderers.md.
+"""What continues and what does not, for chat templates of one's own: rows like those of benchmarks/notes/renderers.md.
 
 Each bridge is held against the rendering of a turn that stands in for the sampled one; what is wrong is printed below
 the table, and the exit status is 1.

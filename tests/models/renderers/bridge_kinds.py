@@ -1,5 +1,5 @@
 """Kinds of sampled turns and of what follows them, in the form that each format samples them in; and the table of what
-continues, which docs/renderers.md holds. `test_bridge_table.py` says how to write it there."""
+continues, which benchmarks/notes/renderers.md holds. `test_bridge_table.py` says how to write it there."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from verbatim.core.errors import EnvironmentFault
 from verbatim.models.renderers import BreakReason, Conversation, create_renderer
 from verbatim.models.renderers.tool_support import COMPLETE
 
-PAGE = Path(__file__).parents[3] / "docs" / "renderers.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "notes" / "renderers.md"
 BEGIN, END = (f"<!-- tests/models/renderers/test_bridge_table.py: {place} -->" for place in ("begin", "end"))
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
 TEXTLESS = ("llava", "idefics", "smolvlm")
