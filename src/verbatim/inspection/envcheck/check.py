@@ -49,7 +49,7 @@ class CheckSettings:
 
 
 def check_environment(name: str, args: Mapping[str, Any], settings: CheckSettings) -> Report:
-    """PlayedEpisode an environment, and say what is wrong with it.
+    """Play an environment, and say what is wrong with it.
 
     Args:
         name: A bundled id, or an import path.
@@ -109,7 +109,7 @@ class _Check:
         return bool(self._examples["train"])
 
     async def play(self) -> None:
-        """PlayedEpisode everything, until an episode does not end in time."""
+        """Play everything, until an episode does not end in time."""
         stage, examples = self._stage, _spread(self._examples["train"], self.settings.num_examples)
         probes = examples[:_PROBES]
         first = await play_probes(stage, probes, keep=True)

@@ -126,7 +126,7 @@ class CheckedEnvironment:
     async def play(
         self, player: str, make: Sequence[MakePlayer], example: Example, *, index: int = 0, keep: bool = True
     ) -> list[PlayedEpisode]:
-        """PlayedEpisode one group of episodes of the example at the same time, one for each player.
+        """Play one group of episodes of the example at the same time, one for each player.
 
         The same index gives the same seeds. With `keep=False` the episodes are not added to `plays`.
         """

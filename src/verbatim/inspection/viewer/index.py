@@ -86,7 +86,7 @@ class RunIndex:
         self._publish()
 
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
-        """TrajectoryOutcome files that are not in the table as they are now, the newest first."""
+        """Outcome files that are not in the table as they are now, the newest first."""
         found: dict[_File, tuple[Path, _Mark]] = {}
         linked: dict[_File, tuple[_Mark, str]] = {}
         oldest: dict[int, int] = {}
