@@ -112,10 +112,7 @@ def test_the_configuration_reference_explains_every_key():
 def test_a_row_of_the_configuration_reference_has_type_default_and_meaning():
     page = (DOCS / "reference_configuration.md").read_text(encoding="utf-8")
     assert "| `lr` | number > 0 | `1e-06` | Peak learning rate. |" in page
-    assert (
-        '| `schedule` | `"constant"` or `"linear"` or `"cosine"` | `"constant"` | Shape of the schedule after the warm-up. |'
-        in page
-    )
+    assert '| `schedule` | `"constant"` or `"linear"` or `"cosine"` | `"constant"` | Shape after the warm-up. |' in page
     assert "| `train` | [table](#orchestratortrain) | required | The training environments. |" in page
     assert "| `max_tokens` | integer ≥ 1 | `512` | Maximum number of sampled tokens per turn. |" in page
 

@@ -55,7 +55,7 @@ class OptimConfig(Section):
     lr: FinitePositive = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the schedule after the warm-up."""
+    """Shape after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from 0 to `lr`."""
     min_lr_ratio: Fraction = 0.0
