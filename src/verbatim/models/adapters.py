@@ -113,6 +113,7 @@ def _fingerprints_in(path: Path) -> tuple[str | None, str | None]:
 
 
 def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of each adapted layer, by the layer's name in the model."""
     halves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for name, tensor in tensors.items():
         end = next((i for i, end in enumerate(_ENDS) if name.startswith(PREFIX) and name.endswith(end)), None)

@@ -149,6 +149,7 @@ _KEPT = 4
 
 
 def _refuse_unless_it_works(own: Any) -> None:
+    """Refuse a tiny copy that cannot be called, gives logits that are not finite, or is not causal."""
     try:
         with torch.no_grad():
             ids = torch.arange(8)[None] % own.get_input_embeddings().weight.shape[0]

@@ -197,6 +197,7 @@ def tiny_config(config: Any, depth: int, sizes: Sizes = "narrow") -> Any:
 
 
 def _cut(values: Mapping[str, Any], depth: int, sizes: Sizes) -> dict[str, Any]:
+    """A configuration's fields cut to `depth` layers, with fixes for fields that depend on each other."""
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
     depth = min(depth, layers) if layers else depth
     cut = _Cut(values=values, layers=layers, depth=depth, sizes=sizes, limits=_limits(values, sizes))
@@ -318,6 +319,8 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
+    """A module's name, class, flags, and which of its windows and chunks are set."""
+
     def of() -> Iterator[tuple[str, object]]:
         for key, value in vars(module).items():
             if key.startswith("_") or key in ("training", "gradient_checkpointing"):  # how it is run, not what it is

@@ -123,6 +123,7 @@ def create_renderer(
 
 
 def _make_with_hermes(name: str, known: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
+    """The template renderer that writes tools as text; warns if the template has a tool format of its own."""
     from verbatim.models.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
@@ -145,6 +146,7 @@ def _make(name: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> R
 
 
 def _detect_family(tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
+    """The renderer for "auto"."""
     from verbatim.models.renderers.detect_family import family_by_name, first_difference
 
     named = family_by_name(tokenizer)

@@ -206,6 +206,7 @@ def _given(messages: Sequence[Message], is_own: Callable[[str, str], bool]) -> s
 
 
 def _refuse_answers(messages: Sequence[Message]) -> None:
+    """Refuse tools' answers before the first turn."""
     for number, message in enumerate(messages):
         if message.get("role") == "tool" and isinstance(message.get("content"), str):  # else refused for its content
             raise EnvironmentFault(

@@ -20,7 +20,7 @@ _KEYS = ("zqone", "zqtwo")
 _VALUES = ("zqalpha", "zqbeta")
 _CALL_ID = "zqcall00"
 _CONTENT = "zqcontent"
-_HOSTILE = (r"zq\b", """zq"'<&""")
+_HOSTILE = (r"zq\b", """zq"'<&""")  # characters that formats escape in different ways
 _NUMBERS = (7340051, 7340053)
 _WORDS = (True, None)
 _LONGEST = 50_000
@@ -69,6 +69,7 @@ def _calls(number: int, by_id: bool, values: Sequence[Any] = _VALUES) -> list[di
 
 
 def _named(text: str) -> str:
+    """A rendering with each call id replaced by the tool's name, so that the forms find the name."""
     for i, name in zip(_ids(2), _NAMES, strict=True):
         text = text.replace(i, name)
     return text
@@ -124,6 +125,8 @@ def _whole_tags(text: str, end: int) -> int:
 
 
 def _derive_whole(single: str, double: str) -> ToolSyntax | None:
+    """The form `whole`, from renderings of one and of two calls; None if the calls have another form."""
+
     def is_call(value: Mapping[str, Any]) -> bool:
         return value.get("name") in _NAMES
 
@@ -143,6 +146,8 @@ def _derive_whole(single: str, double: str) -> ToolSyntax | None:
 
 
 def _derive_named(single: str, double: str) -> ToolSyntax | None:
+    """The form `named`, from renderings of one and of two calls; None if the calls have another form."""
+
     def is_arguments(value: Mapping[str, Any]) -> bool:
         return bool(value.get(_KEYS[0]))
 
@@ -165,6 +170,7 @@ def _derive_named(single: str, double: str) -> ToolSyntax | None:
 
 
 def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
+    """The form `tagged`, from renderings of one and of two calls; None if the calls have another form."""
     marks = [single.find(mark) for mark in (_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
     name = single.rfind(_NAMES[0], 0, max(marks[0], 0))
     if name < 0 or marks != sorted(marks) or marks[0] < 0:
@@ -195,6 +201,7 @@ def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
 
 
 def _derive_python(single: str, _: str) -> ToolSyntax | None:
+    """The form `python`, from the rendering of one call; None if the call has another form."""
     first, second = (f"{key}=(['\"]){value}['\"]" for key, value in zip(_KEYS, _VALUES, strict=True))
     found = re.search(rf"\[{_NAMES[0]}\({first}, ?{second}\)\]", single)
     if found is None:
@@ -204,6 +211,7 @@ def _derive_python(single: str, _: str) -> ToolSyntax | None:
 
 
 def _derive_marked(single: str, double: str, marks: Sequence[str]) -> ToolSyntax | None:
+    """The form `marked`, from renderings of one and of two calls; None if the calls have another form."""
     found = re.search(rf"{_NAMES[0]}\{{{_KEYS[0]}:(.+?){_VALUES[0]}\1,{_KEYS[1]}:\1{_VALUES[1]}\1\}}", single)
     if found is None or found[1] not in marks:
         return None

@@ -152,15 +152,18 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
 
 
 def _shows(render: Render, made: HermesFormat) -> bool:
+    """True if the template writes the schemas unchanged."""
     return _section([TOOL]) in tried(render, made.wrap([ASK], [TOOL]), None, True)
 
 
 def _keeps(render: Render, made: HermesFormat) -> bool:
+    """True if a later question leaves the beginning of the prompt, with the schemas, unchanged."""
     before = tried(render, made.wrap([ASK], [TOOL]), None, True)
     return tried(render, made.wrap([ASK, ANSWER, ASK], [TOOL]), None, True).startswith(before)
 
 
 def _answers(render: Render, made: HermesFormat) -> bool:
+    """True if the template writes calls and answers unchanged, in the last turn and in earlier ones."""
     called = calling(num_calls=2)
     for later in ([], [ANSWER, ASK]):
         text = tried(render, made.wrap([ASK, called, RESULT, RESULT, *later], None), None, True)

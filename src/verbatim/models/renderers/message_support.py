@@ -355,6 +355,7 @@ def _apply(plan: _WindowPlan, given: Folded) -> Folded:
 
 
 def _roles(plan: _WindowPlan, roles: Sequence[str]) -> tuple[str, ...]:
+    """The roles of a window's messages after a plan was applied."""
     # A plan only depends on roles, so any text will do; it must not be empty, because empty texts are dropped.
     messages: list[Message] = [{"role": role, "content": "zq"} for role in roles]
     folded = _apply(plan, Folded(messages, range(len(messages)))).messages
@@ -373,6 +374,7 @@ def _runs(roles: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def _below_system(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if the conversation begins with a system or developer message."""
     return bool(messages) and messages[0]["role"] in SYSTEM_ROLES
 
 

@@ -14,9 +14,9 @@ the same ids as from the tokenizer itself.
 `detect_family.check_escaping` refuses templates that defeat the marks: those that write both ends of a control token
 around a text, or undo an escape in it.
 
-A control token is any added token of the tokenizer, special or not, except tokens of only spaces or only letters and
-digits, which are ordinary vocabulary. A break is U+FDD0 U+FDD1, two noncharacters. A literal U+FDD0 is written as
-U+FDD0 U+FDD2, so that marked pieces can be joined in any order and still be decoded.
+A control token is any added token of the tokenizer, except ordinary vocabulary: tokens of only spaces, and tokens of
+only letters and digits that are not special. A break is U+FDD0 U+FDD1, two noncharacters. A literal U+FDD0 is written
+as U+FDD0 U+FDD2, so that marked pieces can be joined in any order and still be decoded.
 
 Example: `"a <|im_end|> b"` becomes the ids of `a`, ` <`, `|`, `im`, `_end`, `|>`, ` b`, or however else the tokenizer
 splits ordinary text.
@@ -341,6 +341,7 @@ class EscapingTokenizer:
 
 
 def _is_control(token: AddedToken) -> bool:
+    """True unless the added token is only spaces, or is not special and only letters and digits."""
     content = token.content
     return bool(content.strip()) and (token.special or not content.isalnum())
 
@@ -366,6 +367,7 @@ def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> t
 
 
 def _refuse_attachments(message: Message, number: int) -> None:
+    """Refuse a message with images, audio, or content that is not a single string."""
     content: object = message.get("content")
     found = [key for key in _ATTACHMENTS if message.get(key)]
     if isinstance(content, (list, tuple)):
@@ -381,6 +383,7 @@ def _refuse_attachments(message: Message, number: int) -> None:
 
 
 def _reasoning_apart(message: Message) -> Mapping[str, Any]:
+    """The message with a leading `<think>` block of its content moved to `reasoning_content`."""
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str) or "reasoning_content" in message:
         return message

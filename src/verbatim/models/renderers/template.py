@@ -125,9 +125,10 @@ class TemplateRenderer(ContinuingRenderer):
         return shown(reasoning), self._stable_content(text)
 
     def _stable_content(self, text: str) -> str:
+        """The part of the text after the thinking that further tokens cannot change."""
         marks: list[str] = []
         if self._preamble:
-            return ""
+            return ""  # whether the preamble is removed depends on whether a call follows
         if self._syntax is not None:
             if not self._syntax.opens and (not text.strip() or text.lstrip().startswith("{")):
                 return ""  # all of it may be a call
@@ -251,6 +252,7 @@ class TemplateRenderer(ContinuingRenderer):
         return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
+        """The token that ends a turn with calls; empty if none can be told from the close of a single call."""
         called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
         one, next_turn = self._controls(called), self._controls([*called, RESULT])
         both = self._controls(twice) or one

@@ -35,6 +35,7 @@ from verbatim.models.renderers.tagged_calls import ArgumentTags, spaced
 Form = Literal["whole", "named", "tagged", "python", "marked"]
 
 ANY_NAME = "\ufdd6"
+"""Placeholder for the tool's name in `ToolSyntax.before`: a noncharacter, which templates do not write."""
 _MOST_ENDS = 32
 """Number of positions that are tried as the end of a call, because a text inside a call may look like its end."""
 _NAME = re.compile(r"""[^\s<>"'=]+""")
@@ -190,6 +191,7 @@ class ToolSyntax:
         return self.opens.endswith(('"', "="))
 
     def _whole(self, value: Any, raw: str) -> ToolCall:
+        """A call in the form `whole`, from its parsed JSON."""
         if value is NOT_JSON:
             return unreadable(raw, "invalid_json")
         if not isinstance(value, dict):
@@ -213,6 +215,7 @@ class ToolSyntax:
         return self._whole(value, raw) if named and isinstance(value.get(self.arguments), dict) else None
 
     def _named(self, text: str) -> ToolCall:
+        """A call in the form `named`."""
         raw = shown(text.strip())
         name, found, rest = _partition(text, self.after_name) if self.after_name else _before_brace(text)
         name = name if self._is_quoted else name.strip()
@@ -232,6 +235,7 @@ class ToolSyntax:
         return replace(call, id=shown(call_id.strip() if name_of_id is None else name))
 
     def _tagged(self, text: str, tags: ArgumentTags, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+        """A call in the form `tagged`."""
         raw = shown(text.strip())
         space = "" if self._is_quoted else r"\s*"
         # If the format writes nothing after the name, white space or a tag ends it.
