@@ -5,12 +5,12 @@ writes after an assistant's turn: the rest of the turn's close, N, and the next 
 P + C + B. It is what the sampler sees and what the trainer trains on. The format might have written the turn itself
 differently (an empty thinking block, white space, the spelling of JSON, a malformed call); that does not matter.
 
-Otherwise the prompt is rendered from its messages, and the reason is counted. That happens if
+In the following cases the prompt is rendered from its messages instead, and the reason is counted:
 
 (a) C contains, before its end, a control token that opens or closes a turn (`control_token`);
 (b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
     tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, or an id that only generation_config.json has
-    (`stop_ids`). A turn that was cut off is not concerned: it gets the format's close;
+    (`stop_ids`). A turn that was cut off does not count here; it gets the format's close;
 (c) C ended by itself inside a thought (`open_thought`);
 (d) the tools differ from those of P (`tools_changed`);
 (e) N contains messages that are neither a tool's nor a user's, after folding by `message_support` (`other_messages`);
