@@ -145,7 +145,7 @@ def test_a_template_that_explodes_later_names_itself_and_leaves_earlier_turns_al
     tokenizer.name_or_path = "a-model"
     renderer = create_renderer("template", tokenizer)
     assert len(renderer.render_ids([USER, ANSWER] * 10))
-    said = "the chat template of 'a-model' does not come to an end with 21 messages (it makes too much text); mend"
+    said = "the chat template of 'a-model' does not come to an end with 21 messages (it makes too much text); fix"
     with pytest.raises(TemplateFault, match=re.escape(said)):
         renderer.render_ids([*[USER, ANSWER] * 10, USER])
 
