@@ -300,7 +300,7 @@ class SamplerApp:
             except Refused as error:
                 return self._refusal(request, error)
             except VerbatimError as error:
-                # If the engine has died meanwhile, clients need 503 to try another replica, whatever error it caused.
+                # The engine has died: 503 with its reason, whatever error this request met because of it.
                 if (failure := failure_of(self._sampler)) is not None:
                     return self._refusal(request, Refused(503, failure))
                 status, body = protocol.error_body(error)
