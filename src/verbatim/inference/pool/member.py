@@ -222,7 +222,6 @@ def _drawn(asking: asyncio.Future[Any]) -> int | None:
     if not asking.done():
         return None
     if asking.cancelled():
-        # `Task.exception()` would raise a new error; `result()` raises the one that carries the count.
         try:
             asking.result()
         except asyncio.CancelledError as end:
