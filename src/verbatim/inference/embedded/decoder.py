@@ -123,7 +123,6 @@ class Decoder:
         # Park what the slot holds beyond the reused tokens, unless it belongs to the same session.
         if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
-        # Before `table.start`, which overwrites the slot's row.
         if source >= table.num_batch:
             self.cache.restore(self._parked[source], slot, reused)
             if table.session[source] == request.session:

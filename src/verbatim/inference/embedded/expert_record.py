@@ -45,7 +45,7 @@ class ExpertRecord:
             )
         self._layers, self._num_layers = routers.layers, routers.num_layers
         self._num_each, self._device = 0, model.device
-        # One pass over one token finds K, which the configurations of models name differently.
+        # A pass over one token finds K.
         one = torch.zeros(1, dtype=torch.int64, device=model.device)
         model.hidden(one, one, WholeSequencePlan(), RouterPass(observe=self._count))
         shape = (num_slots, context_length, self._num_layers, self._num_each)

@@ -79,7 +79,6 @@ class Rebuild:
         """Let sequences continue after what their leaders have computed. If a leader ended before it had computed
         enough, its followers choose again."""
         table, is_lost = self._table, False
-        # Short prefixes first: a follower may be a leader of others itself.
         for slot in sorted(self._leaders, key=lambda slot: self._leaders[slot][1].shared):
             arrival, leader = self._leaders[slot]
             if table.arrival[slot] != arrival or not table.active[slot]:

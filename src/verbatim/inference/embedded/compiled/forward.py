@@ -189,7 +189,7 @@ class CompiledForward:
                     following = positions[at : at + _HEADS_AT_ONCE] + 1
                     targets = torch.from_numpy(ids[following])[:, None]
                     found[following] = (logits / temperature).log_softmax(-1).gather(-1, targets)[:, 0].numpy()
-        finally:  # the kept pages would otherwise count as a prefix
+        finally:  # free the pages
             self.cache.truncate(self._scored, 0)
         return found
 
