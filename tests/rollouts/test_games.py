@@ -349,9 +349,9 @@ def test_an_invalid_move_earns_a_number_and_is_told_why_where_the_package_mixes_
     ("args", "kind", "said"),
     [
         ({"game": "TicTakToe-v0"}, UsageError, "no game 'TicTakToe-v0'; did you mean \"TicTacToe-v0\"?"),
-        ({"game": "Debate-v0"}, UsageError, "Debate-v0 needs models behind OpenRouter"),
-        ({"game": "Klondike-v0"}, UsageError, "what the package holds is not valid Python"),
-        ({"game": "UsedCarNegotiation-v0"}, UsageError, "files that the published package does not hold"),
+        ({"game": "Debate-v0"}, UsageError, "Debate-v0 needs models on OpenRouter"),
+        ({"game": "Klondike-v0"}, UsageError, "the code in the package is not valid Python"),
+        ({"game": "UsedCarNegotiation-v0"}, UsageError, "files that are missing from the published package"),
         ({"game": "TicTacToe-v0", "options": {"rows": 4}}, ComponentError, "unexpected keyword argument 'rows'"),
         ({"game": "TicTacToe-v0", "num_players": 3}, ComponentError, "does not start with 3 players"),
         ({"game": "TicTacToe-v0", "seat": 2}, UsageError, 'seat = 2; expected 0 to 1, or "alternate"'),
