@@ -44,7 +44,7 @@ async def test_nobody_draws_for_a_try_that_is_not_under_way():
     ended = sampler.open(Recorder(VOCAB_SIZE))
     sampler.close_attempt(ended)
     for session in (f"{ended.session}/main", "", "try-99/main"):
-        with pytest.raises(SamplerFault, match="no episode draws as"):
+        with pytest.raises(SamplerFault, match="no episode has the session"):
             await sampler.generate(request(session))
     assert engine.requests == []
 
@@ -93,7 +93,7 @@ async def test_tokens_that_come_after_the_end_of_an_episode_are_refused_as_every
 
 async def test_only_the_run_itself_changes_the_weights(tmp_path):
     sampler, engine = counted()
-    with pytest.raises(SamplerFault, match="loads its weights itself"):
+    with pytest.raises(SamplerFault, match="only the run updates weights"):
         await sampler.update_weights(tmp_path, 1)
     await sampler.close()
     assert engine.updates == []
