@@ -21,7 +21,7 @@ in C(12, 6) = 924 times, which is more often than `change.SURE`, once in 1,000."
 
 _OFF_POLICY = {
     "other weights": Why(
-        cause="the sampler does not have the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
+        cause="the sampler does not hold the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
         "canary",
         advice="lower {inference.canary_tolerance}, so that the run stops there, and check the sampler's log for "
         "weights that were not loaded",
