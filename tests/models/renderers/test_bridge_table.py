@@ -1,4 +1,4 @@
-"""What continues and what does not, for every format: the table of benchmarks/notes/renderers.md, and each bridge of it.
+"""What continues and what does not, for every format: the table of benchmarks/notes/renderers.md, and its bridges.
 
 `VERBATIM_WRITE_TABLE=1 pytest tests/models/renderers/test_bridge_table.py` writes the table into the page.
 """
