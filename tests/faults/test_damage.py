@@ -43,7 +43,7 @@ def swap(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut": lambda path: rewrite(path, path.read_bytes()[:-1]),
+    "cut": lambda path: rewrite(path, path.read_bytes().removesuffix(b"\n")[:-1]),  # JSON without its newline is whole
     "emptied": lambda path: rewrite(path, b""),
     "flipped": flip,
     "deleted": Path.unlink,

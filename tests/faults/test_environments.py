@@ -76,8 +76,9 @@ def expected(limits):
     found["tool", "wrong type"] = None
     found["score", "wrong type"] = "environment: score returned '1.0'; expected a number"
     found["state_key", "wrong type"] = "environment: state_key returned ['a', 'list']; expected a string or None"
-    for where in ("start", "reply", "tools", "tool"):
+    for where in ("reply", "tools", "tool"):
         found[where, "huge"] = None  # cut off as too long, or a tool's answer is cut
+    found["start", "huge"] = "no_turns: the policy sampled nothing, because its prompt of"
     found["run", "huge"] = "environment: run raised ValueError: xxx"
     found["close", "huge"] = "environment: close raised ValueError: xxx"
     found["score", "huge"] = "environment: score returned 100,000 parts; expected at most 1,000"

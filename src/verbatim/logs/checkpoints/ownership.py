@@ -33,7 +33,8 @@ MARKER = "verbatim_run.json"
 NAMES = frozenset({
     ".alarms.jsonl.tmp", ".best.tmp", ".config.toml.orchestrator.tmp", ".config.toml.trainer.tmp",
     ".final.partial", ".forking", ".learning_curve.png.tmp", ".metrics.jsonl.tmp",
-    ".model.partial", ".summary.json.tmp", ".trainer_state", ".warm_start.partial",
+    ".model.partial", ".module_folders.json.tmp", ".precision.json.tmp", ".summary.json.tmp", ".trainer_state",
+    ".warm_start.partial",
     "alarms.jsonl", "best", "checkpoints", "config.toml", "evaluations", "exchange", "final",
     "forked_from.json", "learning_curve.png", "logs", "metrics.jsonl", "model", "module_folders.json",
     "orchestrator.lock", "precision.json", "states", "summary.json", "summary.txt", "trainer.lock", "trajectories",

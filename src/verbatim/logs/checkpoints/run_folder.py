@@ -75,6 +75,8 @@ _LEFT = {
         ".learning_curve.png.tmp",
         ".metrics.jsonl.tmp",
         ".alarms.jsonl.tmp",
+        ".module_folders.json.tmp",
+        ".precision.json.tmp",
         TEMPORARY_BEST,
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),

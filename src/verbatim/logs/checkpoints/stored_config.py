@@ -12,6 +12,7 @@ from verbatim.config import dump_config
 from verbatim.config.key_locations import leaves
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import ConfigError, UsageError
+from verbatim.core.machine_faults import is_machine_fault
 from verbatim.core.redaction import redacted_at
 from verbatim.logs.checkpoints.manifest import was_changed
 
@@ -56,6 +57,8 @@ def damage_of_config(path: Path) -> str | None:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if is_machine_fault(error):  # no descriptors, no memory: the file may be intact
+            raise
         return f"it cannot be read: {error.strerror or error}"
     except RecursionError:
         return "it is nested too deeply"

@@ -122,7 +122,9 @@ class ChatTemplate:
             context.meter = meter
             text = meter.whole(passed(self.program.root_render_func(context)))
             text.encode()  # raises on half a surrogate pair, which a template may write
-        except (Overrun, RecursionError, MemoryError) as error:
+        except MemoryError:
+            raise  # the machine's fault: the meter ends a template long before it could take all memory
+        except (Overrun, RecursionError) as error:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__
             raise TemplateFault(
                 f"{self._called} does not come to an end with {len(messages)} messages ({why}); {_MEND}"
