@@ -43,7 +43,7 @@ def test_a_trajectory_that_is_dropped_whole_says_why_once():
 
 
 def test_a_turn_without_a_outcome_is_a_fault_of_ours():
-    with pytest.raises(AssertionError, match="each turn has a outcome"):
+    with pytest.raises(AssertionError, match="each turn needs an outcome"):
         TrajectoryOutcome(trajectory=rollout(SAID, PLAYED), turns=("trained",))
-    with pytest.raises(AssertionError, match="so has what is in none"):
+    with pytest.raises(AssertionError, match="unrecorded needs one too"):
         TrajectoryOutcome(trajectory=rollout(SAID, num_unrecorded_tokens=1), turns=("trained",))
