@@ -36,7 +36,12 @@ def _command(name: str, about: str) -> str:
     usage = " ".join(["verbatim", name, *(_placeholder(action) for action in positional), "[options]"])
     lines = [f"## `verbatim {name}`", "", f"{about[0].upper()}{about[1:]}.", "", f"```text\n{usage}\n```", ""]
     if actions:
-        lines.append(table(["argument", "default", "meaning"], [_row(action) for action in actions]))
+        rows = [_row(action) for action in actions]
+        if any(default not in ("", "required") for _, default, _ in rows):
+            lines.append(table(["argument", "default", "meaning"], rows))
+        else:
+            short = [[name, f"{meaning} (required)" if default else meaning] for name, default, meaning in rows]
+            lines.append(table(["argument", "meaning"], short))
     return "\n".join(lines)
 
 

@@ -133,7 +133,7 @@ def toml(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and (value == 0 or abs(value) < 0.01) else str(value)
 
 
-NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", NoneType: "", Any: "any"}
+NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", Path: "path", NoneType: "", Any: "any"}
 
 
 def _type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:

@@ -299,7 +299,7 @@ def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "tasks.jsonl:1: no JSON"),
+        ("{", "tasks.jsonl:1: not valid JSON"),
         ('{"messages": []}', "tasks.jsonl:1: expected {"),
         ("[]", "tasks.jsonl:1: found [], expected a JSON object"),
         ("", "tasks.jsonl holds no task"),

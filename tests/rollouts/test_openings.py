@@ -104,7 +104,9 @@ async def test_what_takes_longer_is_left_out():
     environment = Sizes(*[60] * 100)
     found = await measured(environment, seconds=30.0, clock=lambda: float(next(ticks)))
     assert found.num_measured == len(environment.started) == 29  # one look at the clock begins, the 30th is too late
-    assert found.left_out.startswith("the opening prompts of 71 of 100 examples were not measured: after 30 s ")
+    assert found.left_out.startswith(
+        "the opening prompts of 71 of 100 examples were not measured: the time limit of 30 s was reached"
+    )
 
 
 @pytest.mark.parametrize("kind", [Asked, Owning])

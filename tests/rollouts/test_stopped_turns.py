@@ -170,7 +170,7 @@ def test_the_configuration_takes_one_text_or_several(given, stop):
         (["x" * 257], "257 characters"),
         ([f"{n}" for n in range(17)], "expected at most 16"),
         ([1], "which is not a text"),
-        (["\ufffd"], "stands for bytes"),
+        (["\ufffd"], "stands for invalid bytes"),
         (7, "expected a text or a list of texts"),
     ],
 )

@@ -301,7 +301,7 @@ def test_an_object_cannot_go_to_another_process(place, model, settings, expected
         ({"environment": "lots.Lots", "trainer": {"loss": {"type": print}}}, r'trainer.loss.type: found .*"type": "my'),
         ({"environment": "lots.Lots", "resume": 3}, r"resume: found 3 \(int\), expected True .* or a run folder"),
         ({"environment": "lots.Lots", "name": "a\udc80"}, "name: found .*UTF-8"),
-        ({"environment": "lots.Lots", "trainer": HOLDS_ITSELF}, "holds itself"),
+        ({"environment": "lots.Lots", "trainer": HOLDS_ITSELF}, "contains itself"),
         ({"environment": "lots.Lots", "batch_size": 8}, r'batch_size: unknown key "batch_size".*\[orchestrator\]'),
     ],
 )

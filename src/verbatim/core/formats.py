@@ -18,7 +18,7 @@ FORMATS: Mapping[str, int] = {
     "forked_from.json": 1,
     "metrics.jsonl": 1,
     "alarms.jsonl": 1,
-    "step-*.parquet": 2,
+    "step-*.parquet": 3,
     "manifest.json": 1,
     "orchestrator.json": 1,
     "trainer.json": 1,

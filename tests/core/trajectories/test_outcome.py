@@ -42,7 +42,7 @@ def test_a_trajectory_that_is_dropped_whole_says_why_once():
     assert outcome.dropped == {"filter:gibberish": 3}
 
 
-def test_a_turn_without_a_outcome_is_a_fault_of_ours():
+def test_a_turn_without_an_outcome_is_a_fault_of_ours():
     with pytest.raises(AssertionError, match="each turn needs an outcome"):
         TrajectoryOutcome(trajectory=rollout(SAID, PLAYED), turns=("trained",))
     with pytest.raises(AssertionError, match="unrecorded needs one too"):

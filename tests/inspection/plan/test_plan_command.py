@@ -126,7 +126,7 @@ def test_what_does_not_fit_says_what_to_change(file, capsys):
         (["--gpu", "h100", "--from-run", "nowhere"], "--from-run nowhere: there is no folder trajectories"),
         (
             ["--gpu", "h100", "--gpus", "400"],
-            "399 processes (trainer.parallel.processes), but the largest parameter of a layer has 192 rows",
+            "399 processes (trainer.parallel.processes), but the largest parameter of a layer has only 192 rows",
         ),
     ],
     ids=["gpu", "too few", "run", "too many"],

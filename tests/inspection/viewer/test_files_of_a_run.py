@@ -132,7 +132,7 @@ def test_trajectories_that_lie_elsewhere_are_refused_in_a_sentence(tmp_path: Pat
     said = capfd.readouterr()
     assert SECRET not in said.out + said.err
     place = r"run/trajectories" + ("" if how == "the folder" else r"/step-000001\.parquet")
-    what = "is no regular file" if how == "a pipe" else "is a link, which is not followed"
+    what = "is not a regular file" if how == "a pipe" else "is a link, which is not followed"
     assert re.search(rf"{place} {what}", said.err)
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -157,9 +157,9 @@ def test_evaluations_that_lie_elsewhere_are_refused(tmp_path: Path):
 
 def test_pipes_and_devices_are_neither_waited_for_nor_read(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         open_regular(tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         open_regular(Path("/dev/zero"))
     (tmp_path / "file").write_text("x")
     assert is_inside(tmp_path, tmp_path / "file")

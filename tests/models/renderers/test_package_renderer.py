@@ -228,7 +228,7 @@ def test_arguments_whose_json_text_is_nested_too_deeply_are_refused(qwen3, templ
         ("hi", "the messages are of type str"),
         ([ASK, {"content": "x"}], 'message 1 has no role; expected "role"'),
         ([{**ASK, "more": {("a", 1): 2}}], "message 0 holds a key of type tuple"),
-        ([{**ASK, "tool_calls": ["look"]}], 'message 0 has "tool_calls" that are none'),
+        ([{**ASK, "tool_calls": ["look"]}], 'message 0 has "tool_calls" that are not calls'),
     ],
 )
 def test_invalid_messages_are_refused_in_a_sentence(qwen3, messages, said):

@@ -232,7 +232,7 @@ def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path)
     assert len(list(read_evaluated_episodes(tmp_path))) == 12
     (tmp_path / "evaluations" / "step-000010.parquet").write_bytes(b"PAR1")
     assert len(list(read_evaluated_episodes(tmp_path, {0, 5}))) == 8
-    with pytest.raises(UsageError, match=r"step-000010\.parquet cannot be read as trajectories"):
+    with pytest.raises(UsageError, match=r"step-000010\.parquet cannot be read as a file of Verbatim's trajectories"):
         list(read_evaluated_episodes(tmp_path))
     assert not evaluation_files(tmp_path / "nothing") and list(read_evaluated_episodes(tmp_path / "nothing")) == []
 
