@@ -73,7 +73,9 @@ def after_loss(ops: Sequence[Op], mode: str, rng: random.Random) -> Tree:
         if stat.S_ISREG(kind):
             known = versions.get(node, [(0, b"")])
             durable = [data for number, data in known if number < synced_at.get(node, -1)]
-            tree.contents[node] = _content(durable[-1] if durable else b"", [data for _, data in known], mode, rng)
+            later = [data for _, data in known[len(durable) :]]  # what a sync has replaced never comes back
+            content = durable[-1] if durable else b""
+            tree.contents[node] = _content(content, later or [content], mode, rng)
     return tree
 
 

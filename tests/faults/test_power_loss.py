@@ -55,6 +55,13 @@ def test_what_is_synced_in_the_right_order_is_there_in_every_mode():
     assert disk([*WRITTEN, RENAMED[-1], ("sync", 0)], "names") == {"a": b""}  # the file was not synced
 
 
+def test_what_a_sync_has_put_on_the_disk_never_shrinks_to_what_was_there_before():
+    log: list[Op] = [("add", 0, "log", 1, FILE, None), ("data", 1, b""), ("data", 1, b"one"), ("sync", 1), ("sync", 0)]
+    appended: list[Op] = [*log, ("data", 1, b"one two")]
+    found = {disk(appended, mode, seed)["log"] for mode, seed in itertools.product(MODES, range(200))}
+    assert all(content.startswith(b"one") for content in found) and {b"one", b"one two", b"one\0\0\0\0"} <= found
+
+
 def test_a_name_in_a_folder_whose_name_was_not_synced_is_gone_with_it():
     made: list[Op] = [("add", 0, "f", 1, FOLDER, None), ("add", 1, "a", 2, FILE, None), ("data", 2, b"x")]
     ops: list[Op] = [*made, ("sync", 2), ("sync", 1)]
