@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", default="auto", help="(auto: CUDA if available)")
     add("--return-routed-experts", action="store_true", help="return with each completion the experts that computed it")
-    add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
+    add("--deterministic", action="store_true", help="same request and seed give the same bits in any batch")
     add("--threads", type=COUNT, metavar="N", help="number of threads for matrix products on a CPU")
     add("--seed", type=int, metavar="N", help="base of the seeds of requests that have none")
 

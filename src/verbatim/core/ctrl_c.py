@@ -183,7 +183,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def handled_here(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """For `run_main` on the main thread, which gets the signals."""
+        """Handle signals here while `run_main` runs on the main thread, where Python delivers them."""
         with self.heard_elsewhere(loop, main), self.handled():
             yield
 

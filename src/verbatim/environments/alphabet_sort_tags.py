@@ -186,7 +186,7 @@ class TaggedSorting(Episode):
         return float((sum(self._similarities) / count) ** power)
 
     def solution(self) -> list[Message]:
-        """The right lists."""
+        """The messages with the correct lists."""
         return [_answer(answer, TAGS[min(number, 1)]) for number, answer in enumerate(self._answers)]
 
     def demonstrated(self) -> list[Message]:

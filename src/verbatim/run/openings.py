@@ -50,7 +50,8 @@ def look_at_openings(config: RunConfig, environments: Environments, renderer: Re
 def _measured(
     config: RunConfig, environments: Environments, renderer: Renderer, *, is_quick: bool
 ) -> Iterator[tuple[str, Openings]]:
-    """The opening prompts of each environment and split. Refuses those in which no episode can begin or none fits."""
+    """The opening prompts of each environment and split. Refuses environments in which no episode can start, or no
+    opening prompt fits."""
     for split, made in (("train", environments.train), ("eval", environments.eval)):
         for label, (env, environment) in made.items():
             if is_quick and plays_elsewhere(config.orchestrator, env):

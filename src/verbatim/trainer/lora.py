@@ -216,7 +216,7 @@ class Adapters:
             )
         if found.base_fingerprint not in (None, self.base_fingerprint):
             raise CheckpointError(
-                f"the adapter in {folder} belongs to other weights than those in {self._base}; restore "
+                f"the adapter in {folder} was trained on weights that differ from those in {self._base}; restore "
                 "the base model that the run was started with, or start a new run"
             )
         for name, parameter in own.items():

@@ -96,7 +96,7 @@ def text_part(text: str) -> dict[str, Any]:
 def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
     """A tool call, in the form in which the request declared the tool. Results refer to it by `call_id`.
 
-    A call of a custom tool whose arguments are not the one text becomes a function call, so that the client gets what
+    A call of a custom tool whose arguments are not a single text becomes a function call, so that the client gets what
     was sampled.
     """
     form = request.tool_forms.get(call.name or "", ToolForm(name=call.name or ""))

@@ -25,9 +25,9 @@ class Leader(NamedTuple):
 def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
     """The leader of each slot whose sequence shares at least `WAIT_FOR_PREFIX` first tokens with another one.
 
-    Sorted by ids, a sequence shares most with the one before it. The first of all that share as many tokens leads, so
-    that no sequence waits for one that has to wait itself if there is another choice.
-    Example: with 32 equal tokens as a letter, "AB", "ABC" and "AD" are three sequences. The first has no leader, and
+    Sorted by ids, a sequence shares most with the one before it. Of all that share equally many tokens, the first
+    leads, so that no sequence waits for one that has to wait itself if there is another choice.
+    Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences. The first has no leader, and
     leads the second with 64 tokens and the third with 32.
     """
     order = sorted(slots, key=lambda slot: _known(table, slot).tobytes())

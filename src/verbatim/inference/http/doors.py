@@ -1,4 +1,5 @@
-"""Tracks a server's open connections, in total and for each client or door, so that none takes the others' share."""
+"""Tracks a server's open connections, in total and per client and per listener, so that no one
+uses up the share of the others."""
 
 from __future__ import annotations
 

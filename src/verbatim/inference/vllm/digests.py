@@ -114,7 +114,9 @@ class PublishedFolder:
             if self.shapes.get(name) != expected.get(name)
         ]
         if other:
-            raise ModelError(f"{self.path} has other tensors than the weights before: {first_of(other, MOST_NAMED)}")
+            raise ModelError(
+                f"{self.path} has tensors that differ from those of the previous weights: {first_of(other, MOST_NAMED)}"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, memory-mapped from its file."""

@@ -84,7 +84,7 @@ class Run:
         return [(step, value) for step, value in found if math.isfinite(value)]
 
     def eval_series(self, env: str, metric: str) -> list[tuple[int, float]]:
-        """The same of the evaluations of an environment."""
+        """Like `series`, for the evaluations of an environment."""
         found = [(step, metrics[metric]) for step, metrics in self.evals.get(env, {}).items() if metric in metrics]
         return [(step, value) for step, value in found if math.isfinite(value)]
 

@@ -64,7 +64,7 @@ class ByteChat:
 
 
 def written(message: Mapping[str, Any]) -> list[int]:
-    """A message's ids, its end included: as the model samples it, where it is an assistant's."""
+    """The token ids of a message with its end tokens; for an assistant's, exactly what the model would sample."""
     ids: list[int] = []
     if message.get("reasoning_content"):
         ids += [THINK, *_bytes(message["reasoning_content"]), THINK_END]

@@ -210,7 +210,7 @@ class _Offload(ActivationOffload):
 
 
 class _Step:
-    """A trainer on fake tensors: the parts of `Trainer`, in its order, without what reads values."""
+    """A trainer on fake tensors: it runs the parts of `Trainer` in the same order, except those that read values."""
 
     def __init__(
         self, case: StepCase, model: Any, ranks: FakeRanks | None, fake: FakeTensorMode, memory: LiveMemory

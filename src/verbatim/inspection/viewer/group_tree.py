@@ -32,8 +32,8 @@ def group_tree(
 ) -> list[dict[str, Any]]:
     """The nodes, each after its parent.
 
-    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: 2 tokens that both share from 0 on, and
-    from 2 on 1 and 2 tokens.
+    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: one of 2 tokens at position 0,
+    which both share, and at position 2 one of 1 token and one of 2.
 
     Args:
         group: Each trajectory with the outcomes of its turns.

@@ -206,7 +206,7 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("replica/{i}/policy_version", "", "the last policy version whose check it passed"),
         Metric("replica/{i}/restarts", "restarts", "number of its restarts"),
         Metric("replica/{i}/unverified_tensors", "tensors", "tensors of its current weights that no digest covers, "
-               "only the canary", see="vllm.md#how-a-weight-update-proves-itself"),
+               "only the canary", see="vllm.md#how-a-weight-update-is-verified"),
         Metric("replica/{i}/in_flight", "requests", "requests that the run has sent to it"),
         Metric("replica/{i}/running", "requests", "requests in its server's batch, as reported by the server"),
         Metric("replica/{i}/waiting", "requests", "requests in its server's queue"),

@@ -1,4 +1,4 @@
-"""The common part of the monitors of services: parameters, a thread that talks to the service, and the record's id."""
+"""What monitors that report to an external service share: parameters, a thread for the service, and the record's id."""
 
 from __future__ import annotations
 

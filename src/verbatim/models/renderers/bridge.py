@@ -289,7 +289,7 @@ class ContinuingRenderer(abc.ABC):
 
     @cached_property
     def _writes_thoughts(self) -> bool:
-        """True if the format writes the thoughts of turns that no user's message follows."""
+        """True if the format keeps the thoughts of turns after the last user message."""
         return self._holds_thought([ASK, _thoughtful(calling()), RESULT]) or self._holds_thought(
             [ASK, _thoughtful(ANSWER)]
         )

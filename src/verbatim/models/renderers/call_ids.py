@@ -210,8 +210,8 @@ def _refuse_answers(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         if message.get("role") == "tool" and isinstance(message.get("content"), str):  # else refused for its content
             raise EnvironmentFault(
-                f"message {number} has tool_call_id = {_named(message)!r}, and no turn with a call "
-                "stands before it; expected the id of a call"
+                f"message {number} has tool_call_id = {_named(message)!r}, but no earlier turn "
+                "makes a tool call; expected the id of a call"
             )
 
 

@@ -75,7 +75,7 @@ class PackageRenderer(ContinuingRenderer):
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """Which parts of tools the family writes."""
+        """The parts of tool use (schemas, calls, answers) that the family's format writes."""
         return probe(self.written, reads=True)
 
     @cached_property

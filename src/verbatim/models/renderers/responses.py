@@ -146,7 +146,7 @@ def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -
 
 
 def _refused(call: Any) -> ToolCall:
-    """Record what a family's parser found as a call, but is not one in the family's own format."""
+    """Record text that a family's parser took for a call, but that is not a call in the family's format."""
     status: ParseStatus = call.status.value
     assert status in get_args(ParseStatus)
     return unreadable(call.raw, "malformed_structure" if status == "ok" else status)

@@ -105,7 +105,8 @@ class Producer:
             self.more.set()
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of the work, or None if the run stops first. Groups not settled then run again after a resume."""
+        """The result of the work, or None if the run stops first. Groups that are unfinished then are rerun
+        after a resume."""
         working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:

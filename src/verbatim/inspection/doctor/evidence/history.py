@@ -136,7 +136,7 @@ def another_conversation(d: Difference) -> str | None:
 
 
 def another_system_message(d: Difference) -> str | None:
-    """Another system message, and no completion of the earlier conversation."""
+    """The system message differs, and the prompt holds no completion of the earlier conversation."""
     if len({turn.agent for turn in d.turns}) > 1:
         return None  # the log names the agents
     earlier, now = d.opening_texts

@@ -45,7 +45,7 @@ class Why:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmRow:
-    """An alarm in the table `ALARMS`: a rule as data. `_Texts` fills the texts."""
+    """An alarm in the table `ALARMS`: a rule as data. `_Texts` fills in its message templates."""
 
     name: str
     """The alarm's name; its configuration table is [monitor.alarms.NAME]."""
