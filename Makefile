@@ -77,7 +77,7 @@ viewer:
 	cd viewer && npm ci --no-audit --no-fund && npm run build
 
 $(EXTRAS_INSTALLED): pyproject.toml constraints.txt | install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,gateway,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,gateway,mcp,data,ray,verifiers,environments,s3,wandb,tensorboard,mlflow,docs,dev,dev-s3]'
 	@touch $@ $(DOCS_INSTALLED)
 
 extras: $(EXTRAS_INSTALLED)

@@ -278,6 +278,9 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint of every n-th step."""
     keep_best: CriterionConfig | None = None
     """Also keep the checkpoint with the best evaluation; RUN/best links to its weights."""
+    upload_to: str | None = None
+    """A URL, for example s3://bucket/runs or file:///mnt/share/runs: each checkpoint is uploaded with the logs, to
+    URL/NAME/RUN, and --resume on a machine without the run folder downloads it from there."""
 
 
 class MonitorConfig(NamedComponents):

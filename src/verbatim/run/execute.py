@@ -26,9 +26,11 @@ from verbatim.environments import ENVIRONMENTS
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
 from verbatim.logs.monitors.live import LiveView
 from verbatim.logs.monitors.monitor import Monitor
+from verbatim.logs.uploads import uploading
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.build import make_monitors
 from verbatim.run.check import check_run
+from verbatim.run.copies import bring_back, copies_of_runs, copy_of
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.precision import PrecisionChoice, refuse_auto, resolve_dtypes, tell, unresolved
@@ -72,6 +74,8 @@ def execute(
     """
     started = time.monotonic()
     config = config.named(name)  # stored with the run: a resume may read the stored file, whose name is not the run's
+    runs = copies_of_runs(config)
+    resume = bring_back(runs, config, resume)
     config, choices = _as_stored(config, resume, fork, trainer_elsewhere)
     origin = check_fork(fork, config) if fork is not None else None
     with holding(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere) as held:
@@ -80,12 +84,18 @@ def execute(
         services, watch = make_monitors(config), make_watch(config)
         config, measured = resolve_dtypes(config)
         _ask_servers(config)
+        if runs is not None:
+            runs.check_writable()
         opened = (
             open_fork(fork, origin, config, made, console, held)
             if fork is not None and origin is not None
             else (RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere, held=held))
         )
-    with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
+    with (
+        opened as folder,
+        log_to_file(folder.log(ORCHESTRATOR)),
+        uploading(folder.path, copy_of(runs, folder, resumed=bool(resume))) as uploads,
+    ):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         tell([*choices, *measured], console, folder.path)
         training = TrainingRun(
@@ -96,6 +106,7 @@ def execute(
             watch=watch,
             folder=folder,
             console=console,
+            uploads=uploads,
             started=started,
         )
         to_go_on = how_to_go_on(folder.path)

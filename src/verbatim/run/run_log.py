@@ -65,6 +65,7 @@ class RunLog:
         earlier_seconds: Wall-clock time of the run's earlier processes.
         started: `time.monotonic()` when this process began.
         max_failed: The largest share of failed episodes with which an evaluation still counts in comparisons.
+        on_checkpoint: Called after each checkpoint.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class RunLog:
         earlier_seconds: float,
         started: float,
         max_failed: float = MAX_FAILED,
+        on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_checkpoint = on_checkpoint
         self._max_failed = max_failed
         origin = read_origin(folder.path)
         self._forked_at = -1 if origin is None else origin.step
@@ -220,6 +223,7 @@ class RunLog:
             shutil.rmtree(trainer_state, ignore_errors=True)
         self._folder.link_latest()
         self.link_best(best)
+        self._on_checkpoint()
 
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
         """Record that the evaluation after this step, which has a checkpoint, is the best so far."""

@@ -29,6 +29,7 @@ from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarms import AlarmWatch
 from verbatim.logs.monitors.monitor import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.logs.outcomes.retention import Retention
+from verbatim.logs.uploads import NoUploads, Uploads
 from verbatim.models.native.cores import CoreShare
 from verbatim.rollouts import EpisodeStats, RolloutSetup
 from verbatim.rollouts.main_loop import run_in_program
@@ -75,6 +76,8 @@ class TrainingRun:
     folder: RunFolder
     console: Console
     """Where progress is printed."""
+    uploads: Uploads | NoUploads
+    """Keeps a copy of the run folder elsewhere."""
     started: float
     """`time.monotonic()` when this process began."""
     has_begun: bool = False
@@ -104,7 +107,9 @@ class TrainingRun:
         from verbatim.run import trainer_process as places
 
         config, folder, kept = self.config, self.folder, self.config.checkpoint
-        self._store = CheckpointStore(folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every)
+        self._store = CheckpointStore(
+            folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, held=self.uploads.held
+        )
         if trainer_elsewhere:
             place = places.trainer_elsewhere(config, folder, self.console)
         elif config.trainer.separate_process:
@@ -212,6 +217,7 @@ class TrainingRun:
             earlier_seconds=state.get("seconds", 0.0),
             started=self.started,
             max_failed=max_failed(config),
+            on_checkpoint=self.uploads.checkpoint_written,
         )
         ended: RunState = "failed"
         try:

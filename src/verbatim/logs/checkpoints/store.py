@@ -72,16 +72,24 @@ class CheckpointStore:
         folder: The folder of all checkpoints; created if missing.
         keep_last: Number of newest checkpoints to keep.
         keep_every: Also keep checkpoints whose step is a multiple of this.
+        held: Steps whose checkpoints are not removed for now, because they are being uploaded.
         read_only: Do not remove incomplete checkpoints, which another process may be writing.
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int = 2, keep_every: int | None = None, read_only: bool = False
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        held: Container[int] = (),
+        read_only: bool = False,
     ) -> None:
         assert keep_last >= 1
         self.folder = folder
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self._held = held
         if not read_only:
             make_folder(folder)
             _clean(folder)
@@ -205,7 +213,7 @@ class CheckpointStore:
     def _retire(self, kept: Container[int]) -> None:
         steps = self.steps()
         for step in steps[: -self.keep_last]:
-            if step in kept or (self.keep_every and step % self.keep_every == 0):
+            if step in kept or step in self._held or (self.keep_every and step % self.keep_every == 0):
                 continue
             try:
                 self.remove(step)
