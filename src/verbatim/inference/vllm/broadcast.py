@@ -29,7 +29,8 @@ from verbatim.inference.vllm.control import VllmControl
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.8
-"""Fraction of `update_timeout` after which a broadcast counts as failed. The rest leaves time to fall back to files."""
+"""Fraction of `update_timeout` after which a broadcast counts as failed. The remaining time is for loading the files
+instead."""
 
 
 @dataclass(eq=False)
@@ -38,7 +39,8 @@ class _Round:
 
     version: int
     is_first: bool
-    """True before the run begins: there is no fallback, a failed broadcast is a `UsageError`."""
+    """True for the run's initial weights: a failed broadcast then raises `UsageError` instead of falling back to
+    files."""
     expected: set[str]
     arrived: dict[str, VllmControl] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class WeightBroadcast:
             now.loading[name].cancel()
 
     async def load(self, name: str, control: VllmControl) -> bool:
-        """True if the paused server received the weights; False if it has to load the folder.
+        """Load the broadcast weights into a paused server; return False if it has to load the folder instead.
 
         Raises:
             SamplerFault: the server failed.
@@ -106,10 +108,10 @@ class WeightBroadcast:
             raise why
         if why is not None and now.is_first:
             raise UsageError(
-                f'inference.vllm.weight_transfer = "{self.kind}": the tensors of the trainer do not reach the servers: '
-                f"{why}. Can they connect to {self.sender.store.host}, port {self.sender.store.port}, and it to them? "
-                'inference.vllm.transfer_address names another address of the trainer\'s host; or use "files" or '
-                '"http"'
+                f'inference.vllm.weight_transfer = "{self.kind}": the trainer\'s tensors do not reach the servers: '
+                f"{why}. Check that the servers can connect to {self.sender.store.host}, port {self.sender.store.port}, "
+                "and that the trainer's host can connect to the servers. Set inference.vllm.transfer_address to another "
+                'address of that host, or use "files" or "http"'
             )
         return why is None
 
@@ -138,7 +140,8 @@ class WeightBroadcast:
         if why is not None:
             self._members = ()  # a failed group cannot be reused: the next update creates another one
             logger.warning(
-                "policy version %d was not broadcast, and is loaded from its folder: %s", now.version, printable(why)
+                "policy version %d could not be broadcast, and is loaded from its folder instead: %s", now.version,
+                printable(why)
             )
         await sending  # raises if the trainer itself failed
         return {name: _fault_of(name, task) or why for name, task in now.loading.items()}

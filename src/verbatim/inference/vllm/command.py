@@ -13,7 +13,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.sizes import linear_layers_of
 
 PLUGIN = Path(__file__).with_name("plugin")
-"""A folder for PYTHONPATH, where vLLM finds our plug-in; nothing is installed into vLLM's environment."""
+"""Folder of our plug-in, which vLLM finds through PYTHONPATH; nothing is installed into vLLM's environment."""
 TRANSFER_ENGINES: Mapping[str, str] = {
     "auto": "verbatim_files",
     "files": "verbatim_files",
@@ -21,7 +21,7 @@ TRANSFER_ENGINES: Mapping[str, str] = {
     "nccl": "verbatim_broadcast",
     "gloo": "verbatim_broadcast",
 }
-"""From `weight_transfer` to the name of vLLM's weight-transfer engine."""
+"""Name of vLLM's weight-transfer engine for each value of `weight_transfer`."""
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"
 MIDDLEWARE = "verbatim_vllm_http.Guard"
 MODEL_NAME = "policy"
@@ -43,7 +43,7 @@ _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 EXACT_OPTIONS: Sequence[str] = (
     "--enable-scale-out",  # the endpoint that takes and returns token ids
     "--logprobs-mode",
-    "processed_logprobs",  # of the distribution after temperature and truncation, from which the token was sampled
+    "processed_logprobs",  # those of the distribution sampled from: after temperature and truncation
     "--generation-config",
     "vllm",  # ignore the sampling defaults in the model's generation_config.json
     "--enable-prefix-caching",
@@ -129,7 +129,7 @@ def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
     """
     most = next((known for known in _RANKS if known >= rank), None)
     if most is None:
-        raise UsageError(f"trainer.lora.r = {rank}, but vLLM takes ranks up to {_RANKS[-1]}")
+        raise UsageError(f"trainer.lora.r = {rank}, but vLLM supports ranks up to {_RANKS[-1]}")
     return [
         "--enable-lora",
         "--max-lora-rank",
@@ -144,7 +144,7 @@ def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
 
 
 def python_of(settings: VllmSettings) -> str:
-    """The interpreter's absolute path if it is found; otherwise the setting unchanged."""
+    """Absolute path of the interpreter; the setting unchanged if no such program is found."""
     return shutil.which(os.path.expanduser(settings.python)) or settings.python
 
 

@@ -31,14 +31,15 @@ logger = logging.getLogger(__name__)
 _ALREADY = "weight update is already active"
 """vLLM's error text for `/start_weight_update` while another update is open."""
 Memory = Literal["weights", "kv_cache"]
-"""A kind of device memory that a server holds, by vLLM's tag."""
+"""vLLM's tag for a kind of device memory, which sleep mode releases and `wake_up` allocates again."""
 
 
 class VllmControl:
     """The control routes of one server.
 
     Args:
-        client: A client for the server's root; its own timeout is longer than a phase's.
+        client: HTTP client for the server's root URL; its timeout exceeds `phase_timeout`, so that the phase times out
+            first.
         name: The replica's name, for messages.
         phase_timeout: Timeout of each call, in seconds.
     """
@@ -146,7 +147,7 @@ class VllmControl:
         answer = await self._ask(f"wake up {memory}", f"/wake_up?tags={memory}")
         expected = "awake" if is_last else "sleeping"
         if not isinstance(answer, dict) or answer.get("status") != expected:
-            raise SamplerFault(f"{self._name}: wake up {memory}: it replied {brief(answer)}, expected {expected}")
+            raise SamplerFault(f"{self._name}: wake up {memory}: the server replied {brief(answer)}, expected {expected}")
 
     # ---- LoRA adapters
 
@@ -159,7 +160,7 @@ class VllmControl:
         await self._ask("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _read_success)
 
     async def forget_adapter(self, name: str) -> None:
-        """Unload an adapter: new requests can no longer name it."""
+        """Unload an adapter: new requests can no longer select it."""
         await self._ask("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, _read_success)
 
     # ---- state of the server
@@ -181,7 +182,7 @@ class VllmControl:
         """
         status = await self._ask("facts", "/collective_rpc", {"method": "verbatim_facts"}, _status_or_facts)
         if isinstance(status, int):
-            # The embedded engine's server also answers 404; it needs other advice than a vLLM.
+            # The embedded engine's server answers 404 too, but the advice for it differs from that for vLLM.
             why = _OURS if status == 404 and await self._is_ours() else _HOW_TO_START[status]
             raise UsageError(f"{named(self._name, self._client.url)}: {why}")
         try:
@@ -192,7 +193,7 @@ class VllmControl:
             return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{named(self._name, self._client.url)}: its plug-in is of another version of Verbatim "
+                f"{named(self._name, self._client.url)}: its plug-in belongs to another version of Verbatim "
                 f"({error}); {_USE_PLUGIN}"
             ) from error
 
@@ -202,13 +203,14 @@ class VllmControl:
         return found
 
     async def missing_flag(self, model: str | None) -> str | None:
-        """Find by one request what the token endpoint lacks.
+        """Send one request to find out what the token endpoint lacks.
 
-        The other routes cannot show it: vLLM's own --api-key guards this endpoint, but not the routes of weight
+        The other routes cannot show this: for example, vLLM's own --api-key guards this endpoint, but not the routes of
+        weight
         updates. A server that does not pack its answers is usable; a warning states the cost.
 
         Returns:
-            What the server was started without, and the flag to add; None: nothing.
+            What is missing, and the flag to add; None if nothing is missing.
 
         Raises:
             SamplerFault: the request failed.
@@ -258,13 +260,16 @@ _USE_PLUGIN = (
     "start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "
     "the folder verbatim/inference/vllm/plugin of this package in its PYTHONPATH"
 )
-_KEY = "it requires a key, and got none or a wrong one; put it into the variable that inference.vllm.api_key_env names"
-_OURS = 'it is a server of the embedded engine: with inference.backend = "torch", put it into [inference.torch] urls'
+_KEY = (
+    "it requires a key, but received none or a wrong one; put the key into the environment variable that "
+    "inference.vllm.api_key_env names"
+)
+_OURS = 'it is a server of the embedded engine: set inference.backend = "torch", and list it in [inference.torch] urls'
 _HOW_TO_START: Mapping[int, str] = {
     401: _KEY,
     403: _KEY,
     404: "it has no routes for weight updates; start it with the environment variable VLLM_SERVER_DEV_MODE=1",
-    500: f"its workers do not know our plug-in; {_USE_PLUGIN}",
+    500: f"its workers run without our plug-in; {_USE_PLUGIN}",
 }
 
 
@@ -275,7 +280,7 @@ def _status_or_facts(answer: HttpResponse) -> Any:
 def _read_unless_refused(answer: HttpResponse) -> Any:
     """The JSON, or a text that says which flag or key is missing. A 404 that names the model is an ordinary failure.
 
-    vLLM 0.32 answers 403 where the route is switched off: "Scale-out endpoints are disabled".
+    vLLM 0.32 answers 403 if the route is switched off: "Scale-out endpoints are disabled".
     """
     said = answer.text.lower()
     if answer.status == 401:
@@ -335,7 +340,7 @@ def read_metrics(text: str) -> ReplicaLoad:
             with contextlib.suppress(ValueError):
                 found.setdefault(key, []).append(float(value))
     if not found:
-        raise SamplerFault(f"/metrics has no figures of vLLM: {brief(text)}")
+        raise SamplerFault(f"/metrics contains none of vLLM's metrics: {brief(text)}")
     figures: dict[str, Any] = {
         key: sum(values) / len(values) if key in _SHARES else int(sum(values)) for key, values in found.items()
     }

@@ -55,7 +55,7 @@ class WorkerReport:
     """What one worker of a server built its kernels from in the last update."""
 
     error: str | None
-    """Why the worker did not load all tensors; None: it did."""
+    """Why the worker failed to load all tensors; None if it loaded them."""
     digests: tuple[tuple[TensorPiece, str, str], ...]
     """Slice, digest, and the source of the digest: "kernel" (input of a kernel) or "live" (parameter in use)."""
     stale: tuple[str, ...]
@@ -69,7 +69,7 @@ class Proof:
     """Result of comparing reports with a folder."""
 
     fault: str | None
-    """Which tensors the server does not hold; None: it holds all that the digests cover."""
+    """How the server's weights differ from the folder, for a message; None if all digests match."""
     unmapped: tuple[str, ...] = ()
     """Tensors that no digest covers."""
 
@@ -132,7 +132,8 @@ class PublishedFolder:
         by_name: dict[str, list[TensorPiece]] = {}
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
-        # Replicas share this object and call from several threads; the lock makes each digest computed only once.
+        # Replicas share this object and call from several threads; the lock ensures that each digest is computed only
+        # once.
         with self._lock:
             for name in self._where:
                 if name not in self._finite:
@@ -143,7 +144,8 @@ class PublishedFolder:
         import torch
 
         tensor = self.tensor(name)
-        # The sum is a fast first check; it may overflow although all elements are finite, so they are checked then.
+        # If the sum is finite, so is every element. A sum of finite elements may overflow, so otherwise each is
+        # checked.
         if (
             tensor.is_floating_point()
             and not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))

@@ -8,7 +8,7 @@ from verbatim.core.errors import UsageError
 from verbatim.inference.vllm.command import RETURN_EXPERTS, RETURN_KEPT_SETS, lora_options
 
 _LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
-"""Stands for the layer names in messages, where the model's layers are not known."""
+"""Placeholder for the names of layers in messages, because the model's layers are not known here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class ServerFacts:
     weight_transfer: str | None
     """Name of the weight-transfer engine; None: none is configured."""
     unsupported_heads: str | None
-    """The model's head size and those that the server's attention supports; None: the model's is supported."""
+    """The model's head size and the supported sizes, for a message; None if the server's attention supports the
+    model's."""
     nccl: str | None = None
     """Version of the server's NCCL; None if there is no CUDA."""
     max_lora_rank: int | None = None
@@ -78,7 +79,7 @@ def refuse_inexact(
         for ok, said in (
             (
                 facts.vocab_size == vocab_size,
-                f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with "
+                f"it serves {facts.model} with a vocabulary of {facts.vocab_size} ids, but this run's model has "
                 f"{vocab_size}: start it with --model and the folder in model.name",
             ),
             (
@@ -113,8 +114,8 @@ def refuse_inexact(
             ),
             (
                 nccl is None or facts.nccl == nccl,
-                f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same "
-                "version with both torches (nvidia-nccl-cu12 or -cu13), or "
+                f"its NCCL is {facts.nccl} and the trainer's is {nccl}, which cannot connect to each other: install the same "
+                "version in both environments (nvidia-nccl-cu12 or -cu13), or "
                 'use inference.vllm.weight_transfer = "files"',
             ),
             (
@@ -131,7 +132,7 @@ def refuse_inexact(
             *_returned(facts, routed_experts=return_routed_experts, kept_sets=return_kept_sets),
             (
                 adapter_rank is not None or facts.max_lora_rank is None,
-                "it was started for adapters, and this run sends it whole weights: leave out --enable-lora",
+                "it was started for adapters, but this run's updates bring full weights: leave out --enable-lora",
             ),
         )
         if not ok

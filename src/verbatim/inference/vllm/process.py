@@ -161,7 +161,7 @@ class ServerProcess:
                     )
                 if now - said > _SAY_EVERY:
                     said = now
-                    logger.info("waiting for %s since %.0f s; its log: %s", self.name, now - began, self._log)
+                    logger.info("still waiting for %s after %.0f s; its log: %s", self.name, now - began, self._log)
                 await asyncio.sleep(_ASK_EVERY)
         finally:
             await client.close()

@@ -49,17 +49,17 @@ class _Route:
 class VllmReplica(ServedReplica):
     """A `Sampler` over one vLLM server.
 
-    Its next update wakes a sleeping server: first the weights, which are loaded and verified, then the KV cache.
+    The next update wakes a sleeping server: first the weights, which are loaded and verified, then the KV cache.
 
     An update ends only after every worker has reported the digests of the tensors that its kernels were built from, and
     they match the published files. The server computes nothing until then. If the update fails, the server stays
     paused, and another `update_weights` may repair it.
 
-    No new request reads a prefix that older weights computed: after each update, requests carry another cache salt.
+    No new request reads a prefix that older weights computed: after each update, requests carry a new cache salt.
 
     An adapter is loaded next to the earlier ones, under a new name, while the server samples. New requests name it once
-    it is verified. Requests in flight finish with the adapter and version that they started with, whatever
-    `on_weight_update` is, because vLLM cannot change the adapter of a running request.
+    it is verified. Requests in flight finish with the adapter and version that they started with, regardless
+    of `on_weight_update`, because vLLM cannot change the adapter of a running request.
 
     Args:
         url: The server's root URL.
@@ -144,7 +144,7 @@ class VllmReplica(ServedReplica):
         self._unverified: tuple[str, ...] = ()
         self._asleep: set[Memory] = set()
         self.seconds_waking: float | None = None
-        """Seconds that the last wake-up took, without loading; None if the server never slept."""
+        """Seconds that the last wake-up took, not counting the loading; None if the server never slept."""
 
     @property
     def num_unverified(self) -> int:
@@ -255,7 +255,7 @@ class VllmReplica(ServedReplica):
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
-            raise SamplerFault(f"{self.name}: empty prefix cache: the server could not, so old prefixes would be used")
+            raise SamplerFault(f"{self.name}: the server could not empty its prefix cache, so it would reuse stale prefixes")
         self._num_asked_cache = 0
         await self._wake_up("kv_cache")  # last: vLLM resumes by itself as soon as nothing sleeps
         await control.resume()
@@ -263,7 +263,7 @@ class VllmReplica(ServedReplica):
         return None
 
     async def _there(self, path: Path, version: int) -> str:
-        """Path of a published folder on the server's host; uploads the folder if the hosts share none."""
+        """Path of a published folder on the server's host; with "http" the folder is uploaded first."""
         shares_folders = self._weight_transfer != "http"
         return await path_there(self._client, path, version, shares_folders=shares_folders)
 
@@ -291,7 +291,7 @@ class VllmReplica(ServedReplica):
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
         if proof.unmapped and proof.unmapped != self._unverified:
             logger.warning(
-                "%s: no digest shows whether these tensors were loaded, only logprobs do: %s",
+                "%s: no digest covers these tensors; only logprobs can show whether they were loaded: %s",
                 self.name,
                 first_of(proof.unmapped, MOST_NAMED),
             )
@@ -339,7 +339,8 @@ class VllmReplica(ServedReplica):
             raise UsageError(f"{named(self.name, self.url)} cannot be used: {missing}")
 
     async def prove_path(self, folder: Path) -> None:
-        """Load the weights that the server already holds, as an update, and verify that every tensor arrives.
+        """Load the weights that the server already holds, in the same way as an update, and verify that every tensor
+        arrives.
 
         Raises:
             UsageError: names the tensors that stay stale.
@@ -348,18 +349,19 @@ class VllmReplica(ServedReplica):
         stale = await self._take(folder, self.policy_version)
         if stale is not None:
             raise UsageError(
-                f"{named(self.name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
-                "serves another model than this run's, start it with --model and the folder in "
-                "model.name; else this model cannot be trained through this server"
+                f"{named(self.name, self.url)}: weight updates do not reach every tensor: {stale}. If the "
+                "server's model is not this run's, start it with --model and the folder in "
+                "model.name; otherwise this model cannot be trained through this server"
             )
 
     async def cached_logprob(self, token_ids: Int32) -> float:
         """Logprob of the last id given those before it, at temperature 1, by an ordinary new request, which reads and
         writes the prefix cache.
 
-        The first call after an update must not hit the cache. This finds stale prefixes even if the learning rate is
-        too small for logprobs to show them, so its ids must occur in no other request. The second call, for the same
-        ids or more, must hit what the first one wrote. If it does not, the check proves nothing; that is logged once.
+        The first call after an update must not hit the cache: this finds stale prefixes even if the learning rate is
+        too small for logprobs to show them. Its ids must therefore occur in no other request. The second call, for the
+        same ids or more, must hit what the first one wrote. If it does not, the check proves nothing, which is logged
+        once.
 
         Raises:
             RecordError: fewer than two ids, or an id outside the vocabulary.
@@ -371,9 +373,9 @@ class VllmReplica(ServedReplica):
         if asked == 1 and not num_cached and not self._has_said_cache_is_unread:
             self._has_said_cache_is_unread = True
             logger.warning(
-                "%s: the check for old prefixes is off: the prefix cache keeps nothing of a probe of %d "
-                "tokens. Its blocks (--block-size) have to be shorter than that, and a probe is shorter "
-                "than orchestrator.seq_len",
+                "%s: stale prefixes cannot be detected, because the prefix cache stores nothing of a probe of %d "
+                "tokens. Its blocks (--block-size) must be shorter than a probe, and a probe is shorter than "
+                "orchestrator.seq_len",
                 self.name,
                 len(ids),
             )

@@ -77,7 +77,7 @@ class StartedServers:
         inputs: The run's inputs to its backend.
         settings: The table [inference.vllm].
         make: `VllmReplica` with the arguments that all replicas share.
-        rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
+        rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
     """
 
     def __init__(
@@ -158,6 +158,6 @@ class StartedServers:
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Hard-link the files of a published folder, or copy them where links are not possible."""
+    """Hard-link the files of a published folder, or copy them if links are not possible."""
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(path, kept, copy_function=link_or_copy)

@@ -33,9 +33,9 @@ _NO_VLLM, _VLLM_FOR_CPUS = 3, 4
 _SET_BY_US = ("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name")
 """Server options that the run sets itself: with other values it could not reach the server."""
 _MEMORY_SHARE = 0.9
-"""vLLM's default share of a device's memory, for plans without `gpu_memory_utilization`."""
+"""vLLM's default share of a device's memory; assumed in memory plans if `gpu_memory_utilization` is not set."""
 _SEQUENCES = 256
-"""Maximum number of sequences that a server decodes together, for plans."""
+"""Maximum number of sequences that a server decodes together; assumed in memory plans."""
 
 WeightTransfer = Literal["auto", "files", "http", "nccl", "gloo"]
 
@@ -114,7 +114,7 @@ class VllmSettings(ServerSettings):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """The training precision to compare with; float16 counts as bfloat16, which is coarser."""
+        """The precision to compare with the trainer's; float16 counts as bfloat16, which is coarser."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
@@ -237,6 +237,7 @@ class VllmSettings(ServerSettings):
 
 
 def _ask(python: str) -> int:
-    """Exit status of `_ASK_PYTHON` in this Python: 0, `_NO_VLLM` or `_VLLM_FOR_CPUS`; any other: not a Python."""
+    """Exit status of `_ASK_PYTHON` in this Python: 0, `_NO_VLLM` or `_VLLM_FOR_CPUS`; any other status: not a Python
+    interpreter."""
     path = shutil.which(os.path.expanduser(python)) or python
     return run_program([path, "-c", _ASK_PYTHON], timeout=60).returncode

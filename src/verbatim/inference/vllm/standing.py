@@ -78,7 +78,7 @@ class StandingVllm:
 def _refuse_taken_ports(listening: Listening, replicas: int) -> None:
     port, last = listening.port, listening.port + replicas - 1
     if last > LAST_PORT:
-        raise UsageError(f"--port {port}: {replicas} servers need ports up to {last}, the last is {LAST_PORT}")
+        raise UsageError(f"--port {port}: {replicas} servers need ports up to {last}, but the highest port is {LAST_PORT}")
     for taken in range(port, last + 1):
         if is_taken(listening.host, taken):
             raise UsageError(
@@ -91,7 +91,7 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
     pause = _FIRST_PAUSE
     while True:
         await process.ended()
-        logger.warning("%s ended (%s); starting it again", process.name, process.how_it_ended())
+        logger.warning("%s ended (%s); restarting it", process.name, process.how_it_ended())
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
         try:

@@ -1,4 +1,4 @@
-"""Reads and compares the key of a request. Shared by Verbatim's servers and by vLLM's, in whose processes Verbatim is
+"""Reads and compares the key of a request. Shared by Verbatim's own servers and by vLLM's servers, where Verbatim is
 not installed."""
 
 from __future__ import annotations

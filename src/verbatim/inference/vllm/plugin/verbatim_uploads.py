@@ -43,7 +43,7 @@ async def take(root: Path | None, scope: Scope, receive: Receive) -> tuple[int, 
         The status and the JSON to answer with.
     """
     if root is None:
-        return 404, {"error": "this server takes no uploads"}
+        return 404, {"error": "this server accepts no uploads"}
     names = scope["path"][len(PREFIX) :].split("/")
     if len(names) not in (1, 2) or not all(_NAME.fullmatch(name) for name in names):
         return 400, {"error": "expected FOLDER or FOLDER/FILE of letters, digits, dots, dashes and underscores"}
@@ -57,7 +57,7 @@ async def take(root: Path | None, scope: Scope, receive: Receive) -> tuple[int, 
             return await _finish(path, receive)
     except OSError as error:
         return 500, {"error": f"{type(error).__name__}: {error}"}
-    return 405, {"error": f"{scope['method']} is not for this route"}
+    return 405, {"error": f"this route does not support {scope['method']}"}
 
 
 async def _append(path: Path, query: dict[str, list[str]], receive: Receive) -> tuple[int, dict[str, Any]]:
@@ -80,7 +80,7 @@ async def _finish(folder: Path, receive: Receive) -> tuple[int, dict[str, Any]]:
     async for part in _body(receive):
         body += part
         if len(body) > _MOST_JSON:
-            return 413, {"error": "more than a mebibyte of JSON"}
+            return 413, {"error": "more than 1 MiB of JSON"}
     try:
         expected = dict(json.loads(body))
     except (ValueError, TypeError):
@@ -106,7 +106,7 @@ async def _body(receive: Receive) -> Any:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ConnectionError("the client went away")
+            raise ConnectionError("the client disconnected")
         more = message.get("more_body", False)
         yield message.get("body", b"")
 

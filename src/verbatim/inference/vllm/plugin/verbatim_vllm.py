@@ -13,7 +13,7 @@ FORMAT = 1
 
 
 def register() -> None:
-    """Register the engines with vLLM; it calls this in each of its processes, possibly twice in one."""
+    """Register the weight-transfer engines. vLLM calls this in each of its processes, possibly twice in one."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, engine in (("verbatim_files", "FilesEngine"), ("verbatim_broadcast", "BroadcastEngine")):
@@ -78,10 +78,10 @@ def _nccl() -> str | None:
 
 
 def _unsupported_heads(model: Any) -> str | None:
-    """Why the attention kernels for CPUs cannot compute this model; None: they can.
+    """Why the attention kernels for CPUs cannot compute this model; None if they can.
 
-    vLLM checks whether its other attention backends support a model. It takes its only one for CPUs without a check,
-    and the server crashes at the first request.
+    vLLM uses its only attention backend for CPUs without checking whether it supports the model, as it does for its
+    other backends. The server would crash at the first request.
     """
     from vllm.platforms import current_platform
 
@@ -92,4 +92,4 @@ def _unsupported_heads(model: Any) -> str | None:
     size = int(model.get_head_size())
     if CPUAttentionBackend.supports_head_size(size):
         return None
-    return f"{size}, and vLLM's attention for CPUs knows {CPUAttentionBackend.get_supported_head_sizes()}"
+    return f"{size}, and vLLM's attention for CPUs supports {CPUAttentionBackend.get_supported_head_sizes()}"

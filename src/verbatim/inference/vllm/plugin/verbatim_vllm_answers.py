@@ -73,7 +73,7 @@ def sampled_logprobs(token_ids: Sequence[int], rows: Any) -> np.ndarray:
         rows: vLLM's logprobs, one mapping from id to logprob for each position: a list, or vLLM's `FlatLogprobs`.
     """
     ids = list(token_ids)
-    # `FlatLogprobs` with exactly one entry a position: its array is used as it is, without a lookup for each token.
+    # `FlatLogprobs` with exactly one entry per position: its array is used directly, without a lookup for each token.
     if getattr(rows, "token_ids", None) == ids and rows.start_indices == list(range(len(ids))):
         values = rows.logprobs
     else:

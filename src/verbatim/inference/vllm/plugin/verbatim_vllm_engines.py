@@ -1,5 +1,5 @@
-"""Defines the weight-transfer engines: from a folder of safetensors, and from a trainer's broadcast. Both watch which
-values the kernels are built from."""
+"""Defines two weight-transfer engines for vLLM: one loads a folder of safetensors, the other a trainer's broadcast. Both
+record which values the kernels are built from."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -35,8 +35,8 @@ class FilesUpdateInfo(WeightTransferUpdateInfo):
 
 
 class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
-    """Loads a folder of safetensors. A failure is recorded in `report`, which the client reads; the client would see an
-    exception only as status 500 without a text."""
+    """Loads a folder of safetensors. A failure is recorded in `report`, which the client reads: an exception would
+    reach the client only as status 500 without a text."""
 
     init_info_cls = FilesInitInfo
     update_info_cls = FilesUpdateInfo
@@ -150,7 +150,7 @@ class BroadcastEngine(FilesEngine):
             group.close(why)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
-        """Load the tensors, and receive those that the model does not use too: the trainer broadcasts all of them."""
+        """Load the tensors. Those that the model does not use are received too, because the trainer broadcasts all."""
         super().load(watch, source)
         if isinstance(source, Broadcast):
             for _ in source.tensors():
@@ -174,7 +174,7 @@ class Broadcast:
         self._tensors = ((name, group.receive(dtype, shape)) for name, (dtype, shape) in layout.items())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor that has not been consumed yet, received when it is consumed."""
+        """The tensors that have not been received yet; iterating receives them one at a time."""
         return self._tensors
 
 
@@ -200,7 +200,7 @@ class Folder:
         }
         if where is not None and set(where) != set(self.shapes):
             raise ValueError(
-                f"the index of {path} does not name the tensors of its files: "
+                f"the index of {path} and its files name different tensors: "
                 f"{sorted(set(where) ^ set(self.shapes))[:3]}"
             )
 

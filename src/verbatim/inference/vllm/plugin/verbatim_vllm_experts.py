@@ -1,5 +1,5 @@
-"""Knows where vLLM keeps the experts of a layer: all of them in two parameters, `w13_weight` (gate and up) and
-`w2_weight` (down), while a checkpoint has separate tensors for each expert.
+"""Maps a checkpoint's tensors of experts to vLLM's parameters. vLLM keeps all experts of a layer in two parameters,
+`w13_weight` (gate and up) and `w2_weight` (down), while a checkpoint has separate tensors for each expert.
 
 Example: `model.layers.0.mlp.experts.3.up_proj.weight` is the part "3.w3" of `...experts.routed_experts.w13_weight`.
 """

@@ -4,9 +4,9 @@ vLLM's own key guards only /v1 and /inference: anyone who reaches the port could
 call any method of its workers. With this middleware every route but /health needs the key in VERBATIM_KEY, if it is
 set.
 
-Uploads (`verbatim_uploads`) are written to VERBATIM_UPLOADS. Packed answers (`verbatim_vllm_answers`) are those of the
-token endpoint; where vLLM cannot be patched, the reason is logged and the server answers in vLLM's own format. This
-module runs in vLLM's processes, where Verbatim is not installed.
+Uploads (`verbatim_uploads`) are written to VERBATIM_UPLOADS. The token endpoint returns packed answers
+(`verbatim_vllm_answers`) on request; if vLLM cannot be patched for this, the reason is logged and the server answers in
+vLLM's own format. This module runs in vLLM's processes, where Verbatim is not installed.
 """
 
 from __future__ import annotations

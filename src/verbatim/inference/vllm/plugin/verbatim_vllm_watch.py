@@ -1,4 +1,4 @@
-"""Computes the digest of every tensor at the moment when vLLM builds a kernel from it, under the checkpoint's name.
+"""Computes the digest of every tensor at the moment when vLLM builds a kernel from it, by its name in the checkpoint.
 
 On a CPU, vLLM packs linear weights into opaque handles and empties the parameter, which cannot be read afterwards.
 Therefore `Watch` wraps `process_weights_after_loading`, which builds the kernels. A layer whose kernel was not rebuilt
@@ -64,7 +64,7 @@ class Watch:
         self._shapes.update(shapes)
         places = self._places()
         self.unmapped = sorted(name for name, place in places.items() if place is None)
-        # An unmapped tensor may be the one that fills a parameter, so "missing" cannot be decided.
+        # An unmapped tensor may be the one that fills this parameter, so whether it is missing cannot be decided.
         if self.unmapped:
             return
         filled = set(places.values())
@@ -76,7 +76,7 @@ class Watch:
         known = [name for module, name in missing if is_of_a_checkpoint(module)]
         if known:
             raise ValueError(
-                f"the folder has nothing for {', '.join(known[:3])}"
+                f"the folder has no tensors for {', '.join(known[:3])}"
                 + (f" and {len(known) - 3} more" if len(known) > 3 else "")
             )
         self.unmapped = sorted(f"{name} (of the server)" for _, name in missing)

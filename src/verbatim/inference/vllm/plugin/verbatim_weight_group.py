@@ -31,11 +31,12 @@ dist: Any = torch.distributed
 _LOOK_EVERY = 0.1
 """Seconds between two checks whether another rank has failed."""
 _CONNECTING = 30.0
-"""Maximum seconds that the ranks, once all are here, may take to connect."""
+"""Maximum seconds for connecting, once all ranks have arrived."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-3
 """Seconds between two checks of a wait: short at first for small tensors, doubled up to the maximum."""
 _FOREVER = timedelta(days=365)
-"""Timeout for NCCL: at its own timeout torch's watchdog would end the whole process. `_until` has the real one."""
+"""Timeout given to NCCL, too long to be reached: torch's watchdog would end the whole process. `_until` has the real
+one."""
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor, in the order in which they are broadcast."""
@@ -140,7 +141,7 @@ class WeightGroup:
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
-            raise GroupOver("the group was left")
+            raise GroupOver("this rank has left the group")
         if not tensor.numel():
             return
         with self._noticing():
