@@ -1,6 +1,6 @@
-"""The inference backend [inference.torch]: starts the embedded engine, or finds servers of it.
+"""The inference backend of [inference.torch]: starts the embedded engine, or connects to running servers of it.
 
-Importing it loads no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
-    """The embedded sampler with the weights in `inputs.model`, or the pool of the servers in `urls`, each one checked.
+    """The embedded sampler with the weights in `inputs.model`, or a pool of the servers in `urls`, after checking each.
 
     Raises:
         UsageError: the run cannot sample from a server; says what to type.

@@ -21,8 +21,8 @@ from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 
 _PARKING_BUDGET = 1 << 30
-"""Maximum bytes of keys and values of parked prefixes: those of sequences that wait for their next turn. Counted at
-full context length."""
+"""Maximum bytes of keys and values of parked prefixes, which belong to sequences that wait for their next turn. Each
+prefix is counted at full context length."""
 
 
 @dataclass(kw_only=True)
@@ -178,7 +178,7 @@ class Decoder:
             self.cache.truncate(slot, 0)
         try:
             self.cache.shrink(int(table.length[table.active].max(initial=0)))
-        except (MemoryError, RuntimeError) as error:  # shrinking copies, and there is no memory for the copy either
+        except (MemoryError, RuntimeError) as error:  # shrinking needs a copy, and there is no memory for it either
             if not is_out_of_memory(error):
                 raise
             table.rebuild_all(self._num_loads)
@@ -204,7 +204,7 @@ class Decoder:
 
     def _share_rebuild(self) -> None:
         """Have sequences in flight recomputed, common prefixes once. If experts are recorded, each sequence is
-        recomputed by itself: its record must name the experts that computed its own tokens."""
+        recomputed separately: its record must name the experts that computed its own tokens."""
         if self._record is None:
             self._rebuild.begin()
         else:

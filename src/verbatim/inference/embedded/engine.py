@@ -42,14 +42,14 @@ class TorchSampler:
     """A `Sampler` that owns a copy of the model, and decodes many sequences together on a thread of its own.
 
     Continuous batching: requests join as slots free up. A finished sequence's keys and values stay in its slot until
-    the slot is needed, then in memory next to the batch, so that the next turn computes only its new tokens.
+    the slot is needed, and are then parked outside the batch, so that the next turn computes only its new tokens.
 
     Args:
         model_path: A folder in Hugging Face format, a hub id, or an adapter's folder in the format of `peft`.
         config: The table [inference.torch]: batch size, precision, determinism.
         context_length: Maximum tokens of prompt plus completion.
         policy_version: Policy version of the weights in `model_path`.
-        num_threads: Threads for the engine's matrix products; None: torch's setting. Other threads keep theirs.
+        num_threads: Number of threads for the engine's matrix products only; None: torch's setting.
         cores: Decides before each step how many threads it may use; None: always `num_threads`.
         on_weight_update: What happens to the KV cache of sequences in flight when new weights arrive.
         return_routed_experts: Return the experts of a mixture that computed each token.
@@ -81,8 +81,8 @@ class TorchSampler:
         longest = getattr(model.config, "max_position_embeddings", None)
         if longest is not None and context_length > longest:
             raise ModelError(
-                f"context_length = {context_length}, but the positions of {str(model_path)!r} end at "
-                f"{longest}; use at most that (orchestrator.seq_len)"
+                f"context_length = {context_length}, but {str(model_path)!r} has only "
+                f"{longest} positions; use at most that (orchestrator.seq_len)"
             )
         self.context_length = context_length
         """Maximum tokens of prompt plus completion."""

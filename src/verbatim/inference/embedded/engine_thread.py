@@ -32,7 +32,7 @@ from verbatim.models.native.cores import CoreShare
 
 logger = logging.getLogger(__name__)
 
-THREAD_ENDED = "the sampler's thread has ended; the standard error shows why"
+THREAD_ENDED = "the sampler's thread has ended; standard error shows why"
 _MOST_DEFERRED = 16
 """Maximum number of requests that wait for another request's prefix while later ones are tried in the same step."""
 _STEPS_PER_QUESTION = 3.0
@@ -93,7 +93,7 @@ class EngineThread:
             if self._fault is not None:
                 raise engine_failed(self._fault)
             if self._closing:
-                raise SamplerFault("the sampler is closed; make a new one")
+                raise SamplerFault("the sampler is closed; create a new one")
             self._inbox.append(message)
             self._wake.notify()
 
@@ -245,7 +245,7 @@ class EngineThread:
             self._show(slot, job)
 
     def _show(self, slot: int, job: GenerateJob) -> None:
-        """Pass a job's new tokens to its `watch`, and end the completion if that says so."""
+        """Pass a job's new tokens to its `watch`, and end the completion if `watch` asks for it."""
         table = self._decoder.table
         start, end = int(table.prompt_length[slot]) + job.num_shown, int(table.length[slot])
         if start == end:

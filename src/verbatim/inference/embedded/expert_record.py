@@ -68,7 +68,7 @@ class ExpertRecord:
 
     def keep(self, layout: PassLayout, known_until: NDArray[np.int64]) -> None:
         """Store the experts of the pass. Tokens that are recomputed after a weight update keep their old record: the
-        experts with which the next token was sampled.
+        experts that computed them when the next token was sampled.
 
         Args:
             layout: Where the tokens of the pass are.

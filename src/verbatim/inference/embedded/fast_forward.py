@@ -54,7 +54,7 @@ class FastBackbone:
         model: A model of a known class; `hidden` computes in float32.
         calls: Attention arguments of each layer.
         context_length: Maximum tokens of a sequence; positions are below it.
-        fixed_rows: Every pass has the same number of rows, and no bit of a row may depend on its place.
+        fixed_rows: Every pass has the same number of rows, and the bits of a row must not depend on its index.
     """
 
     def __init__(
@@ -165,19 +165,19 @@ def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> st
 
 
 def why_unknown(model: CausalLM) -> str | None:
-    """Why the layers of a model are not known; None: they are."""
+    """Why the layers of a model cannot be computed here; None if they can."""
     backbone = model.backbone
     kind = type(backbone)
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
         return f"{type(model.model).__name__} is not one of the architectures that it knows"
     if model.config.hidden_act != "silu":
-        return f"the activation is {model.config.hidden_act}, and not silu"
+        return f"the activation is {model.config.hidden_act}, not silu"
     # Anything that changes what a module computes would be bypassed by computing from its parameters.
     for name, module in backbone.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"the module {name or 'of the model'} has hooks, or a forward of its own"
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-            return f"the layer {name} is a {type(module).__name__}, and not a plain Linear"
+            return f"the layer {name} is a {type(module).__name__}, not a plain Linear"
     return None
 
 

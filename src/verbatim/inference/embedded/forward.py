@@ -27,7 +27,8 @@ _QUIETLY = 'inference.torch.kernel = "torch" uses PyTorch without this warning'
 _PLEASE = "Please report this, with the output of `verbatim doctor --machine MODEL`"
 _REPORT = f"{_PLEASE}; {_QUIETLY}"
 _INSTALL = (
-    f"Install a C compiler (Debian and Ubuntu: apt install gcc), which `verbatim doctor --machine` tries; {_QUIETLY}"
+    "Install a C compiler (Debian and Ubuntu: apt install gcc), and test it with `verbatim doctor --machine`; "
+    f"{_QUIETLY}"
 )
 
 
@@ -44,7 +45,7 @@ def open_forward(
     record_experts: bool,
     warns: bool = True,
 ) -> Forward:
-    """Open what computes the passes of a model.
+    """Create the object that computes a model's passes: with the compiled kernel if possible, otherwise in PyTorch.
 
     If the kernel or the fast form of the layers knows the model but cannot be used, a warning says why, once per
     process (if `warns`).
@@ -76,7 +77,7 @@ def open_forward(
     if differs and warns:
         _warn_once(
             f"the embedded sampler computes with transformers' {type(model.model).__name__}, slower than with its own "
-            f"form of the layers, which computes something else: {differs}. {_PLEASE}"
+            f"form of the layers, which gives different results: {differs}. {_PLEASE}"
         )
     backbone = model if known is None or differs else known
     reads_prefixes_once = not keep_cache and not record_experts  # see `TorchForward`
@@ -91,7 +92,7 @@ def why_no_kernel(model: CausalLM, settings: TorchSettings, *, context_length: i
 
 
 class _Missing(NamedTuple):
-    """Why the kernel is not used, and advice; the advice is "" where PyTorch is the expected choice."""
+    """Why the kernel is not used, and advice; the advice is "" if PyTorch is the expected choice."""
 
     reason: str
     advice: str
@@ -124,7 +125,7 @@ def _open_kernel(
     )
     differs = compiled.disagreement(model, context_length)
     return (
-        _Missing(f"it computes something else than {type(model.model).__name__}: {differs}", _REPORT)
+        _Missing(f"it gives other results than {type(model.model).__name__}: {differs}", _REPORT)
         if differs
         else compiled
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from verbatim.models.attention import AttentionCall
 
 BLOCK = 64
-"""Number of keys by which caches grow, and of a block of block-wise attention."""
+"""Number of keys in a block of block-wise attention; caches hold a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ class EngineReply:
     future: asyncio.Future[Any]
     """Resolved in the caller's event loop."""
     answer: tuple[Any] | None = None
-    """A tuple with the result or exception for the future (so that the result may be None); None: no reply yet."""
+    """The result or exception for the future, in a tuple because the result itself may be None; None: no reply yet."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,5 @@
-"""Checks a model before sampling: a tiny copy, decoded with a KV cache, must give the logprobs of its own attention."""
+"""Checks a model before sampling: a tiny copy, decoded with a KV cache, must reproduce the logprobs of its own
+attention."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
     """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over its tokens.
 
     Raises:
-        ModelError: the sampled tokens have other logprobs, or weights that a trainer saves cannot be loaded.
+        ModelError: the logprobs of the sampled tokens differ, or weights that a trainer saves cannot be loaded.
     """
     pair = tiny_pair(model.model, planned=True)
     check_round_trip(pair.own)

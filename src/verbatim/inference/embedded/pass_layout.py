@@ -19,7 +19,7 @@ _QUANTUM = 16
 _SHORTEST = 16
 """Minimum number of sequences in a range."""
 _RANGE_BYTES = 1 << 20
-"""Bytes of keys that take as long to read as one more range takes to start."""
+"""Bytes of keys whose reading takes as long as starting one more range."""
 _PAIRS = 1 << 16
 """Maximum number of (query, key) pairs of prompts that attend together: 256 KB of scores per head."""
 _COPY = 3
@@ -166,7 +166,7 @@ class SlotRange:
 
 
 def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRange]:
-    """Split sequences into ranges of neighbouring slots, where it saves more than one more range costs.
+    """Split sequences into ranges of neighbouring slots wherever this saves more than an additional range costs.
 
     Args:
         slots: Slots of the sequences, ascending: int64 [B].

@@ -25,8 +25,8 @@ class Leader(NamedTuple):
 def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
     """The leader of each slot whose sequence shares at least `WAIT_FOR_PREFIX` first tokens with another one.
 
-    Sorted by ids, a sequence shares most with the one before it. Of all that share equally many tokens, the first
-    leads, so that no sequence waits for one that has to wait itself if there is another choice.
+    Sorted by ids, a sequence shares most with the one before it. Among sequences that share equally many tokens, the
+    first leads, so that a sequence waits for one that waits itself only if there is no other choice.
     Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences. The first has no leader, and
     leads the second with 64 tokens and the third with 32.
     """
@@ -66,7 +66,7 @@ class Rebuild:
 
     def begin(self) -> None:
         """Choose leaders for the slots whose caches are empty. If caches survive new weights, both sequences must have
-        begun with the same weights; otherwise older keys and values would pass as those of newer weights."""
+        begun with the same weights; otherwise older keys and values would count as those of newer weights."""
         table = self._table
         active = np.flatnonzero(table.active)
         self._leaders = {
@@ -76,8 +76,8 @@ class Rebuild:
         }
 
     def go_on(self) -> None:
-        """Let sequences continue after what their leaders have computed. If a leader ended before it had computed
-        enough, its followers choose again."""
+        """Copy to waiting sequences the shared tokens that their leaders have computed by now. If a leader ended before
+        it had computed enough, its followers choose again."""
         table, is_lost = self._table, False
         for slot in sorted(self._leaders, key=lambda slot: self._leaders[slot][1].shared):
             arrival, leader = self._leaders[slot]

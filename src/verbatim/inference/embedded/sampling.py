@@ -104,7 +104,7 @@ def draw(
         [N, V], or None if no row is truncated.
 
     Example:
-        logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1]: 0.5 draws token 1, logprob log(0.5).
+        logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1]: 0.5 samples token 1, with logprob log(0.5).
     """
     greedy = temperatures_N == 0
     logits = logits_NV.float() / torch.where(greedy, 1.0, temperatures_N)[:, None]

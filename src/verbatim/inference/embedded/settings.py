@@ -21,16 +21,17 @@ class TorchSettings(ServerSettings):
     device: str = "auto"
     """Device that computes; "auto" uses CUDA if available."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
-    """What computes forward passes. "compiled" is a kernel that the machine's C compiler builds once, in seconds, for
-    models like Llama and Qwen3 on a CPU; "auto" uses it if it can be built and fits the model, otherwise "torch",
-    PyTorch."""
+    """Implementation of the forward passes. "compiled" is a kernel that the machine's C compiler builds once, in
+    seconds, for models like Llama and Qwen3 on a CPU; "torch" is PyTorch; "auto" uses the kernel if it can be built and
+    supports the model, otherwise PyTorch."""
     deterministic: bool = False
-    """Same request, seed and weights: same ids and logprobs, bit for bit, regardless of what else is in the batch."""
+    """The same request, seed and weights give the same ids and logprobs, bit for bit, regardless of the rest of the
+    batch."""
     prefill_chunk: PositiveInt = 2048
     """Maximum number of prompt tokens processed between two decode steps."""
     num_threads: PositiveInt | None = None
-    """Threads of its matrix products on a CPU; by default half of the cores while the trainer computes on this machine
-    too, otherwise all of them."""
+    """Number of threads for matrix products on a CPU; by default half of the cores while the trainer computes on this
+    machine too, otherwise all of them."""
 
     weight_transfer: Literal["auto", "files", "http"] = "auto"
     """How new weights reach the servers in `urls`: "files" reads the published folder, which a server's host must have
@@ -41,8 +42,8 @@ class TorchSettings(ServerSettings):
         """The number format of the weights."""
         if self.dtype == "auto":
             raise UsageError(
-                'dtype = "auto" is chosen by a run, verbatim eval, rollout, serve or inference; here '
-                'give "float32" or "bfloat16"'
+                'dtype = "auto" is resolved only by a run and by verbatim eval, rollout, serve and inference; '
+                'here use "float32" or "bfloat16"'
             )
         return self.dtype
 

@@ -39,8 +39,8 @@ class SlotTable:
     """S slots: the first `num_batch` decode, the others (parked) only keep prefixes of sequences that may return.
 
     A sequence has `length` known ids; the keys and values of the first `computed` are cached. A decoding sequence is
-    one id ahead; a larger gap is a prompt to process. Setting `computed` to 0 therefore has a cleared cache rebuilt
-    from the exact ids.
+    one id ahead; a larger gap is a prompt to process. Setting `computed` to 0 therefore causes a cleared cache to be
+    rebuilt from the exact ids.
 
     `loaded` is the number of the load that began a slot's cache: 0, then one more for each load. Policy versions would
     not do: two runs that use a server one after the other may use the same versions for different weights.
@@ -58,7 +58,8 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
         self.old_records = np.zeros(slots, dtype=np.int64)
-        """If experts are recorded: number of first tokens whose record is of older weights than their keys."""
+        """If experts are recorded: number of first tokens whose experts were recorded with older weights than those of
+        their keys."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)
@@ -226,7 +227,8 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """True for slots whose last id is one of their stop ids; set lookups, so the number of stop ids is free."""
+        """True for slots whose last id is one of their stop ids. Sets are searched, so many stop ids cost no more than a
+        few."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)

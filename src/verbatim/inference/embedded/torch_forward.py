@@ -35,11 +35,11 @@ class TorchForward:
         shape: Shape of one token's keys and values.
         settings: Batch size, and whether sampling is deterministic.
         reads_prefixes_once: Assume that equal ids have equal keys and values, so that shared prefixes are read once.
-            Not true if some were cached before a weight update; nor, if experts are recorded, in different slots:
+            This fails if some were cached before a weight update. It also fails between slots if experts are recorded:
             rounding may choose another of two almost tied experts, so each sequence must read its own.
 
     Raises:
-        ModelError: deterministic mode, but on this machine the bits of a row depend on its place.
+        ModelError: deterministic mode, but on this machine the bits of a row depend on its index.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TorchForward:
         self._bytes_per_key = self.bytes_per_token // shape.num_layers
         # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
         self.num_rows = up_to(num_slots, _ROW_QUANTUM) if settings.deterministic else 0
-        """Rows of every pass in deterministic mode; 0: as many as there are tokens."""
+        """Fixed number of rows of each pass in deterministic mode; 0: one row for each token."""
         self.cache = KeyValueCache(shape, max(num_slots, self.num_rows), dtype=dtype, device=model.device)
         """Keys and values of every slot."""
         if settings.deterministic:
@@ -126,7 +126,7 @@ class TorchForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`: the slots of the pass that are `done`.
+        """Sample the next token of each slot in `slots`: the pass's slots whose known ids are all computed (`done`).
 
         A deterministic pass computes and samples in every row, because other shapes could give other bits.
         """

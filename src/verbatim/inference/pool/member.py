@@ -127,7 +127,8 @@ class ReplicaIncarnation:
                 await asyncio.sleep(0)  # let a call that fails at the same moment finish, so that its error is read
             if self.over.done() and not asking.done():
                 asking.cancel()
-                asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # no "never retrieved"
+                # Read the exception, or else asyncio would log that it was never retrieved.
+                asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 await asyncio.wait({asking}, timeout=GIVING_UP)
         except asyncio.CancelledError:
             asking.cancel()

@@ -16,7 +16,7 @@ async def phase(name: str, doing: str, seconds: float) -> AsyncIterator[None]:
 
     Raises:
         TooSlow: the block timed out.
-        SamplerFault: the block raised it.
+        SamplerFault: the block raised it; the replica and the phase are added.
     """
     try:
         async with asyncio.timeout(seconds):

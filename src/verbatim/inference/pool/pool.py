@@ -42,7 +42,7 @@ MOST_ATTEMPTS = 4
 them."""
 MOST_FAULTS = 2
 """Maximum number of replicas that may fail on a request and survive; then the request fails."""
-CLOSED = "the sampler is closed; make a new one"
+CLOSED = "the sampler is closed; create a new one"
 
 
 class ReplicaPool:
@@ -56,7 +56,7 @@ class ReplicaPool:
             them.
         most_running: Maximum requests in flight on one replica; further requests wait in the queue.
         limits: The timeouts; None: the defaults.
-        rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
+        rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
         on_close: Called by `close` after the replicas are closed.
     """
 
@@ -250,7 +250,7 @@ class ReplicaPool:
                 counts.lost_tokens += why.num_tokens
                 counts.unknown += not (why.is_known if isinstance(why, GivenUp) else why.num_tokens)
                 avoid.append(member.index)
-                # Not over: the server cut the completion off (see `generate`), the replica itself lives.
+                # Incarnation not over: the server cut the completion off (see `generate`), but the replica is alive.
                 if isinstance(why, GivenUp) and not incarnation.over.done():
                     self._supervisor.failed_on_a_request(member, str(why))
                 elif isinstance(why, WrongVersions):

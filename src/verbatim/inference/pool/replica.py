@@ -72,7 +72,7 @@ class CanSleep(Protocol):
 
     @property
     def seconds_waking(self) -> float | None:
-        """Seconds that the last wake-up took, without loading; None if the replica never slept."""
+        """Seconds that the last wake-up took, not counting the loading; None if the replica never slept."""
 
     async def sleep(self) -> None:
         """Release the device's memory: weights and KV cache. The replica has no request in flight, and gets none until
@@ -84,7 +84,7 @@ class CanSleep(Protocol):
 
 
 class Rendezvous(Protocol):
-    """Where replicas meet that load a version at the same time, because it is broadcast to all of them."""
+    """Coordinates replicas that load a version at the same time, because it is broadcast to all of them."""
 
     def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
         """Announce that these replicas are about to load this version.

@@ -71,7 +71,7 @@ class ReplicaSupervisor:
         restart: Starts a server again; None: a dead replica stays out.
         limits: The timeouts.
         target: The weights that the members have to hold.
-        rendezvous: Where members meet that load at the same time; None: each loads by itself.
+        rendezvous: Coordinates members that load at the same time; None: each loads on its own.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ReplicaSupervisor:
         """The weights that every member has to hold; a member that comes back loads them."""
         self.counts = ReplicaFaultCounts()
         self.failure: str | None = None
-        """Why no replica is left; None while one is."""
+        """Why no replica is left; None while there is one."""
         self._queue = queue
         self._restart = restart
         self._limits = limits
@@ -236,7 +236,7 @@ class ReplicaSupervisor:
             if is_last or target.path is None:  # without a folder there is nothing to load again
                 return why
             logger.warning(
-                "%s does not hold policy version %d: %s. What it samples is discarded, and it loads everything again",
+                "%s does not hold policy version %d: %s. Its replies are discarded, and it loads all weights again",
                 member.name,
                 target.version,
                 printable(why),
@@ -247,7 +247,7 @@ class ReplicaSupervisor:
     # ---- sleep
 
     async def put_to_sleep(self) -> None:
-        """Make every replica release its device once its requests have ended; others wait in the queue until
+        """Make every replica release its device once its requests have ended; new requests wait in the queue until
         `bring_to`.
 
         Returns once each is asleep or out. A replica that fails to fall asleep is lost, restarted, and put to sleep. A
@@ -277,7 +277,7 @@ class ReplicaSupervisor:
         # Several replies may show the same fault; only the first one reloads the replica.
         if member.incarnation is not incarnation or member.state != "serving":
             return
-        logger.warning("%s is loaded again: %s", member.name, printable(why))
+        logger.warning("%s loads its weights again: %s", member.name, printable(why))
         self._set_aside(member, why)
         self._in_background(self._reload(member), f"reload-{member.index}")
 
@@ -316,7 +316,7 @@ class ReplicaSupervisor:
             self._retire(member, why)
             return
         logger.warning(
-            "%s is lost, and is started again; its %d requests are sent again: %s",
+            "%s is lost and will be restarted; its %d requests are sent again: %s",
             member.name,
             num_running,
             printable(why),
@@ -332,7 +332,7 @@ class ReplicaSupervisor:
             await asyncio.sleep(self._pause(member))
             await self._is_awake.wait()  # the device may be the trainer's
             try:
-                replica = await within(self._limits.start, old, "a new start", restart(member.index))
+                replica = await within(self._limits.start, old, "the restart", restart(member.index))
                 member.renew(member.why, replica)
                 member.num_restarts += 1
                 return await self._join(member)
@@ -342,7 +342,7 @@ class ReplicaSupervisor:
             if member.num_lost_in_a_row > MOST_LOST_IN_A_ROW:
                 self._retire(member, member.why)
                 return
-            logger.warning("%s could not be started again: %s", member.name, printable(member.why))
+            logger.warning("%s could not be restarted: %s", member.name, printable(member.why))
 
     def _pause(self, member: Member) -> float:
         """Seconds before the next restart: 0 after the first loss, then 1, 2, 4, ... up to `LONGEST_PAUSE`."""
@@ -405,14 +405,14 @@ class ReplicaSupervisor:
                 if now != seen or idle or member.load is None:
                     seen, since = now, loop.time()
                 elif loop.time() - since > self._limits.stall:
-                    why = f"{member.name}: the engine drew no token in {self._limits.stall:g} s"
+                    why = f"{member.name}: the engine sampled no token in {self._limits.stall:g} s"
             if why is not None:
                 self.lose(member, incarnation, why)
 
     async def _load_of(self, replica: Replica) -> ReplicaLoad | None:
         with contextlib.suppress(SamplerFault):  # the health check passed, so a missing load is not a failure
             return await within(
-                self._limits.health, replica, "the answer to a question for its load", replica.load_metrics()
+                self._limits.health, replica, "the answer to a query of its load", replica.load_metrics()
             )
         return None
 

@@ -1,7 +1,7 @@
 """Decides which replica gets a request: the one that holds the episode's prefix, unless it is overloaded or gone.
 
-The obvious alternatives are worse: hashing sessions keeps a replica hot that got long episodes, and round-robin misses
-the prefix caches. Pure bookkeeping: no clock, no requests, no randomness.
+The obvious alternatives are worse: hashing sessions overloads a replica that happens to get long episodes, and
+round-robin misses the prefix caches. Pure bookkeeping: no clock, no requests, no randomness.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 MOST_SESSIONS = 65_536
-"""Sessions that are remembered..."""
+"""Maximum number of remembered sessions, if the replicas are few. The least recently used ones are forgotten first."""
 SESSIONS_PER_REPLICA = 256
-"""...or this many for each replica, if that is more. The least recently used sessions are forgotten first."""
+"""Maximum number of remembered sessions for each replica, if the replicas are many."""
 GRAIN = 2.0**20
 """Costs are multiples of 1 / GRAIN, so that sums are exact in any order, and an idle replica's load is 0."""
 OVERLOAD = 1.2
-"""A replica is overloaded if its load exceeds this multiple of the mean load..."""
+"""A replica is overloaded if its load exceeds `OVERLOAD` times the mean load plus `SLACK`."""
 SLACK = 2.0
-"""...plus this: with few requests in flight, one more is a large share."""
+"""Added to the limit because, with few requests in flight, one more is a large share of the load."""
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ class ServerReplica(Replica, Protocol):
         """
 
     async def prove_path(self, folder: Path) -> None:
-        """Load the run's initial weights in the way of all later updates, and verify them.
+        """Load the run's initial weights in the same way as all later updates, and verify them.
 
         Raises:
             UsageError: the weights do not arrive; says what to type.
@@ -45,7 +45,7 @@ class Servers(Protocol):
     weights: tuple[Path, int]
     """Folder and version of the newest weights, with which a server is started."""
     rendezvous: Rendezvous | None
-    """Where replicas meet that load at the same time; None: each loads by itself."""
+    """Coordinates replicas that load at the same time; None: each loads on its own."""
 
     def __len__(self) -> int:
         """Number of servers."""
@@ -79,7 +79,7 @@ class FoundServers:
         weights: Folder and version of the run's initial weights.
         patience: Seconds within which a lost server must answer again.
         setting: The setting that holds these seconds, for messages: "inference.vllm.start_timeout".
-        rendezvous: Where replicas meet that load at the same time; None: each loads by itself.
+        rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder:
         await replica.prove_path(path)
     if replica.policy_version != version:
         raise UsageError(
-            f"{replica.name} holds policy version {replica.policy_version}, and the run begins with "
-            f"version {version} of {path}; start the server again"
+            f"{replica.name} holds policy version {replica.policy_version}, but the run begins with "
+            f"version {version} of {path}; restart the server"
         )
 
 

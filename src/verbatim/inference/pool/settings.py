@@ -37,7 +37,9 @@ class ServerSettings(BackendSettings):
         if repeated:
             raise ValueError(f"urls: {', '.join(repeated)} is listed twice")
         if self.api_key_env is not None and not self.urls:
-            raise ValueError("api_key_env: for the servers in urls; what the run starts listens on loopback at most")
+            raise ValueError(
+                "api_key_env: only for the servers in urls; servers that the run starts listen only on loopback"
+            )
         return self
 
     @property

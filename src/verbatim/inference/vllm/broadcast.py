@@ -109,9 +109,10 @@ class WeightBroadcast:
         if why is not None and now.is_first:
             raise UsageError(
                 f'inference.vllm.weight_transfer = "{self.kind}": the trainer\'s tensors do not reach the servers: '
-                f"{why}. Check that the servers can connect to {self.sender.store.host}, port {self.sender.store.port}, "
-                "and that the trainer's host can connect to the servers. Set inference.vllm.transfer_address to another "
-                'address of that host, or use "files" or "http"'
+                f"{why}. Check that the servers can connect to {self.sender.store.host}, port {self.sender.store.port} "
+                "(the trainer's host), and that this host can connect to the servers. Set "
+                "inference.vllm.transfer_address to another address of the trainer's host, "
+                'or use "files" or "http"'
             )
         return why is None
 
@@ -140,8 +141,9 @@ class WeightBroadcast:
         if why is not None:
             self._members = ()  # a failed group cannot be reused: the next update creates another one
             logger.warning(
-                "policy version %d could not be broadcast, and is loaded from its folder instead: %s", now.version,
-                printable(why)
+                "policy version %d could not be broadcast, and is loaded from its folder instead: %s",
+                now.version,
+                printable(why),
             )
         await sending  # raises if the trainer itself failed
         return {name: _fault_of(name, task) or why for name, task in now.loading.items()}

@@ -147,7 +147,9 @@ class VllmControl:
         answer = await self._ask(f"wake up {memory}", f"/wake_up?tags={memory}")
         expected = "awake" if is_last else "sleeping"
         if not isinstance(answer, dict) or answer.get("status") != expected:
-            raise SamplerFault(f"{self._name}: wake up {memory}: the server replied {brief(answer)}, expected {expected}")
+            raise SamplerFault(
+                f"{self._name}: wake up {memory}: the server replied {brief(answer)}, expected {expected}"
+            )
 
     # ---- LoRA adapters
 
@@ -206,8 +208,7 @@ class VllmControl:
         """Send one request to find out what the token endpoint lacks.
 
         The other routes cannot show this: for example, vLLM's own --api-key guards this endpoint, but not the routes of
-        weight
-        updates. A server that does not pack its answers is usable; a warning states the cost.
+        weight updates. A server that does not pack its answers is usable; a warning states the cost.
 
         Returns:
             What is missing, and the flag to add; None if nothing is missing.

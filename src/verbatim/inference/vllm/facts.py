@@ -114,8 +114,8 @@ def refuse_inexact(
             ),
             (
                 nccl is None or facts.nccl == nccl,
-                f"its NCCL is {facts.nccl} and the trainer's is {nccl}, which cannot connect to each other: install the same "
-                "version in both environments (nvidia-nccl-cu12 or -cu13), or "
+                f"its NCCL is {facts.nccl} and the trainer's is {nccl}, which cannot connect: install the "
+                "same version in both environments (nvidia-nccl-cu12 or -cu13), or "
                 'use inference.vllm.weight_transfer = "files"',
             ),
             (
@@ -152,12 +152,11 @@ def _returned(facts: ServerFacts, *, routed_experts: bool, kept_sets: bool) -> t
         ),
         (
             facts.returns_kept_sets or not kept_sets,
-            "it does not return the ids among which it draws each token, and this run cuts the distribution (top_p, "
-            f"top_k or min_p): add {RETURN_KEPT_SETS}, which vLLM 0.32 has, {runner}",
+            "it does not return the kept set of each token, which this run needs because it truncates the distribution "
+            f"(top_p, top_k or min_p): add {RETURN_KEPT_SETS}, which vLLM 0.32 has, {runner}",
         ),
         (
             kept_sets or not facts.returns_kept_sets,
-            "it returns the ids among which it draws each token, and so takes no request without top_k: leave out "
-            f"{RETURN_KEPT_SETS}",
+            f"it returns the kept set of each token, so it refuses requests without top_k: leave out {RETURN_KEPT_SETS}",
         ),
     )

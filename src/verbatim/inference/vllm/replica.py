@@ -255,7 +255,9 @@ class VllmReplica(ServedReplica):
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
-            raise SamplerFault(f"{self.name}: the server could not empty its prefix cache, so it would reuse stale prefixes")
+            raise SamplerFault(
+                f"{self.name}: the server could not empty its prefix cache, so it would reuse stale prefixes"
+            )
         self._num_asked_cache = 0
         await self._wake_up("kv_cache")  # last: vLLM resumes by itself as soon as nothing sleeps
         await control.resume()

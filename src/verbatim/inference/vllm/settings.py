@@ -83,12 +83,12 @@ class VllmSettings(ServerSettings):
             )
         if self.colocate and self.broadcast is not None:
             raise ValueError(
-                "colocate: the trainer has left the device when the servers load, so weight_transfer = "
-                f'"{self.weight_transfer}" cannot send from there; type weight_transfer = "files"'
+                "colocate: when the servers load, the trainer has already left the device, so weight_transfer = "
+                f'"{self.weight_transfer}" cannot send from it; use weight_transfer = "files"'
             )
         if self.transfer_address is not None and self.broadcast is None:
             raise ValueError(
-                f'transfer_address: for weight_transfer = "nccl" or "gloo", found '
+                f'transfer_address: only for weight_transfer = "nccl" or "gloo", found '
                 f'"{self.weight_transfer}"; leave it out'
             )
         options = [arg.partition("=")[0] for arg in self.args]
@@ -96,7 +96,7 @@ class VllmSettings(ServerSettings):
         ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
         if ours:
             raise ValueError(
-                f"args: the run could not reach a server with {ours[0]} of its own; "
+                f"args: the run sets {ours[0]} itself, because it could not reach a server with another value; "
                 "leave it out. List servers that you start yourself in urls"
             )
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
@@ -114,7 +114,7 @@ class VllmSettings(ServerSettings):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """The precision to compare with the trainer's; float16 counts as bfloat16, which is coarser."""
+        """The sampler's precision; float16 counts as bfloat16, which is coarser."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
@@ -201,7 +201,7 @@ class VllmSettings(ServerSettings):
             )
         if adapter_rank is not None and self.broadcast is not None:
             raise UsageError(
-                f'weight_transfer = "{self.weight_transfer}" sends whole weights, and [trainer.lora] '
+                f'weight_transfer = "{self.weight_transfer}" sends full weights, but [trainer.lora] '
                 'trains adapters; use "files" or "http"'
             )
         if adapter_rank is not None and self.colocate:
@@ -226,8 +226,8 @@ class VllmSettings(ServerSettings):
             )
         if self.weight_transfer == "nccl" and status == _VLLM_FOR_CPUS:
             raise UsageError(
-                f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, and '
-                'NCCL connects CUDA devices; use "files", or "gloo"'
+                f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, but '
+                'NCCL connects only CUDA devices; use "files", or "gloo"'
             )
         if self.colocate and status == _VLLM_FOR_CPUS:
             raise UsageError(

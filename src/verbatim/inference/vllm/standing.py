@@ -78,12 +78,14 @@ class StandingVllm:
 def _refuse_taken_ports(listening: Listening, replicas: int) -> None:
     port, last = listening.port, listening.port + replicas - 1
     if last > LAST_PORT:
-        raise UsageError(f"--port {port}: {replicas} servers need ports up to {last}, but the highest port is {LAST_PORT}")
+        raise UsageError(
+            f"--port {port}: {replicas} servers need ports up to {last}, but the highest port is {LAST_PORT}"
+        )
     for taken in range(port, last + 1):
         if is_taken(listening.host, taken):
             raise UsageError(
                 f"--port {port}: another process listens on port {taken}; {replicas} servers need the "
-                f"ports {port} to {last}, give another --port"
+                f"ports {port} to {last}; choose another --port"
             )
 
 

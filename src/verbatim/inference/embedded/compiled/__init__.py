@@ -1,1 +1,1 @@
-"""Forward passes by one compiled function, for the models and machines that it fits."""
+"""Forward passes in a compiled C function, for the models and machines that it supports."""

@@ -1,4 +1,4 @@
-"""Computes passes with the compiled kernel: rows of any sequences, without padding, and the sampling of their tokens.
+"""Runs forward passes with the compiled kernel, over rows of any sequences without padding, and samples their tokens.
 
 The bits of a row depend only on its own sequence, so deterministic mode needs no special passes.
 """
@@ -27,11 +27,11 @@ from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
 _SCORED_AT_ONCE = 512
-"""Number of tokens per pass when a whole sequence is scored..."""
+"""Number of tokens per pass when a whole sequence is scored."""
 _HEADS_AT_ONCE = 64
-"""...and number of tokens whose logits exist at the same time, to bound memory."""
+"""Number of tokens whose logits exist at the same time when a sequence is scored, to bound memory."""
 _WORTH_A_TEAM = 2e7
-"""Number of multiplications from which several threads are faster than one, which has nothing to synchronise with."""
+"""Number of multiplications above which several threads are faster than one, despite the cost of synchronising them."""
 
 
 class CompiledForward:
@@ -48,7 +48,7 @@ class CompiledForward:
     """
 
     num_rows = 0
-    """Rows of every pass; 0: as many as there are tokens."""
+    """Fixed number of rows of each pass; 0: one row for each token."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CompiledForward:
         """Bytes of one token's keys and values in all layers."""
         self._model = KernelModel(kernel, model, fast, calls)
         self.cache = PagedCache(shape, num_slots + 1, context_length)
-        self._scored = num_slots  # one more slot, for scoring sequences; none is sampled in it
+        self._scored = num_slots  # an extra slot for scoring sequences, in which nothing is sampled
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
         self._kept: Int32 = np.empty(0, dtype=np.int32)
@@ -92,8 +92,8 @@ class CompiledForward:
     def _run(
         self, ids: Rows, positions: Rows, slots: Rows, outs: Rows, alone: tuple[int, Tensor] | None = None
     ) -> Tensor:
-        """The hidden states of the rows `outs`, after the final norm; or, with `alone` = (layer, hidden states before
-        it), after that layer."""
+        """The hidden states of the rows `outs`, after the final norm. With `alone` = (layer, hidden states before it),
+        only that layer is computed, and the hidden states are those after it."""
         fields = self._model.fields if alone is None else self._model.layer_alone(alone[0])
         given_states = None if alone is None else alone[1].contiguous()
         out = torch.empty(len(outs), fields.width)
@@ -122,7 +122,7 @@ class CompiledForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`: the slots of the pass that are `done`."""
+        """Sample the next token of each slot in `slots`: the pass's slots whose known ids are all computed (`done`)."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
         num = len(slots)

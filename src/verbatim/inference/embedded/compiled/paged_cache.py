@@ -1,7 +1,7 @@
 """Stores keys and values in pages of a few tokens; sequences with equal first tokens share pages.
 
 A full page never changes, so any number of slots may refer to it. A page that a sequence is still filling belongs to
-that slot alone; it is copied if another sequence continues from the same tokens.
+its slot alone; it is copied if another sequence continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class PagedCache:
-    """Pages of keys and values, and the pages of each slot. Pages are reference-counted.
+    """Reference-counted pages of keys and values, and the list of pages of each slot.
 
     Args:
         shape: Shape of one token's keys and values; key and value size are equal.
@@ -34,7 +34,7 @@ class PagedCache:
         self.planes = shape.num_layers * shape.num_kv_heads * 2
         self._page_floats = PAGE * shape.key_size
         page_bytes = self.planes * self._page_floats * 4
-        # A power of two, because the kernel splits a page's number by shifts into chunk and place.
+        # A power of two, because the kernel splits a page's number into chunk and index by bit shifts.
         self.chunk_bits = max(4, min((_CHUNK_BYTES // page_bytes).bit_length() - 1, 10))
         self.chunk_pages = 1 << self.chunk_bits
         """Number of pages in a chunk of memory."""
@@ -102,7 +102,7 @@ class PagedCache:
         if isinstance(slots, slice):
             for slot in range(len(self.num_pages))[slots]:
                 self.truncate(slot, 0)
-            if not self._users.any():  # sequences again get adjacent pages
+            if not self._users.any():  # so that sequences get adjacent pages again
                 self._free.sort(reverse=True)
         else:
             self.truncate(slots, 0)

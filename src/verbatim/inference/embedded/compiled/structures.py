@@ -106,7 +106,7 @@ class DrawFields(ctypes.Structure):
 
 
 def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[AttentionCall]) -> str | None:
-    """Why the kernel does not compute a model; None: it does."""
+    """Why the kernel cannot compute a model; None if it can."""
     weight = model.output.weight
     if weight.device.type != "cpu":
         return f"the model is on {weight.device.type}"
@@ -117,9 +117,9 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
     if not all(call.is_plain for call in calls):
         return "the attention has a soft cap or sinks"
     if model.softcap is not None or model.scale != 1.0 or model.output.bias is not None:
-        return "the logits are more than the product of hidden states and output head"
+        return "the logits are not just the product of hidden states and output head"
     if len(model.backbone.embed_tokens.weight) < model.vocab_size:
-        return "ids of the output head have no embedding"
+        return "the output head has ids without an embedding"
     layer = fast.layers[0]
     sizes = {
         "the width": layer.mlp.gate_proj.weight.shape[1],
@@ -130,7 +130,7 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
         if size % UNIT:
             return f"{name} is {size}, not a multiple of {UNIT}"
     if fast.cos.shape[-1] != fast.head_size:
-        return "only a part of each head is rotated by positions"
+        return "the position encoding rotates only a part of each head"
     if not all(p.is_contiguous() and p.dtype == weight.dtype for p in model.model.parameters()):
         return "a weight is not contiguous, or in another number format than the output head"
     return None

@@ -80,8 +80,8 @@ def _nccl() -> str | None:
 def _unsupported_heads(model: Any) -> str | None:
     """Why the attention kernels for CPUs cannot compute this model; None if they can.
 
-    vLLM uses its only attention backend for CPUs without checking whether it supports the model, as it does for its
-    other backends. The server would crash at the first request.
+    vLLM checks whether its other attention backends support a model, but uses its only backend for CPUs without such
+    a check: the server would crash at the first request.
     """
     from vllm.platforms import current_platform
 

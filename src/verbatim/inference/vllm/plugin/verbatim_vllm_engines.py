@@ -1,5 +1,5 @@
-"""Defines two weight-transfer engines for vLLM: one loads a folder of safetensors, the other a trainer's broadcast. Both
-record which values the kernels are built from."""
+"""Defines two weight-transfer engines for vLLM: one loads a folder of safetensors, the other a trainer's broadcast.
+Both record which values the kernels are built from."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -200,8 +200,7 @@ class Folder:
         }
         if where is not None and set(where) != set(self.shapes):
             raise ValueError(
-                f"the index of {path} and its files name different tensors: "
-                f"{sorted(set(where) ^ set(self.shapes))[:3]}"
+                f"the index of {path} and its files name different tensors: {sorted(set(where) ^ set(self.shapes))[:3]}"
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
