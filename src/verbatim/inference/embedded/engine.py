@@ -81,8 +81,8 @@ class TorchSampler:
         longest = getattr(model.config, "max_position_embeddings", None)
         if longest is not None and context_length > longest:
             raise ModelError(
-                f"context_length = {context_length}, but {str(model_path)!r} has only "
-                f"{longest} positions; use at most that (orchestrator.seq_len)"
+                f"context_length = {context_length}, but the positions of {str(model_path)!r} end at "
+                f"{longest}; use at most that (orchestrator.seq_len)"
             )
         self.context_length = context_length
         """Maximum tokens of prompt plus completion."""

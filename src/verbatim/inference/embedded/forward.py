@@ -77,7 +77,7 @@ def open_forward(
     if differs and warns:
         _warn_once(
             f"the embedded sampler computes with transformers' {type(model.model).__name__}, slower than with its own "
-            f"form of the layers, which gives different results: {differs}. {_PLEASE}"
+            f"form of the layers, whose results differ: {differs}. {_PLEASE}"
         )
     backbone = model if known is None or differs else known
     reads_prefixes_once = not keep_cache and not record_experts  # see `TorchForward`
@@ -125,7 +125,7 @@ def _open_kernel(
     )
     differs = compiled.disagreement(model, context_length)
     return (
-        _Missing(f"it gives other results than {type(model.model).__name__}: {differs}", _REPORT)
+        _Missing(f"its results differ from those of {type(model.model).__name__}: {differs}", _REPORT)
         if differs
         else compiled
     )

@@ -227,8 +227,7 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """True for slots whose last id is one of their stop ids. Sets are searched, so many stop ids cost no more than a
-        few."""
+        """True for slots whose last id is one of their stop ids. The ids are sets, so many cost no more than a few."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)

@@ -157,6 +157,6 @@ def _returned(facts: ServerFacts, *, routed_experts: bool, kept_sets: bool) -> t
         ),
         (
             kept_sets or not facts.returns_kept_sets,
-            f"it returns the kept set of each token, so it refuses requests without top_k: leave out {RETURN_KEPT_SETS}",
+            f"it returns the kept set of each token, and refuses requests without top_k: leave out {RETURN_KEPT_SETS}",
         ),
     )
