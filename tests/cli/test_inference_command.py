@@ -221,11 +221,11 @@ async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_a
     await standing.StandingVllm(inputs, VllmSettings(), listening).keep_running()
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "replica 0 ended (signal 9); starting it again",
+        "replica 0 ended (signal 9); restarting it",
         "replica 0 could not be restarted: No space left on device (logs/replica_0.log)",
-        "replica 0 ended (signal 9); starting it again",
+        "replica 0 ended (signal 9); restarting it",
         "it does not answer",
-        "replica 0 ended (signal 9); starting it again",
+        "replica 0 ended (signal 9); restarting it",
     ]
 
 

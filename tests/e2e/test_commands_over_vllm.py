@@ -206,7 +206,7 @@ def test_a_server_with_another_key_or_another_model_is_told(place: Path, model: 
     with serving_on_a_thread(double) as url:
         write_run(model, at(url))
         assert main(command) == 2
-        assert "expected the model of this run with" in capsys.readouterr().err
+        assert "but this run's model has" in capsys.readouterr().err
         double.key = "another-key"
         assert main(command) == 2
         assert "it requires a key" in capsys.readouterr().err

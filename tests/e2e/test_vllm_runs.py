@@ -155,7 +155,7 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
         assert metrics["replicas/requests_failed"] == metrics["replica/0/unverified_tensors"] == 0
     assert_every_token_is_in_the_ledger(place)
     assert servers(place) == []
-    assert "the check for old prefixes is off" not in (place / "mine" / "logs" / "orchestrator.log").read_text()
+    assert "stale prefixes cannot be detected" not in (place / "mine" / "logs" / "orchestrator.log").read_text()
     versions = {
         version
         for _, trajectory in read_trajectories(place / "mine")

@@ -36,7 +36,7 @@ MEMORY = {
     "torch, engine": ("torch", ENGINE),
 }
 
-OUT_OF_MEMORY = "out of memory|the sampler's thread has ended; the standard error shows why"
+OUT_OF_MEMORY = "out of memory|the sampler's thread has ended; standard error shows why"
 """The message; a thread that cannot even begin is one line above it."""
 
 

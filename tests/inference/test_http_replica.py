@@ -248,7 +248,7 @@ async def test_a_server_of_another_vocabulary_is_refused(models: dict[str, Path]
 
     other = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=128)
     async with serve_sampler(other, api_key=key, model="policy") as server:
-        with pytest.raises(UsageError, match="serves 'policy' with 10 ids, expected the model of this run with 97"):
+        with pytest.raises(UsageError, match="'policy' with a vocabulary of 10 ids, but this run's model has 97"):
             async with pool_of(models["tied"], [server.url], api_key_env="SERVERS_KEY"):
                 pass
 
@@ -271,7 +271,7 @@ async def test_a_server_that_does_not_answer_is_named(models: dict[str, Path]):
     ("table", "said"),
     [
         ({"urls": ["http://a:1", "http://a:1"]}, "urls: http://a:1 is listed twice"),
-        ({"api_key_env": "SERVERS_KEY"}, "api_key_env: for the servers in urls"),
+        ({"api_key_env": "SERVERS_KEY"}, "api_key_env: only for the servers in urls"),
         ({"urls": ["http://a:1"], "weight_transfer": "nccl"}, "weight_transfer"),
     ],
 )

@@ -164,7 +164,7 @@ def test_servers_that_run_for_others_are_not_put_to_sleep(place, capsys, model):
     ("more", "said"),
     [
         ({"urls": ("http://a:1",)}, "it cannot put those in urls to sleep"),
-        ({"weight_transfer": "nccl"}, "the trainer has left the device"),
+        ({"weight_transfer": "nccl"}, "the trainer has already left the device"),
     ],
 )
 def test_keys_that_do_not_go_with_sharing_are_refused(more, said):

@@ -239,7 +239,7 @@ async def test_the_last_replica_that_cannot_be_started_again_ends_the_run_with_w
         asking = asyncio.ensure_future(pool.generate(request()))
         replica.die()
         said = "no replica is left. " + (
-            "replica 0: a new start took more than 0.05 s" if hangs else "replica 0: the server ended with status 1"
+            "replica 0: the restart took more than 0.05 s" if hangs else "replica 0: the server ended with status 1"
         )
         with pytest.raises(EngineDead) as ended:
             await watch_engine(pool)

@@ -76,7 +76,7 @@ async def test_one_that_does_not_fall_asleep_is_started_again_and_put_to_sleep(f
         await pool.sleep()
         assert restarts.made[0].is_asleep and replicas[1].is_asleep
     said = "falling asleep took more than 0.3 s" if fault == "hangs" else "sleep: 500"
-    assert f"replica 0 is lost, and is started again; its 0 requests are sent again: replica 0: {said}" in caplog.text
+    assert f"replica 0 is lost and will be restarted; its 0 requests are sent again: replica 0: {said}" in caplog.text
 
 
 async def test_the_last_one_that_never_falls_asleep_ends_the_run(monkeypatch):

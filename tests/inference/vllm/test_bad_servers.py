@@ -32,7 +32,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "with raw logprobs": ({"logprobs_mode": "raw_logprobs"}, "add --logprobs-mode processed_logprobs"),
     "of another vocabulary": (
         {"vocab_size": 1000, "model": "other"},
-        "it serves other with 1000 ids, expected the model of this run with 289: start it with --model and the folder",
+        "it serves other with a vocabulary of 1000 ids, but this run's model has 289: start it with --model and",
     ),
     "with a short context": (
         {"max_model_len": 64},
@@ -49,8 +49,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "without the plug-in": ({"fault": "no plug-in"}, "--worker-extension-cls verbatim_vllm.WeightReport"),
     "with heads that a CPU cannot compute": (
-        {"unsupported_heads": "16, and vLLM's attention for CPUs knows [32, 64]"},
-        r"its attention heads have a size of 16, and vLLM's attention for CPUs knows \[32, 64\]: sample this model "
+        {"unsupported_heads": "16, and vLLM's attention for CPUs supports [32, 64]"},
+        r"its attention heads have a size of 16, and vLLM's attention for CPUs supports \[32, 64\]: sample this model "
         "with a GPU, or with inference.backend",
     ),
 }
@@ -96,7 +96,7 @@ async def test_https_needs_the_authority_of_its_certificate_and_nothing_else(tra
 
 @pytest.mark.parametrize("option", ["--port=5", "--host", "--ssl-keyfile", "--api-key", "--api_key=x"])
 def test_options_that_hide_a_server_from_its_run_are_refused(option):
-    with pytest.raises(ValueError, match=f"could not reach a server with {option.partition('=')[0]} of its own"):
+    with pytest.raises(ValueError, match=f"the run sets {option.partition('=')[0]} itself"):
         VllmSettings(args=("--enforce-eager", option, "x"))
 
 

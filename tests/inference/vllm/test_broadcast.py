@@ -306,7 +306,7 @@ async def test_weights_that_do_not_arrive_at_the_start_are_refused_with_what_to_
     run.doubles[0].after_tensor = fail
     with pytest.raises(
         UsageError,
-        match=r'weight_transfer = "gloo": the tensors of the trainer do not reach .*'
+        match=r'weight_transfer = "gloo": the trainer.s tensors do not reach .*'
         r"connection refused.*inference\.vllm\.transfer_address",
     ):
         async with run.opened():
@@ -322,7 +322,7 @@ async def test_another_nccl_than_the_trainers_is_refused(trained: Trained):
     vocab_size = int(facts["vocab_size"])
     asked = {"name": "replica 0", "transfer": "verbatim_broadcast", "vocab_size": vocab_size, "context_length": 64}
     refuse_inexact(ServerFacts(**facts), nccl="2.27.5", **asked)
-    with pytest.raises(UsageError, match=r"its NCCL is 2\.27\.5, and that of the trainer 2\.28\.3"):
+    with pytest.raises(UsageError, match=r"its NCCL is 2\.27\.5 and the trainer's is 2\.28\.3"):
         refuse_inexact(ServerFacts(**facts), nccl="2.28.3", **asked)
 
 

@@ -87,7 +87,7 @@ def test_replicas_have_devices_of_their_own(monkeypatch, settings, visible, expe
     ("settings", "reason"),
     [
         ({"urls": ("http://a:1", "http://a:1")}, "http://a:1 is listed twice"),
-        ({"api_key_env": "KEY"}, "api_key_env: for the servers in urls"),
+        ({"api_key_env": "KEY"}, "api_key_env: only for the servers in urls"),
         ({"gpu_memory_utilization": 1.5}, "found 1.5, expected at most 1"),
         ({"replicas": 2, "devices": ("0",)}, "found 1 entries, expected one for each of the 2 replicas"),
         ({"devices": ("0",), "tensor_parallel_size": 2}, "expected 2 in each entry"),
@@ -160,7 +160,7 @@ def test_kept_sets_that_are_not_returned_or_not_wanted_refuse_a_server():
         UsageError, match=r"add --return-sampling-mask, which vLLM 0\.32 has, and .* VLLM_USE_V2_MODEL_R"
     ):
         refuse_inexact(FACTS, **how, return_kept_sets=True)
-    with pytest.raises(UsageError, match="takes no request without top_k: leave out --return-sampling-mask"):
+    with pytest.raises(UsageError, match="refuses requests without top_k: leave out --return-sampling-mask"):
         refuse_inexact(returning, **how)
 
 

@@ -293,7 +293,9 @@ async def test_a_probe_that_no_block_of_the_prefix_cache_holds_is_told_once(
             await replica.update_weights(tied.step(f"v{version}", 1e-3), version)
             for _ in range(3):
                 await replica.cached_logprob(tied.ids(length))
-    expected = f"replica 3: the check for old prefixes is off: the prefix cache keeps nothing of a probe of {length} "
+    expected = (
+        f"replica 3: stale prefixes cannot be detected, because the prefix cache stores nothing of a probe of {length} "
+    )
     assert sum(expected in record.getMessage() for record in caplog.records) == times
 
 
@@ -449,7 +451,7 @@ async def test_a_server_that_is_gone_is_named(tied: TinyModel):
         ({"prefix_caching": False}, "--enable-prefix-caching"),
         ({"chunked_prefill": False}, "--enable-chunked-prefill"),
         ({"max_model_len": 256}, "--max-model-len 512"),
-        ({"vocab_size": 1000, "model": "other"}, "serves other with 1000 ids, expected the model of this run with"),
+        ({"vocab_size": 1000, "model": "other"}, "other with a vocabulary of 1000 ids, but this run's model has"),
         ({"weight_transfer": None}, '--weight-transfer-config \'{"backend": "verbatim_files"}\''),
         ({"speculative": True}, "leave out --speculative-config"),
         ({"unsupported_heads": "16, and it knows [32]"}, "heads have a size of 16, and it knows [32]"),

@@ -109,7 +109,9 @@ async def test_a_server_that_says_that_it_still_sleeps_is_named(tied):
         await replica.sleep()
         double.fault = "stays asleep"
         double.asleep = {"kv_cache"}
-        with pytest.raises(SamplerFault, match=r"replica 3: wake up kv_cache: it replied .*sleeping.*, expected awake"):
+        with pytest.raises(
+            SamplerFault, match=r"replica 3: wake up kv_cache: the server replied .*sleeping.*, expected awake"
+        ):
             await replica.update_weights(tied.step("v1", 1e-3), 1)
 
 

@@ -263,13 +263,13 @@ def test_the_command_has_what_adapters_need(trainer: AdaptedModel):
     assert "--enable-lora" not in server_command(VllmSettings(), model="m", port=1, context_length=8)
     environment = server_environment(VllmSettings(), 0, is_local_model=True)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    with pytest.raises(UsageError, match=r"trainer.lora.r = 600, but vLLM takes ranks up to 512"):
+    with pytest.raises(UsageError, match=r"trainer.lora.r = 600, but vLLM supports ranks up to 512"):
         server_command(VllmSettings(), model=trainer.published, port=1, context_length=8, adapter_rank=600)
 
 
 def test_nccl_and_sleeping_servers_are_refused(trainer: AdaptedModel):
     inputs = BackendInputs(model=trainer.published, context_length=64, adapter_rank=8)
-    with pytest.raises(UsageError, match='"nccl" sends whole weights'):
+    with pytest.raises(UsageError, match='"nccl" sends full weights'):
         vllm_servers(inputs, VllmSettings(weight_transfer="nccl"))
     with pytest.raises(UsageError, match="colocate puts servers to sleep"):
         vllm_servers(inputs, VllmSettings(colocate=True))

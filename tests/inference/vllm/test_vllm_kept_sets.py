@@ -136,9 +136,9 @@ async def test_a_request_without_top_k_is_refused_before_it_is_sent(trainer: Tin
         (
             False,
             True,
-            "does not return the ids among which it draws each token.*add --return-sampling-mask, which vLLM 0",
+            "does not return the kept set of each token.*add --return-sampling-mask, which vLLM 0",
         ),
-        (True, False, "takes no request without top_k: leave out --return-sampling-mask"),
+        (True, False, "refuses requests without top_k: leave out --return-sampling-mask"),
     ],
 )
 async def test_a_server_with_other_flags_is_refused_before_anything_is_sampled(

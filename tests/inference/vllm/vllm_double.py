@@ -314,7 +314,7 @@ class VllmDouble:
             published = load(raw[: len(raw) // 2] if self.fault == "half a file" else raw)
             missing = self._names - set(published)
             if missing:
-                raise ValueError(f"the folder has nothing for {sorted(missing)[0]}")
+                raise ValueError(f"the folder has no tensors for {sorted(missing)[0]}")
         except Exception as error:  # noqa: BLE001 - the client is told
             found.update(error=f"{type(error).__name__}: {error}", loaded=False)
             return
