@@ -371,9 +371,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(models, monkeypatch, 
     monkeypatch.setattr(forward_choice, "load_kernel", WrongKernel)
     assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
     (warning,) = said()
-    assert (
-        "slower than with its compiled kernel: its results differ from those of Qwen3ForCausalLM" in warning
-    )
+    assert "slower than with its compiled kernel: its results differ from those of Qwen3ForCausalLM" in warning
     assert "layer 0 (of 0 to 1) is " in warning and "verbatim doctor --machine MODEL" in warning
     with pytest.raises(ModelError, match=r"differ from those of Qwen3ForCausalLM: layer 0 .* away"):
         make(models["tied"])
