@@ -309,7 +309,7 @@ class Decoder:
         return slots[order], counts[order]
 
     def _layout(self, slots: Slots, counts: Rows, num_single: int) -> PassLayout:
-        """Place the tokens in rows: consecutive; in deterministic mode the only token of slot i goes to row i."""
+        """Assign tokens to consecutive rows. In deterministic mode, if slot i has only one token, it goes to row i."""
         row_slots = np.repeat(slots, counts)
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(row_slots)) - np.repeat(starts - self.table.computed[slots], counts)

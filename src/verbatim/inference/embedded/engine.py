@@ -50,7 +50,7 @@ class TorchSampler:
         context_length: Maximum tokens of prompt plus completion.
         policy_version: Policy version of the weights in `model_path`.
         num_threads: Number of threads for the engine's matrix products only; None: torch's setting.
-        cores: Decides before each step how many threads it may use; None: always `num_threads`.
+        cores: Decides before each step how many threads the engine may use; None: always `num_threads`.
         on_weight_update: What happens to the KV cache of sequences in flight when new weights arrive.
         return_routed_experts: Return the experts of a mixture that computed each token.
 
@@ -128,8 +128,8 @@ class TorchSampler:
 
         Args:
             request: The request.
-            watch: Called with new tokens on the engine's thread after each step; it may end the completion, and nothing
-                is sampled after that token.
+            watch: Called with new tokens on the engine's thread after each step; it may end the completion with the
+                last of these tokens, and nothing is sampled after it.
 
         Raises:
             RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
@@ -212,7 +212,8 @@ class TorchSampler:
         return scored
 
     async def close(self) -> None:
-        """Stop; requests in flight end as cancelled, with the tokens sampled so far. Further calls do nothing."""
+        """Stop the engine; requests in flight end as cancelled, with the tokens sampled so far. Further calls do
+        nothing."""
         self._engine.stop()
         await asyncio.to_thread(self._engine.thread.join)
 

@@ -58,8 +58,8 @@ class EngineThread:
 
     Args:
         decoder: The model and its cache; used only by this thread.
-        num_threads: Threads for its matrix products; None: torch's setting.
-        cores: Decides before each step how many threads it may use; None: always `num_threads`.
+        num_threads: Number of threads for the decoder's matrix products; None: torch's setting.
+        cores: Decides before each step how many threads the decoder may use; None: always `num_threads`.
     """
 
     def __init__(self, decoder: Decoder, num_threads: int | None, cores: CoreShare | None = None) -> None:
@@ -158,7 +158,7 @@ class EngineThread:
             self._shut_down(None)
 
     def _receive(self) -> bool:
-        """Take new messages, sleeping while there is nothing to do. False: stop."""
+        """Take new messages, sleeping while there is nothing to do; return False if the thread has to stop."""
         with self._wake:
             while not (self._inbox or self._closing or self._waiting or self._running or self._commands):
                 self._share_cores(computes=False)

@@ -152,7 +152,7 @@ class SlotRange:
 
     @property
     def keys(self) -> int:
-        """Cost of reading the range, as a number of keys read in place."""
+        """Cost of reading the range, in units of one key read in place."""
         return min(self.num_slots, _COPY * (self.last - self.first)) * self.longest
 
     def joined(self, other: SlotRange) -> SlotRange:

@@ -19,7 +19,7 @@ class TorchSettings(ServerSettings):
     bfloat16 only for matrices and, if the CPU multiplies bfloat16 (AVX512-BF16), for the inputs of their products.
     "auto" is decided once when a run begins: bfloat16 if a measurement finds it faster; float32 for tiny models."""
     device: str = "auto"
-    """Device that computes; "auto" uses CUDA if available."""
+    """Device that the engine computes on; "auto" uses CUDA if available."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
     """Implementation of the forward passes. "compiled" is a kernel that the machine's C compiler builds once, in
     seconds, for models like Llama and Qwen3 on a CPU; "torch" is PyTorch; "auto" uses the kernel if it can be built and

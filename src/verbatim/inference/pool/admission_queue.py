@@ -59,7 +59,7 @@ class AdmissionQueue:
         self.call_next()
 
     def hold(self) -> None:
-        """Let every request wait in the queue until `release`."""
+        """Make every request wait in the queue until `release`."""
         self._is_held = True
 
     def release(self) -> None:
@@ -79,7 +79,7 @@ class AdmissionQueue:
         self._fewer.set()  # `until_empty` no longer counts this replica's requests
 
     def add(self, replica: int) -> None:
-        """Let requests go to this replica."""
+        """Admit requests to this replica."""
         self.router.add(replica)
         self.call_next()
 

@@ -61,7 +61,8 @@ class ReplicaIncarnation:
         self.under_way: set[asyncio.Future[Any]] = set()
         """Calls of the replica that have not ended yet."""
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """A waiter for each call of `_until_ended`. A dict is an ordered set: the first to wait wakes first."""
+        """The waiters of all calls of `_until_ended`. The dict serves as an ordered set: the first to wait wakes
+        first."""
         self._proof: asyncio.Future[None] = loop.create_future()
         if proven:
             self._proof.set_result(None)

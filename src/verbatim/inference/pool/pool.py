@@ -38,10 +38,10 @@ from verbatim.inference.validation import check_ids, check_prompt, check_tempera
 T = TypeVar("T")
 
 MOST_ATTEMPTS = 4
-"""Maximum number of replicas that a request is sent to. A request that loses all of them fails: it may be what kills
-them."""
+"""Maximum number of replicas that a request is sent to. A request that loses all of them fails, because it may be what
+kills them."""
 MOST_FAULTS = 2
-"""Maximum number of replicas that may fail on a request and survive; then the request fails."""
+"""Number of replicas that may fail on a request while they stay alive; after that many, the request fails."""
 CLOSED = "the sampler is closed; create a new one"
 
 

@@ -52,7 +52,7 @@ class Replica(Sampler, Protocol):
         """Number of tensors that no digest covered in the last update."""
 
     async def health(self) -> None:
-        """Return if the server answers.
+        """Check that the server answers and that its engine is alive.
 
         Raises:
             SamplerFault: it does not answer, or its engine is dead.

@@ -70,7 +70,7 @@ class Servers(Protocol):
 
 
 class FoundServers:
-    """Servers that the run did not start: whoever started one has to restart it.
+    """Servers that the run did not start, and so cannot restart: the pool waits until a lost server is back.
 
     Args:
         urls: The servers' root URLs.

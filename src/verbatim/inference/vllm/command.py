@@ -73,7 +73,7 @@ def server_command(
         context_length: Maximum tokens of prompt plus completion; `settings.max_model_len` takes precedence.
         host: The address to listen on.
         adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
-        return_routed_experts: Return the experts of a mixture-of-experts model that computed each token.
+        return_routed_experts: Report which experts of a mixture-of-experts model computed each token.
         return_kept_sets: Return the kept set of each token; the server then refuses requests without `top_k`.
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})

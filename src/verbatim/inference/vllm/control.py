@@ -52,7 +52,7 @@ class VllmControl:
     # ---- weight update, in call order
 
     async def pause(self) -> None:
-        """Stop the engine's steps; requests in flight stay queued, and keep their KV cache for now."""
+        """Pause the engine between two steps. Requests in flight stay queued and keep their KV cache."""
         await self._ask("pause", "/pause?mode=keep&clear_cache=false")
 
     async def num_workers(self) -> int:
@@ -78,7 +78,7 @@ class VllmControl:
             await self._ask("start weight update", "/start_weight_update")
 
     async def load(self, info: Mapping[str, Any]) -> None:
-        """Load weights; `info` is what the engine expects: {"path": ...} or {"group": ...}."""
+        """Load weights; `info` is for the weight-transfer engine: {"path": ...} or {"group": ...}."""
         await self._ask("load weights", "/update_weights", {"update_info": info})
 
     async def finish_update(self) -> None:
@@ -86,7 +86,8 @@ class VllmControl:
         await self._ask("finish weight update", "/finish_weight_update", {})
 
     async def reports(self, of: Literal["weights", "adapter"] = "weights") -> list[WorkerReport]:
-        """Each worker's report: what its kernels were built from in the last update, or its newest adapter's tensors.
+        """Each worker's report: what its kernels were built from in the last update, or the tensors of its newest
+        adapter.
 
         Raises:
             SamplerFault: the reply is not a list of reports.
@@ -122,13 +123,13 @@ class VllmControl:
         return isinstance(answer, dict) and answer.get("success") is True
 
     async def resume(self) -> None:
-        """Continue the engine's steps."""
+        """Resume the engine."""
         await self._ask("resume", "/resume")
 
     # ---- sleep mode: the trainer has the device
 
     async def sleep(self) -> None:
-        """Release the device's memory: weights and KV cache are lost. Requests in flight finish first; later ones
+        """Release the device's memory: weights and KV cache are lost. Requests in flight finish first; later requests
         wait.
 
         Raises:
@@ -139,7 +140,7 @@ class VllmControl:
             raise SamplerFault(f"{self._name}: sleep: the server replied {brief(answer)}")
 
     async def wake_up(self, memory: Memory, *, is_last: bool) -> None:
-        """Allocate one kind of memory again; its contents are undefined. After the last kind, the engine continues.
+        """Allocate one kind of memory again; its contents are undefined. After the last kind, the engine resumes.
 
         Raises:
             SamplerFault: the server does not report the expected state.
@@ -168,7 +169,7 @@ class VllmControl:
     # ---- state of the server
 
     async def health(self, seconds: float) -> None:
-        """Return if the server answers within `seconds` and its engine is alive.
+        """Check that the server answers within `seconds` and that its engine is alive.
 
         Raises:
             SamplerFault: no answer, or the engine is dead.

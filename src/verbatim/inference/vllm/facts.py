@@ -39,7 +39,7 @@ class ServerFacts:
     max_lora_rank: int | None = None
     """Highest rank of LoRA adapters; None: the server does not accept adapters."""
     returns_routed_experts: bool = False
-    """True if completions include the experts of a mixture that computed each token."""
+    """True if completions report which experts of a mixture computed each token."""
     returns_kept_sets: bool = False
     """True if completions include the kept set of each token."""
     adapts_head: bool = False

@@ -44,7 +44,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """True if another process listens there.
+    """True if another process listens on this address and port.
 
     vLLM would not fail on a taken port: both servers would share it, each would get some of the requests, and the
     health check might be answered by the other one.
@@ -167,7 +167,7 @@ class ServerProcess:
             await client.close()
 
     def how_it_ended(self) -> str:
-        """Its exit status or signal, for a message."""
+        """The server's exit status or signal, for a message."""
         if self._subreaper is None:
             return "it was not started"
         status = self._subreaper.returncode

@@ -77,8 +77,8 @@ class VllmReplica(ServedReplica):
         request_timeout: Timeout of one completion, in seconds.
         max_retries: Maximum number of retries of a completion.
         adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
-        return_routed_experts: Require the experts that computed each token in completions.
-        return_kept_sets: Require the kept set of each token in completions.
+        return_routed_experts: Completions must report which experts computed each token.
+        return_kept_sets: Completions must report the kept set of each token.
 
     Raises:
         UsageError: the URL is not a plain http(s) address, or a timeout or the key is invalid.
@@ -397,7 +397,7 @@ class VllmReplica(ServedReplica):
         return await self._control.load_metrics()
 
     async def health(self) -> None:
-        """Return if the server answers and its engine is alive.
+        """Check that the server answers and that its engine is alive.
 
         Raises:
             SamplerFault: no answer within 10 seconds, or the engine is dead.

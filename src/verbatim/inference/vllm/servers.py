@@ -76,7 +76,7 @@ class StartedServers:
     Args:
         inputs: The run's inputs to its backend.
         settings: The table [inference.vllm].
-        make: `VllmReplica` with the arguments that all replicas share.
+        make: Constructor of a replica: `VllmReplica` with the arguments that all replicas share.
         rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
     """
 

@@ -60,9 +60,9 @@ class VllmSettings(ServerSettings):
     """CUDA devices of each replica, "0" or "0,1"; by default each replica takes the next `tensor_parallel_size`
     devices, counted from 0."""
     args: tuple[str, ...] = ()
-    """Further options for the server's command line: ["--enforce-eager"]."""
+    """Additional options for the server's command line, such as ["--enforce-eager"]."""
     env: dict[str, str] = Field(default={})
-    """Further environment variables of the server: {VLLM_CPU_KVCACHE_SPACE = "1"}."""
+    """Additional environment variables of the server, such as {VLLM_CPU_KVCACHE_SPACE = "1"}."""
     weight_transfer: WeightTransfer = "auto"
     """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
     path; "http" uploads it to the server's host first; "nccl" broadcasts the trainer's tensors from device to device,
@@ -96,8 +96,8 @@ class VllmSettings(ServerSettings):
         ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
         if ours:
             raise ValueError(
-                f"args: the run sets {ours[0]} itself, because it could not reach a server with another value; "
-                "leave it out. List servers that you start yourself in urls"
+                f"args: leave out {ours[0]}, because the run could not reach a server that has it. "
+                "List servers that you start yourself in urls"
             )
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")

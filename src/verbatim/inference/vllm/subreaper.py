@@ -80,7 +80,7 @@ def _kill_descendants() -> None:
 
 
 def _children() -> Iterator[int]:
-    """Process ids of this process's children, zombies included; empty where the system does not list them."""
+    """Process ids of this process's children, zombies included; empty if the system does not list them."""
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, task.read_text().split())

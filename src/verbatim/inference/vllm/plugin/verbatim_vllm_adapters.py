@@ -1,4 +1,4 @@
-"""Computes the digests of a LoRA adapter where the kernels read it: in its slot of every layer.
+"""Computes the digests of a LoRA adapter in the memory that the kernels read: its slot in every layer.
 
 vLLM multiplies B by the scale when it loads an adapter, so these digests are of the scaled B.
 """
