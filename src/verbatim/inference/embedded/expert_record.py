@@ -71,7 +71,7 @@ class ExpertRecord:
         experts that computed them when the next token was sampled.
 
         Args:
-            layout: Where the tokens of the pass are.
+            layout: The place of each token of the pass.
             known_until: For each token, the position before which its sequence is only recomputed: int64 [W].
         """
         found = self._pass_TDK.cpu().numpy()[layout.rows].astype(self._experts.dtype)
@@ -79,7 +79,7 @@ class ExpertRecord:
         self._experts[layout.slots[new], layout.positions[new]] = found[new]
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
-        """Copy the records of the first tokens of one slot to another."""
+        """Copy the records of a prefix from one slot to another."""
         if source != slot:
             self._experts[slot, :num_tokens] = self._experts[source, :num_tokens]
 

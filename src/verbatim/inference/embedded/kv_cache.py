@@ -40,7 +40,7 @@ class KeyValueShape:
 
 
 class Prefix(NamedTuple):
-    """Keys and values of the first tokens of a sequence: [K, D, P] and [K, P, D] of one layer, shared by a group; or
+    """Keys and values of a sequence's prefix: [K, D, P] and [K, P, D] of one layer, shared by a group; or
     [layers, K, D, C] and [layers, K, C, D], parked outside the batch."""
 
     keys: Tensor
@@ -86,17 +86,17 @@ class KeyValueCache:
         self.keys, self.values = self.keys[..., :0].clone(), self.values[..., :0, :].clone()
 
     def keep(self, slot: int, num_tokens: int) -> Prefix:
-        """Copy a slot's first tokens to memory outside the batch, before another sequence takes the slot."""
+        """Copy a slot's prefix to memory outside the batch, before another sequence takes the slot."""
         return Prefix(self.keys[:, slot, :, :, :num_tokens].clone(), self.values[:, slot, :, :num_tokens].clone())
 
     def restore(self, kept: Prefix, slot: int, num_tokens: int) -> None:
-        """Copy the first tokens of a kept prefix into a slot."""
+        """Copy a kept prefix into a slot, up to `num_tokens`."""
         self.reserve(num_tokens)
         self.keys[:, slot, :, :, :num_tokens] = kept.keys[:, :, :, :num_tokens]
         self.values[:, slot, :, :num_tokens] = kept.values[:, :, :num_tokens]
 
     def copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
-        """Copy the first tokens of one slot to another."""
+        """Copy a prefix from one slot to another."""
         self.keys[:, slot, :, :, :num_tokens] = self.keys[:, source, :, :, :num_tokens]
         self.values[:, slot, :, :num_tokens] = self.values[:, source, :, :num_tokens]
 
@@ -136,7 +136,7 @@ class AttentionGroup:
     num_keys: int
     """C, larger than the last position."""
     prefix: int = 0
-    """Number of first tokens that all sequences share; their keys and values are read once, from `prefix_slot`."""
+    """Length of the prefix that all sequences share; its keys and values are read once, from `prefix_slot`."""
     prefix_slot: int = 0
     """A slot that holds the shared tokens."""
 
@@ -185,7 +185,8 @@ class CachePlan:
         self.cache.values[layer][self.write_slots, :, self.write_positions] = value_TKD
 
     def _bias(self, index: int, sliding_window: int | None) -> Tensor:
-        """0 where a query may attend, -inf elsewhere: float32 [B, 1, 1, Q, C]; shared by layers of the same window."""
+        """Attention bias: 0 where a query may attend, -inf elsewhere: float32 [B, 1, 1, Q, C]; shared by layers of the
+        same window."""
         bias = self._biases.get((index, sliding_window))
         if bias is None:
             group = self.groups[index]

@@ -95,7 +95,7 @@ def deliver(replies: list[EngineReply]) -> None:
 
 
 def request_failed(cause: Exception, num_tokens: int = 0) -> SamplerFault:
-    """The fault of one request, with the number of tokens sampled for it; the engine continues."""
+    """The error for one failed request, with the number of tokens sampled for it; the engine continues."""
     text = f"the sampler failed on this request: {failure_text(cause, 500)}"
     return _caused_by(cause, SamplerFault(text, num_tokens=num_tokens))
 
@@ -109,7 +109,7 @@ def failure_text(cause: Exception, limit: int) -> str:
 
 
 def engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
-    """The fault of every request in flight when the engine's thread failed."""
+    """The error for every request in flight when the engine's thread failed."""
     said = describe(cause) if is_out_of_memory(cause) else f"{type(cause).__name__}: {cause}"
     return _caused_by(cause, SamplerFault(f"the sampler's thread failed: {said}", num_tokens=num_tokens))
 

@@ -110,8 +110,8 @@ def ragged_groups(
 
 
 def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
-    """Number of first tokens that these slots share and that are read once for all: 0, or a multiple of `BLOCK`, so
-    that shapes recur.
+    """Length of the prefix that these slots share and that is read once for all: 0, or a multiple of `BLOCK`, so that
+    shapes recur.
 
     Args:
         ids: The ids of every slot: int32 [slots, context].

@@ -13,17 +13,17 @@ from verbatim.inference.embedded.slots import WAIT_FOR_PREFIX, Slots, SlotTable
 
 
 class Leader(NamedTuple):
-    """The sequence that computes the first tokens of another one."""
+    """The sequence that computes a prefix for another one, its follower."""
 
     slot: int
     arrival: int
     """Arrival of the leader's request, which tells it from a later request in the same slot."""
     shared: int
-    """Number of first tokens that both share; less than the follower's length."""
+    """Length of the shared prefix; less than the follower's length."""
 
 
 def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
-    """The leader of each slot whose sequence shares at least `WAIT_FOR_PREFIX` first tokens with another one.
+    """The leader of each slot whose sequence shares a prefix of at least `WAIT_FOR_PREFIX` tokens with another one.
 
     Sorted by ids, a sequence shares most with the one before it. Among sequences that share equally many tokens, the
     first leads, so that a sequence waits for one that waits itself only if there is no other choice.
@@ -55,7 +55,7 @@ class Rebuild:
 
     Args:
         table: The state of all slots.
-        copy: Copies the first tokens of one slot to another. Arguments: source, slot, number of tokens.
+        copy: Copies a prefix from one slot to another. Arguments: source, slot, number of tokens.
     """
 
     def __init__(self, table: SlotTable, copy: Callable[[int, int, int], None]) -> None:

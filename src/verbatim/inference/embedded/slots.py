@@ -43,7 +43,7 @@ class SlotTable:
     rebuilt from the exact ids.
 
     `loaded` is the number of the load that began a slot's cache: 0, then one more for each load. Policy versions would
-    not do: two runs that use a server one after the other may use the same versions for different weights.
+    not do: two runs that use a server in succession may use the same versions for different weights.
     """
 
     def __init__(self, num_batch: int, num_parked: int, context_length: int) -> None:
@@ -58,8 +58,8 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
         self.old_records = np.zeros(slots, dtype=np.int64)
-        """If experts are recorded: number of first tokens whose experts were recorded with older weights than those of
-        their keys."""
+        """If experts are recorded: length of the prefix whose experts were recorded with older weights than its keys
+        were computed with."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)

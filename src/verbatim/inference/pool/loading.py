@@ -88,12 +88,12 @@ async def load_and_check(
         replica: The replica.
         target: The weights that it has to hold.
         limits: The timeouts.
-        line: Where replicas wait to be checked.
+        line: Limits how many replicas are checked at the same time.
         prepare: Let the check prepare the replica before loading. False for a replica that sleeps or whose last update
             failed: it computes nothing.
 
     Returns:
-        Why the replica does not hold these weights; None: it does.
+        Why the replica does not hold these weights; None if it holds them.
 
     Raises:
         SamplerFault: the replica failed.

@@ -151,7 +151,7 @@ class ReplicaSupervisor:
         """Load and check the target; on failure the member is out or being restarted.
 
         Returns:
-            What is wrong with the weights; None: nothing, or the replica failed.
+            What is wrong with the weights; None if nothing is wrong, or if the replica failed.
         """
         why = None
         with self._losing(member):

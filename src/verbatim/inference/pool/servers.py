@@ -1,4 +1,5 @@
-"""The servers behind a pool: checked before a run samples from them, and found or started again when they are lost."""
+"""The servers behind a pool: checked before a run samples from them, and found again or restarted when they are
+lost."""
 
 from __future__ import annotations
 

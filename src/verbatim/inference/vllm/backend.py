@@ -1,4 +1,5 @@
-"""The inference backend for vLLM: starts or finds the servers of [inference.vllm]. Importing it loads nothing heavy."""
+"""The inference backend for vLLM: starts or finds the servers of [inference.vllm]. Importing this module loads nothing
+heavy."""
 
 from __future__ import annotations
 

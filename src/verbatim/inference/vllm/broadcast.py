@@ -46,7 +46,7 @@ class _Round:
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The load request to each server, once the broadcast has begun."""
     outcome: asyncio.Task[dict[str, BaseException | str | None]] | None = None
-    """By replica: why its server failed, or why the broadcast failed; None: the server has all tensors."""
+    """For each replica: why its server or the broadcast failed; None if the server has all tensors."""
     begun: asyncio.Future[asyncio.Task[dict[str, BaseException | str | None]]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -170,7 +170,7 @@ class WeightBroadcast:
         """Wait until the trainer and all servers are done; on the first failure end the group, so that no rank hangs.
 
         Returns:
-            The first failure; None: all tensors arrived.
+            The first failure; None if all tensors arrived.
         """
         named: dict[asyncio.Task[Any], str] = {sending: "the trainer", **{task: name for name, task in loading.items()}}
         why, waiting = None, set(named)

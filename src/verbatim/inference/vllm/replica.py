@@ -199,7 +199,7 @@ class VllmReplica(ServedReplica):
         """Load an adapter next to the others, and send new requests to it if it is verified.
 
         Returns:
-            What is wrong; requests then go where they went before. None: the adapter is in use.
+            What is wrong, in which case requests go where they went before; None if the adapter is in use.
         """
         folder = await asyncio.to_thread(self._open, path)
         # A unique name: vLLM refuses a name that is loaded, and requests in flight still use the older adapters.
@@ -234,7 +234,7 @@ class VllmReplica(ServedReplica):
         """Load full weights, and resume the server if they are verified.
 
         Returns:
-            What is wrong; the server then stays paused. None: the server samples with the new weights.
+            What is wrong, in which case the server stays paused; None if the server samples with the new weights.
         """
         folder = await asyncio.to_thread(self._open, path)  # before the pause, which is kept short
         control = self._control

@@ -1,4 +1,4 @@
-"""Stores keys and values in pages of a few tokens; sequences with equal first tokens share pages.
+"""Stores keys and values in pages of a few tokens; sequences with a common prefix share pages.
 
 A full page never changes, so any number of slots may refer to it. A page that a sequence is still filling belongs to
 its slot alone; it is copied if another sequence continues from the same tokens.
@@ -145,17 +145,17 @@ class PagedCache:
         self._set(slot, self.tables[slot, : self.num_pages[slot]].tolist(), num_tokens)
 
     def copy_prefix(self, source: int, slot: int, num_tokens: int) -> None:
-        """Let a slot begin with the first tokens of another."""
+        """Let a slot begin with a prefix of another slot."""
         self._set(slot, self.tables[source, : self.num_pages[source]].tolist(), num_tokens)
 
     def keep(self, slot: int, num_tokens: int) -> list[int]:
-        """Hold the pages of a slot's first tokens until `release`, while another sequence takes the slot."""
+        """Hold the pages of a slot's prefix until `release`, while another sequence takes the slot."""
         pages: list[int] = self.tables[slot, : -(-num_tokens // PAGE)].tolist()
         self._users[pages] += 1
         return pages
 
     def restore(self, kept: list[int], slot: int, num_tokens: int) -> None:
-        """Let a slot begin with the first tokens of a kept sequence."""
+        """Let a slot begin with a prefix of a kept sequence."""
         self._set(slot, kept, num_tokens)
 
     def release(self, kept: list[int]) -> None:
@@ -163,7 +163,7 @@ class PagedCache:
         self._give_up(kept)
 
     def _set(self, slot: int, pages: list[int], num_tokens: int) -> None:
-        """Replace a slot's pages by those of the first tokens of `pages`."""
+        """Replace a slot's pages by those of `pages` that hold the first `num_tokens` tokens."""
         before = self.tables[slot, : self.num_pages[slot]].tolist()
         full, rest = divmod(num_tokens, PAGE)
         taken = pages[: full + bool(rest)]

@@ -87,7 +87,7 @@ def install() -> str | None:
     """Patch this process's token endpoint; called once for each application, possibly twice in a process.
 
     Returns:
-        Why it cannot be patched; None: it is.
+        Why the endpoint cannot be patched; None if it was.
     """
     try:
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
