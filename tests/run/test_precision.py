@@ -254,7 +254,7 @@ def test_other_words_are_refused():
 
 
 def test_a_sampler_that_no_run_starts_says_that_it_needs_a_dtype():
-    with pytest.raises(UsageError, match='here give "float32" or "bfloat16"'):
+    with pytest.raises(UsageError, match='here use "float32" or "bfloat16"'):
         _ = TorchSettings(dtype="auto").precision
 
 
