@@ -248,7 +248,7 @@ async def test_a_server_of_another_vocabulary_is_refused(models: dict[str, Path]
 
     other = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=128)
     async with serve_sampler(other, api_key=key, model="policy") as server:
-        with pytest.raises(UsageError, match="'policy' with a vocabulary of 10 ids, but this run's model has 97"):
+        with pytest.raises(UsageError, match="serves 'policy' with 10 ids, expected the model of this run with 97"):
             async with pool_of(models["tied"], [server.url], api_key_env="SERVERS_KEY"):
                 pass
 
