@@ -115,7 +115,7 @@ async def test_a_server_of_another_model_with_this_vocabulary_is_refused(trainer
 async def test_a_server_of_the_embedded_engine_is_refused(trainer: TinyModel):
     engine = ScriptedSampler(script=lambda r: [5], vocab_size=320, context_length=256)
     async with serve_sampler(engine) as server:
-        with pytest.raises(UsageError, match=r"server of the embedded engine: .* put it into \[inference.torch\] urls"):
+        with pytest.raises(UsageError, match=r"server of the embedded engine: .* list it in \[inference.torch\] urls"):
             await open_run(trainer, server.url)
 
 
