@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypa
         arguments = ["--inference.backend", "vllm", "--inference.vllm.replicas", "2", "--port", str(port - 1)]
         assert main(["inference", str(file), *arguments]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"another process listens on port {port}; 2 servers need the ports {port - 1} to {port}, give" in said
+    assert f"another process listens on port {port}; 2 servers need the ports {port - 1} to {port}; choose" in said
 
 
 TWO_OF_VLLM = ["--inference.backend", "vllm", "--inference.vllm.replicas", "2"]
