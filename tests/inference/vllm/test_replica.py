@@ -224,7 +224,7 @@ def test_figures_of_several_engines_are_added_and_shares_averaged():
         'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0.1'
     )
     assert (found.waiting, found.kv_usage) == (5, pytest.approx(0.3))
-    with pytest.raises(SamplerFault, match="no figures of vLLM"):
+    with pytest.raises(SamplerFault, match="none of vLLM's metrics"):
         read_metrics("python_gc 1.0")
 
 
