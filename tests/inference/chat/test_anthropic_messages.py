@@ -150,7 +150,7 @@ def test_blocks_become_messages_in_their_order():
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools", "functions with a name"),
         ({"tools": [ADD], "tool_choice": {"type": "any"}}, "tool_choice", "cannot be forced"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "add"}}, "tool_choice", "'add'"),
-        ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice.name", "expected a text"),
+        ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice.name", "expected a string"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages.role", "the role user or assistant"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "so"}]}, "messages", "end with a user message"),
@@ -162,7 +162,7 @@ def test_blocks_become_messages_in_their_order():
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
             "messages.content.tool_use_id",
-            "expected a text",
+            "expected a string",
         ),
         (
             {

@@ -249,7 +249,7 @@ def test_a_body_that_is_too_deep_is_refused():
     for _ in range(100):
         value = {"a": value}
     assert refused(metadata=value).message == ("metadata is nested deeper than 64 levels, at metadata.a.a.a.a.a")
-    assert refused(metadata={"a": [float("inf")]}).message == "metadata holds a number that is too large"
+    assert refused(metadata={"a": [float("inf")]}).message == "metadata contains a number that is too large"
 
 
 def test_a_server_may_let_named_fields_pass_and_says_which():

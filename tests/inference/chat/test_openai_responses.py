@@ -192,7 +192,7 @@ def test_items_of_one_turn_are_one_message():
             "input[0].content: only text",
         ),
         ({"input": [{"type": "function_call", "name": "x", "arguments": "{}", "mood": 1}]}, "other", "input[0].mood"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.call_id", "expected a text"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.call_id", "expected a string"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):

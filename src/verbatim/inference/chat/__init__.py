@@ -1,1 +1,1 @@
-"""Chat completions: pure functions for requests and answers, and the client that samples with them."""
+"""The chat protocols, as pure functions on requests and responses, and a client for OpenAI-compatible servers."""

@@ -20,12 +20,12 @@ _STOP_REASONS = {
 
 
 class BadAnswer(ValueError):
-    """A response is not a chat completion; the message shows what was found."""
+    """The response is not a chat completion; the message shows what was found."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatAnswer:
-    """One assistant message, and the tokens that it was made of.
+    """One assistant message and its tokens.
 
     Example: `{"choices": [{"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [52]}],
     "prompt_token_ids": [50, 43, 50]}` is the text "4", sampled as the id 52 after the ids 50 43 50.
@@ -34,21 +34,22 @@ class ChatAnswer:
     content: str
     """The text; "" if there is none."""
     reasoning: str | None
-    """The thinking; None if there is none, or if the server does not separate it from the text."""
+    """The thinking; None if there is none, or if the server returns it as part of the text."""
     tool_calls: tuple[ToolCall, ...]
-    """Every attempted call. `raw` has the arguments as they were received; `id` is "" if the server sent none."""
+    """All attempted calls, malformed ones included. `raw` has the arguments as received; `id` is "" if the server sent
+    none."""
     stop_reason: StopReason
     """"stop" or "length"."""
     usage: Mapping[str, int]
     """Token counts as the server reports them (prompt_tokens, completion_tokens, ...)."""
     prompt_ids: Sequence[int] | None
-    """Ids of the prompt as the server rendered it; None: the server does not return them."""
+    """Ids of the prompt as the server rendered it; None if the server does not return them."""
     completion_ids: Sequence[int] | None
-    """Sampled ids; None: the server does not return them."""
+    """Sampled ids; None if the server does not return them."""
     logprobs: Sequence[float] | None
-    """Logprob of each of `completion_ids`; None: the server does not return them, or one is unknown."""
+    """Logprobs of `completion_ids`; None if the server does not return them or if any of them is unknown."""
     policy_versions: Sequence[int] | None = None
-    """Policy version of each of `completion_ids`; None: only our own servers report them."""
+    """Policy versions of `completion_ids`; None if the server does not report them (only our own servers do)."""
 
 
 def read_answer(text: str) -> ChatAnswer:
@@ -94,7 +95,8 @@ def read_answer(text: str) -> ChatAnswer:
 
 
 def _read_call(item: object) -> ToolCall:
-    """One call of a message. A malformed one is kept with its status: it was sampled, and is part of the record."""
+    """Read one tool call. A malformed call is kept with its status, because it was sampled and belongs in the
+    record."""
     item = _object(item)
     function = _object(item.get("function"))
     name, given, call_id = function.get("name"), function.get("arguments"), item.get("id")
@@ -116,10 +118,10 @@ def _read_call(item: object) -> ToolCall:
 def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:
     """Parse a call's arguments as strict JSON.
 
-    What Python's parser accepts beyond it (NaN, 1e400 as infinity, lone surrogates, very deep nesting) is refused,
-    because it could not be written as JSON again; a duplicate key is, because a value would be lost."""
+    Python's parser also accepts NaN, infinity (1e400), lone surrogates and very deep nesting. These are rejected here
+    because they cannot be written back as JSON. Duplicate keys are rejected because a value would be lost."""
     if not raw.strip():
-        return {}, "ok"  # some servers send an empty string for a call without arguments
+        return {}, "ok"  # some servers send an empty string if a call has no arguments
     value = read_json(raw)
     if value is NOT_JSON or not is_json(value):
         return None, "invalid_json"
@@ -152,5 +154,5 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _unicode(text: str) -> str:
-    """The text with "?" for each lone surrogate: JSON escapes allow them, but UTF-8 cannot encode them."""
+    """Replace each lone surrogate with "?": JSON escapes can express them, but UTF-8 cannot encode them."""
     return text.encode(errors="replace").decode()

@@ -9,9 +9,11 @@ from verbatim.core.types import ToolCall
 from verbatim.inference.chat.protocol import ChatReply
 
 UNREADABLE = "unreadable_arguments"
-"""Key for the sampled text of a call that cannot be parsed, because the input of a block has to be an object."""
+"""Key that holds the sampled text of a call that cannot be parsed. It is needed because the input of a block has to be
+an object."""
 SIGNATURE = "verbatim"
-"""Placeholder signature of thinking blocks: the protocol has the field. It is not checked when a block comes back."""
+"""Placeholder for the signature that the protocol requires in thinking blocks. It is not checked when clients send a
+block back."""
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "stop_string": "stop_sequence"}
 _KINDS = {
     401: "authentication_error",
@@ -25,7 +27,7 @@ _KINDS = {
 
 
 def content_blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """The blocks of a message: thinking, text and calls, if there are any."""
+    """The content blocks of a message: thinking, text and tool calls, each only if present."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning_content:
         blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": SIGNATURE})
@@ -45,13 +47,13 @@ def call_block(call: ToolCall) -> dict[str, Any]:
 
 
 def stop_of(reply: ChatReply) -> dict[str, Any]:
-    """The fields for why a message ended."""
+    """The fields that say why a message ended."""
     return {"stop_reason": _STOPS[reply.finish], "stop_sequence": reply.stop_string}
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
-    """Token counts. Cached prompt tokens are counted separately, as the protocol wants it, if the engine reports
-    them."""
+    """Token counts. If the engine reports cached prompt tokens, they are counted separately, as the protocol
+    requires."""
     cached, counts = reply.num_cached_tokens, {"output_tokens": len(reply.ids)}
     if cached is None:
         return {"input_tokens": reply.num_prompt_tokens, **counts}
@@ -70,5 +72,5 @@ def error_body(status: int, message: str, kind: str = "") -> dict[str, Any]:
     'not_found_error'
     """
     own = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    kind = kind if kind in _KINDS.values() else own  # clients know the protocol's own types only
+    kind = kind if kind in _KINDS.values() else own  # clients only know the protocol's own types
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}

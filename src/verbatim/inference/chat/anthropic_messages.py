@@ -1,4 +1,4 @@
-"""Anthropic's Messages protocol: reads requests, writes responses, and counts the tokens of a request."""
+"""Anthropic's Messages protocol: reads requests, and writes responses and token counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIELDS = Fields(
     neutral={"output_format": (), "context_management": (), "container": (), "mcp_servers": ([],), "diagnostics": ()},
     aliases={"output_format": "response_format"},
 )  # fmt: skip
-"""What this server does with each field of a request."""
+"""How each field of a request is treated."""
 _OUTPUT = Fields(
     honoured=(),
     neutral={"effort": (), "format": ()},
@@ -62,7 +62,7 @@ class AnthropicMessages(ChatProtocol):
     name, fields, max_tokens = "anthropic_messages", FIELDS, ("max_tokens",)
 
     needs_limit: bool = True
-    """True if `max_tokens` is required; requests to count tokens do not have it."""
+    """True if `max_tokens` is required. Token-counting requests do not have it."""
 
     def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
         """See `ChatProtocol.read_own`."""
@@ -106,11 +106,11 @@ class AnthropicMessages(ChatProtocol):
         return ()
 
     def count(self, num_prompt_tokens: int) -> dict[str, Any]:
-        """The response to a request to count tokens."""
+        """The response to a token-counting request."""
         return {"input_tokens": num_prompt_tokens}
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The body of a whole response."""
+        """The body of a non-streamed response."""
         (reply,) = replies
         return {
             "id": f"msg_{stamp.id}",
@@ -127,7 +127,7 @@ class AnthropicMessages(ChatProtocol):
         return AnthropicStream(stamp)
 
     def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error. The protocol has no key for the field; the message names it."""
+        """The body of an error. The protocol has no key for the refused field, so only the message names it."""
         return error_body(status, message, kind)
 
 
@@ -164,7 +164,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _user_messages(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order) -> list[Message]:
-    """The messages in the blocks of one user or system message: a tool message for each result, then the text."""
+    """Convert one user or system message: each tool result becomes a tool message, followed by the text."""
     found: list[Message] = []
     for block in blocks:
         if block.get("type") == "tool_result" and role == "user":
@@ -190,14 +190,14 @@ def _user_messages(blocks: Sequence[dict[str, Any]], role: str, where: str, orde
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
-    """An assistant message from its blocks: thinking, text and calls."""
+    """Build an assistant message from its blocks: thinking, text and tool calls."""
     texts, thoughts, calls = list[str](), list[str](), list[MessageToolCall]()
     for block in blocks:
         if block.get("type") == "thinking":
             thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
         elif block.get("type") == "tool_use":
             given = object_of(block.get("input"), f"{where}.input")
-            # Undoes `anthropic_form.call_block`, so that a malformed call returns as it was sampled.
+            # Reverses `anthropic_form.call_block`, so that a malformed call is rendered exactly as it was sampled.
             arguments = given[UNREADABLE] if list(given) == [UNREADABLE] else given
             calls.append(call_of(block.get("name"), arguments, block.get("id"), where))
         else:

@@ -1,4 +1,5 @@
-"""Streams Anthropic's Messages: the message's start, one block after the other, a final delta with the counts, stop."""
+"""Streams Anthropic's Messages: a start event, the content blocks in order, a final delta with token counts, and a stop
+event."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class AnthropicStream(BlockStream):
     """Writes the events of one message.
 
     Args:
-        stamp: Id, time and model name of the response.
+        stamp: Id, creation time and model name of the response.
     """
 
     ping = event({"type": "ping"}, "ping")
@@ -45,7 +46,7 @@ class AnthropicStream(BlockStream):
         return _event("message_start", message=message)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The closing events: the rest of the texts, the calls, and the reason for the end."""
+        """The closing events: the remaining text, the tool calls, and the stop reason."""
         (reply,) = replies
         events = [*self._texts(self._said.rest(reply)), *self._close("completed")]
         for call in reply.tool_calls:
@@ -58,7 +59,7 @@ class AnthropicStream(BlockStream):
         return b"".join([*events, _event("message_stop")])
 
     def error(self, status: int, message: str) -> bytes:
-        """The event of an error, instead of the closing events."""
+        """The error event, sent instead of the closing events."""
         return event(error_body(status, message), "error")
 
     def _start(self, kind: str, block: dict[str, Any] | None = None) -> list[bytes]:

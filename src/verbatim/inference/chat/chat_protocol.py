@@ -1,4 +1,4 @@
-"""The base class of the chat protocols: reads the fields that all of them share."""
+"""Base class of the chat protocols. It reads the fields that they share."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _OURS = Fields(honoured={"session", "seed"})
 
 @dataclass(frozen=True)
 class ChatProtocol(ABC):
-    """A chat protocol: pure functions between bodies and records."""
+    """A chat protocol: pure functions that convert between JSON bodies and records."""
 
     options: Options = field(default_factory=Options)
-    """Fields that are accepted although they cannot be enforced."""
+    """The fields that are accepted although they cannot be enforced, and the limit on replies."""
 
     name: ClassVar[str]
     """Name of the protocol, as in `ChatRequest.protocol`."""
     fields: ClassVar[Fields]
     """How each field of a request is treated."""
     max_tokens: ClassVar[Sequence[str]]
-    """Names of the field with the token limit; the first one that is set counts."""
+    """Possible names of the token limit; the first one present in the request is used."""
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body.
+        """Read the request in a body.
 
         Args:
             body: The JSON object.
             headers: Request headers by lower-case name.
 
         Raises:
-            BadField: a field is invalid, or cannot be honoured.
+            BadField: a field is invalid or cannot be honoured.
         """
         check_values(body)
         passed = self.fields.check(body, self.options)
@@ -66,23 +66,23 @@ class ChatProtocol(ABC):
 
     @abstractmethod
     def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Read the fields that are specific to this protocol: the conversation, tools, and the form of the response."""
+        """Read the fields specific to this protocol: the conversation, the tools, and the format of the response."""
 
     @abstractmethod
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The body of a whole response."""
+        """The body of a non-streamed response."""
 
     @abstractmethod
     def stream(self, request: ChatRequest, stamp: Stamp) -> ChatStream:
         """The writer of a streamed response."""
 
     def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error in the protocol's format; by default OpenAI's.
+        """The body of an error in the protocol's format, which is OpenAI's unless overridden.
 
         Args:
             status: HTTP status.
             message: One sentence.
-            field: Name of the refused field; "" = none.
-            kind: The error's type; "" = the protocol's default for this status.
+            field: Name of the refused field; "" if there is none.
+            kind: Type of the error; "" for the protocol's default for this status.
         """
         return error_body(status, message, field, kind)

@@ -1,4 +1,5 @@
-"""A client for chat completions of an OpenAI-compatible server, with retries and failure counts; and its settings."""
+"""A client for the chat completions of an OpenAI-compatible server, with retries and failure counts, and its
+settings."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from verbatim.inference.http.connection_settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAI:
-    """Settings of a model on an OpenAI-compatible server. Creating them does not connect.
+    """Settings for a model on an OpenAI-compatible server. Creating them opens no connection.
 
     Raises:
-        UsageError: no model name, a `base_url` that is not an http(s) address, or limits that are out of range.
+        UsageError: the model name is missing, `base_url` is not an http(s) address, or a limit is out of range.
     """
 
     model: str
@@ -37,18 +38,18 @@ class OpenAI:
     base_url: str = "https://api.openai.com/v1"
     """Base address, without `/chat/completions`: "http://localhost:8000/v1"."""
     api_key: str | None = field(default=None, repr=False)
-    """The API key; None: read from the environment variable `api_key_env`."""
+    """The API key; None to read it from the environment variable named by `api_key_env`."""
     api_key_env: str | None = None
-    """Name of the environment variable. None: OPENAI_API_KEY, but only for OpenAI's own server, so that this key is
-    never sent elsewhere."""
+    """Name of the environment variable that holds the key. If None, OPENAI_API_KEY is used, but only for OpenAI's own
+    server, so that this key is never sent elsewhere."""
     request_timeout: float = 600.0
-    """Timeout in seconds of one attempt, from connecting to the last byte."""
+    """Timeout of one attempt in seconds, from connecting to the last byte."""
     max_retries: int = 5
-    """Maximum number of attempts after the first."""
+    """Maximum number of further attempts after the first fails."""
     processed_logprobs: bool = False
-    """True if the server's logprobs are those of the distribution that it samples from (vLLM started with
-    `--logprobs-mode processed_logprobs`). Otherwise they are those of the model's own distribution, and are recorded
-    only for requests that sample from it: temperature 1, without truncation."""
+    """True if the server returns logprobs of the distribution that it samples from (vLLM started with `--logprobs-mode
+    processed_logprobs`). Otherwise they are taken to be logprobs of the model's own distribution, and are recorded only
+    for requests that sample from it: temperature 1, no truncation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
@@ -57,10 +58,11 @@ class OpenAI:
         check_limits(self.request_timeout, self.max_retries)
 
     def check_key(self) -> None:
-        """Check that there is a key, before the first request.
+        """Check before the first request that there is a key.
 
         Raises:
-            UsageError: the variable in `api_key_env` is empty, or OPENAI_API_KEY for OpenAI's own server.
+            UsageError: the variable named by `api_key_env` is empty, or for OpenAI's own server OPENAI_API_KEY is
+                empty.
         """
         variable = key_variable(self.base_url, self.api_key_env)
         if self.api_key is None and named_key(self.base_url, self.api_key_env) is None and variable is not None:
@@ -71,11 +73,11 @@ class OpenAI:
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[ChatConnection]:
-        """A connection that is closed at the end of the block; for the running event loop.
+        """Open a connection for the running event loop; it is closed at the end of the block.
 
         Raises:
-            UsageError: the extra `api` is not installed, the variable in `api_key_env` is empty, or the proxy from the
-                environment is not an HTTP proxy.
+            UsageError: the extra `api` is not installed, the variable named by `api_key_env` is empty, or the proxy set
+                in the environment is not an HTTP proxy.
         """
         connection = self.open()
         try:
@@ -84,7 +86,7 @@ class OpenAI:
             await connection.close()
 
     def open(self) -> ChatConnection:
-        """A connection that the caller closes. It connects on demand, and works in several event loops.
+        """Open a connection that the caller closes. It connects on demand and works in several event loops.
 
         Raises:
             UsageError: see `connect`.
@@ -102,7 +104,7 @@ class OpenAI:
 
 
 class ChatConnection:
-    """A client for one server and model. Requests may be made concurrently."""
+    """A client for one model on one server. Requests may be made concurrently."""
 
     def __init__(self, api: OpenAI, client: HttpClient, *, has_key: bool) -> None:
         self.api = api
@@ -110,7 +112,7 @@ class ChatConnection:
         self._has_key = has_key
 
     async def close(self) -> None:
-        """Close the client for good, and its connections in this event loop."""
+        """Close the client permanently, and its connections in this event loop."""
         await self._client.close()
 
     async def hang_up(self) -> None:
@@ -126,11 +128,12 @@ class ChatConnection:
                 "bad_answer", "unsendable".
 
         Raises:
-            SamplerFault: the request was refused, or failed more than `max_retries` times; the message has the reason.
+            SamplerFault: the request was refused, or more than `max_retries` attempts failed; the message gives the
+                reason.
         """
         try:
             data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-        except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate too: UnicodeEncodeError
+        except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
             failures["unsendable"] += 1
             raise SamplerFault(f"{self.api.base_url}: the request cannot be written as JSON: {error}") from None
         return await self._client.ask("POST", "/chat/completions", data, self._read, failures)
@@ -144,7 +147,7 @@ class ChatConnection:
             raise AttemptFailed("bad_answer", str(error)) from None
 
     def _hint(self, status: int) -> str:
-        """A hint at the most common mistake behind a status, for servers that return nothing else."""
+        """A hint at the most common cause of a status, since some servers return nothing more than the status."""
         if status == 401 and not self._has_key:
             variable = key_variable(self.api.base_url, self.api.api_key_env)
             if variable is not None:

@@ -1,4 +1,4 @@
-"""Reads the fields of requests: each is honoured, known to have no effect, or refused by name."""
+"""Reads the fields of requests. Each field is honoured, known to have no effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 MOST_MESSAGES = 20_000
 """Maximum number of messages, items or content parts in one list."""
 MOST_TOOLS = 1024
-_LONGEST_NAME = 1024  # characters of a session's name
+_LONGEST_NAME = 1024  # of a session, in characters
 _LARGEST_FLOAT = 1.7e308  # below the largest double, so that any integer up to it converts without an OverflowError
 _NONE_PASS = Options()
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 _SHOWN_PARTS = 5
-"""Number of path components shown of a value that is nested too deeply."""
+"""Number of path components that an error shows for a value that is nested too deeply."""
 
 
 class BadField(Refused):
-    """A field is refused; the message has what was found and what was expected.
+    """A field is refused. The message says what was found and what was expected.
 
     Args:
-        field: The field's name; dotted within objects, without list indices: "messages.content".
-        message: One sentence that names the field.
+        field: Path of the field, without list indices: "messages.content".
+        message: One sentence that includes the name of the field.
         unknown: True if none of our protocols has a field of this name.
     """
 
@@ -40,25 +40,25 @@ class BadField(Refused):
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The fields that a protocol knows. Any other field is refused unless its value is null: an ignored setting could
-    change what is sampled without anybody noticing."""
+    """The fields that a protocol knows. Any other field is refused unless its value is null, because ignoring a setting
+    could silently change what is sampled."""
 
     honoured: Collection[str]
     """Fields that are read."""
     without_effect: Collection[str] = ()
     """Fields that change neither prompt nor sampling; any value is accepted."""
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields that are accepted only with these values, which request nothing; () = null only."""
+    """Fields that are accepted only with the listed values, which have no effect; an empty list accepts only null."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """The name in `UNENFORCEABLE`, by this protocol's name of the field."""
+    """Maps this protocol's name of a field to its name in `UNENFORCEABLE`."""
 
     def check(self, body: Mapping[str, Any], options: Options = _NONE_PASS, where: str = "") -> tuple[str, ...]:
-        """Refuse what cannot be honoured.
+        """Refuse fields that cannot be honoured.
 
         Args:
             body: The object; null values count as absent.
-            options: Names the fields that are accepted without being enforced; by default none.
-            where: Path of the object, for messages: "stream_options"; "" = the request itself.
+            options: Names the fields that are accepted without being enforced; none by default.
+            where: Path of the object for error messages, such as "stream_options"; "" for the request itself.
 
         Returns:
             The fields that were accepted but are not enforced.
@@ -75,7 +75,7 @@ class Fields:
                 raise BadField(
                     _path(path), f"{path} = {brief(value)} is not a field that this server knows", unknown=True
                 )
-            # The type too, because False == 0 and 1 == True.
+            # The types are compared too, because False == 0 and True == 1.
             if any(type(value) is type(ok) and value == ok for ok in self.neutral[name]):
                 continue
             if self.aliases.get(name, name) in options.unenforced & UNENFORCEABLE:
@@ -88,8 +88,8 @@ class Fields:
 
 
 def check_values(body: Mapping[str, Any]) -> None:
-    """Refuse a field that is nested so deeply that later code would overflow the stack, or that holds a number that
-    JSON cannot represent (Python parses 1e999 as infinity) or a lone surrogate."""
+    """Refuse a field that is nested deeply enough to overflow the stack later, or that contains a lone surrogate or a
+    number that JSON cannot represent (Python parses 1e999 as infinity)."""
     for name, value in body.items():
         for depth, level in enumerate(levels(value)):
             if depth == MAX_DEPTH:
@@ -100,12 +100,12 @@ def check_values(body: Mapping[str, Any]) -> None:
                     unknown=True,
                 )
             if any(isinstance(item, float) and not math.isfinite(item) for item in level):
-                raise BadField(name[:80], f"{name[:80]} holds a number that is too large", unknown=True)
+                raise BadField(name[:80], f"{name[:80]} contains a number that is too large", unknown=True)
     refuse_lone_surrogates(body)
 
 
 def _deep_path(value: object, levels: int) -> list[str]:
-    """Keys and indices along a path that is `levels` deep; empty if there is no such path."""
+    """The keys and indices along the first path that is `levels` deep; empty if there is none."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         part = f"[{key}]" if isinstance(key, int) else f".{key[:40]}"
@@ -123,12 +123,12 @@ def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: i
         return default
     if not isinstance(value, str) or (most is not None and len(value) > most):
         size = "" if most is None else f" of at most {most} characters"
-        raise BadField(name, f"{name} = {brief(value)}; expected a text{size}")
+        raise BadField(name, f"{name} = {brief(value)}; expected a string{size}")
     return value
 
 
 def read_session(given: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """The session from our own part of the body, or else from the header that vLLM's clients use."""
+    """The session's name from our own part of the body, or else from the header that vLLM's clients send."""
     return read_text(given, "session", most=_LONGEST_NAME) or headers.get("x-session-id", "")[:_LONGEST_NAME]
 
 
@@ -181,22 +181,22 @@ def read_sampling(
     max_tokens: Sequence[str],
     most_stop_ids: int = MOST_STOP_IDS // 2,
 ) -> RequestedSampling:
-    """The sampling parameters of a body.
+    """Read the sampling parameters of a body.
 
     Args:
         given: The body, already checked against the protocol's fields.
         ours: Our own part of the body; its seed takes precedence.
-        max_tokens: Names of the token limit; the first one that is set counts.
+        max_tokens: Possible names of the token limit; the first one present is used.
         most_stop_ids: Maximum number of stop ids.
     """
     limits = [read_integer(given, name, least=1) for name in max_tokens]
     values: dict[str, Any] = {name: read_number(given, name) for name in ("temperature", "top_p", "min_p")}
     top_k = read_integer(given, "top_k", least=-1)
-    values["top_k"] = 0 if top_k == -1 else top_k  # -1 is "off" in vLLM
+    values["top_k"] = 0 if top_k == -1 else top_k  # vLLM uses -1 for "off"
     try:
         SamplingParams(**{name: value for name, value in values.items() if value is not None})
     except ValueError as error:
-        text = str(error).removeprefix("sampling: ")  # begins with the field's name
+        text = str(error).removeprefix("sampling: ")  # starts with the field's name
         raise BadField(text.partition(" ")[0], text) from None
     stops = read_list(given, "stop_token_ids", most=most_stop_ids)
     if not all(type(i) is int and 0 <= i < 2**31 for i in stops):
@@ -227,7 +227,7 @@ def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else read_list(given, name, most=MOST_STOPS)
     for stop in stops:
         if not isinstance(stop, str) or len(stop) > LONGEST_STOP:
-            raise BadField(name, f"{name}: expected texts of at most {LONGEST_STOP} characters, found {brief(stop)}")
+            raise BadField(name, f"{name}: expected strings of at most {LONGEST_STOP} characters, found {brief(stop)}")
         if stop and (problem := stop_problem(stop)) is not None:
             raise BadField(name, f"{name}: {brief(stop)} {problem}")
     return tuple(dict.fromkeys(stop for stop in stops if stop))
@@ -236,34 +236,34 @@ def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def check_tool_choice(
     choice: ToolChoice, name: str, tools: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[str, ...]:
-    """Refuse a forced tool call, unless the options accept it; returns the unenforced field, if any.
+    """Refuse a forced tool call unless the options accept it. Returns the names of the fields that are not enforced.
 
-    Only a mask over the vocabulary can force a call. It would change the distribution that tokens are sampled from, and
+    Only masking the vocabulary could force a call. That would change the distribution that tokens are sampled from, and
     the trainer could not recompute their logprobs.
     """
     if choice not in ("required", "named"):
         return ()
     names = [tool["function"]["name"] for tool in tools]
     if not names:
-        raise BadField("tool_choice", "tool_choice asks for a call of a tool, but the request has no tools")
+        raise BadField("tool_choice", "tool_choice requires a tool call, but the request has no tools")
     if choice == "named" and name not in names:
-        raise BadField("tool_choice", f"tool_choice names {brief(name)}, which is not among the request's tools")
+        raise BadField("tool_choice", f"tool_choice names {brief(name)}, which is not one of the request's tools")
     if "tool_choice" not in options.unenforced:
-        wanted = "a call of some tool" if choice == "required" else f"a call of {brief(name)}"
+        wanted = "a tool call" if choice == "required" else f"a call of {brief(name)}"
         raise BadField(
             "tool_choice",
-            f"tool_choice asks for {wanted}, which cannot be forced here: tokens are sampled "
+            f"tool_choice requires {wanted}, which cannot be forced here: tokens are sampled "
             'from the model\'s own distribution, without a grammar. Send "auto" or "none"',
         )
     return ("tool_choice",)
 
 
 def read_tool_choice(value: object, name_of: Callable[[Mapping[str, Any]], str | None]) -> tuple[ToolChoice, str]:
-    """The `tool_choice` of OpenAI's protocols, and the name of the tool if it names one.
+    """Read the `tool_choice` of OpenAI's protocols. Returns the choice, and the tool's name or "".
 
     Args:
-        value: A word, or an object that names a tool.
-        name_of: Returns the tool's name from such an object; None if the object does not name a tool.
+        value: A keyword, or an object that names a tool.
+        name_of: Returns the tool's name from an object, or None if the object does not name a tool.
     """
     if not isinstance(value, dict):
         return as_tool_choice(value, _CHOICES), ""
@@ -277,7 +277,7 @@ def read_tool_choice(value: object, name_of: Callable[[Mapping[str, Any]], str |
 
 
 def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolChoice:
-    """The tool choice for one word; "auto" if there is none."""
+    """The tool choice for a keyword; "auto" for None."""
     if value is None:
         return "auto"
     if isinstance(value, str) and value in accepted:
@@ -288,16 +288,16 @@ def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolCho
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:
-    """The value; refused unless it is an object."""
+    """Return the value, which must be a JSON object."""
     if not isinstance(value, dict):
         raise BadField(_path(where), f"{where}: expected an object, found {brief(value)}")
     return cast("dict[str, Any]", value)
 
 
 def text_of(value: object, where: str) -> str:
-    """The value; refused unless it is a string."""
+    """Return the value, which must be a string."""
     if not isinstance(value, str):
-        raise BadField(_path(where), f"{where}: expected a text, found {brief(value)}")
+        raise BadField(_path(where), f"{where}: expected a string, found {brief(value)}")
     return value
 
 

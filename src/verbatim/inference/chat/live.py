@@ -1,4 +1,4 @@
-"""A response in progress: the ids sampled so far, and the events of the streams that show them."""
+"""A response in progress: the ids sampled so far, and the events that stream them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from verbatim.inference.chat.partial import Growing
 from verbatim.inference.chat.protocol import ChatReply, ChatStream
 
 QUIET_SECONDS = 10.0
-"""Seconds without an event after which a ping is sent, so that clients and proxies do not take the stream for dead."""
+"""Seconds without an event after which a ping is sent, so that clients and proxies do not assume the stream is dead."""
 _PAUSE = 0.02
-"""Minimum seconds between two parses of a growing reply, so that many streams do not use up the CPU."""
+"""Minimum seconds between two parses of a growing reply, so that many streams do not saturate the CPU."""
 
 ReadPartial = Callable[[Int32, Int32], Awaitable[tuple[str, str]]]
-"""(ids, prompt ids) -> (reasoning, content) that the reply is certain to begin with."""
+"""(ids, prompt ids) -> (reasoning, content); the final reply is certain to begin with these texts."""
 
 
 class LiveAnswer:
@@ -27,35 +27,36 @@ class LiveAnswer:
 
     Args:
         num_replies: Number of replies in the response.
-        prompt_ids: The prompt: int32 [P]; None: not rendered yet.
+        prompt_ids: The prompt: int32 [P]; None if it is not rendered yet.
     """
 
     def __init__(self, num_replies: int = 1, prompt_ids: Int32 | None = None) -> None:
         self.ids: list[list[int]] = [[] for _ in range(num_replies)]
-        """Ids sampled so far, for each reply; empty until the end if the sampler does not show tokens."""
+        """Ids sampled so far for each reply. They stay empty if the sampler does not report tokens as it samples
+        them."""
         self.prompt_ids = prompt_ids
         self._loop = asyncio.get_running_loop()
         self._num_news = 0
         self._news = asyncio.Event()
 
     def show(self, number: int, ids: Sequence[int]) -> bool:
-        """Add sampled ids of a reply; always returns False, so that as a `Watch` it never ends the completion. May be
-        called on any thread."""
+        """Add newly sampled ids to a reply. May be called on any thread. Always returns False, which for a `Watch`
+        means not to end the completion."""
         self._loop.call_soon_threadsafe(self._add, number, list(ids))
         return False
 
     def wake(self) -> None:
-        """Wake up all waiting streams; also called at the end."""
+        """Wake up all waiting streams. Called for new ids and at the end."""
         self._num_news += 1
         self._news.set()
-        self._news = asyncio.Event()  # a new event, so that the next wait is for later news
+        self._news = asyncio.Event()  # a new event, so that later waits see only later news
 
     def _add(self, number: int, ids: list[int]) -> None:
         self.ids[number] += ids
         self.wake()
 
     async def _has_news(self, seen: int) -> bool:
-        """Wait until there is more news than `seen`; returns False if there was none for `QUIET_SECONDS`."""
+        """Wait until there is more news than `seen`. Returns False if there is none within `QUIET_SECONDS`."""
         if self._num_news > seen:
             return True
         with contextlib.suppress(TimeoutError):
@@ -73,16 +74,16 @@ class LiveAnswer:
         *,
         begins_at_once: bool = False,
     ) -> AsyncGenerator[bytes]:
-        """The events of one stream: deltas while tokens are sampled, and the rest at the end. Some are empty. A stream
-        may start late; it then begins with everything sampled so far.
+        """The events of one stream: deltas while tokens are sampled, and the rest at the end. Some events are empty. A
+        stream that starts late begins with everything sampled so far.
 
         Args:
             stream: Writes the events.
-            working: The future of the sampling; `wake` must be called when it is done.
+            working: Future that completes when sampling ends; `wake` must be called then.
             read: Parses the ids sampled so far.
-            replies: Returns the final replies once `working` is done, or raises its error.
-            begins_at_once: True to send the first event before anything is sampled. Otherwise a failure before the
-                first token can still be sent with its own status, instead of as an event.
+            replies: Called once `working` is done; returns the final replies, or raises the error of `working`.
+            begins_at_once: If True, the first event is sent before anything is sampled. If False, a failure before the
+                first token can still be reported by an HTTP status instead of an event.
         """
         growing = [Growing(index=number, ids=ids) for number, ids in enumerate(self.ids)]
         has_begun, seen = begins_at_once, 0

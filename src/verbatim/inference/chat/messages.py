@@ -1,4 +1,4 @@
-"""Converts messages and tools to canonical form: one text as content, arguments as objects, tools as functions."""
+"""Converts messages and tools to canonical form: content as one string, arguments as objects, tools as functions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NOT_IN_PROMPTS = ("strict", "cache_control", "defer_loading")
 
 
 def joined_text(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """Content as one text: the texts of its parts, joined without a separator.
+    """Content as one string: the texts of its parts, joined without a separator.
 
     >>> joined_text([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}], "messages[0].content")
     'hi'
 
     Raises:
-        BadField: a part is not text (an image, audio, a file), or the value is not content at all.
+        BadField: a part is not text (an image, audio, a file), or the value is neither a string nor a list.
     """
     if content is None:
         return ""
@@ -43,7 +43,8 @@ def _text_of(part: object, where: str, kinds: Collection[str]) -> str:
 
 
 def call_of(name: object, arguments: object, call_id: object, where: str) -> MessageToolCall:
-    """A function call of the history. Arguments that are valid JSON text become an object; others stay as they are."""
+    """A function call from the conversation so far. Arguments that can be parsed as JSON become an object; others stay
+    as they are."""
     given: Any = arguments
     if isinstance(arguments, str):
         read, _ = read_arguments(arguments)
@@ -62,9 +63,9 @@ def call_of(name: object, arguments: object, call_id: object, where: str) -> Mes
 
 
 def function_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool in OpenAI's format, from an object with name, description and the schema of its parameters.
+    """Convert an object with a name, a description and a parameter schema into a tool in OpenAI's format.
 
-    Additional keys are kept for the model to read, except those in `_NOT_IN_PROMPTS`.
+    Other keys are kept, so that the model sees them, except those in `_NOT_IN_PROMPTS`.
     """
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -81,13 +82,14 @@ def function_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 class Order:
     """Checks the order of a request's messages, one by one.
 
-    The results of a turn's calls must follow the turn directly, before any user or system message. Otherwise a text
-    would be between a call and its result in the prompt, which no model was trained on. The APIs of Anthropic and
-    OpenAI refuse such requests too.
+    The results of a turn's tool calls must directly follow the turn, before any user or system message. Otherwise the
+    prompt would have other text between a call and its result, which models are not trained on. The APIs of Anthropic
+    and OpenAI refuse such requests too.
     """
 
     spoke_at: str = ""
-    """Role and place of the first user or system message after a turn with calls, for the message; "" = none."""
+    """Role and path of the first user or system message after a turn with calls, for the error message; "" if there is
+    none."""
     _has_called: bool = False
     """True if the last turn made calls."""
 
@@ -110,16 +112,16 @@ class Order:
             self.said(message["role"], where)
 
     def turn(self, *, calls: bool) -> None:
-        """Note a turn of the assistant; `calls`: True if it has tool calls."""
+        """Note an assistant turn; `calls` is True if it has tool calls."""
         self.spoke_at, self._has_called = "", calls
 
     def said(self, role: str, where: str) -> None:
-        """Note a user or system message. An empty one counts too: it is a message of its own in the prompt."""
+        """Note a user or system message. Empty ones count too, because they are rendered into the prompt as well."""
         if self._has_called and not self.spoke_at:
             self.spoke_at = f"a {role} message ({where})"
 
     def result(self, field: str, where: str) -> None:
-        """Check a result of a call.
+        """Check the result of a tool call.
 
         Raises:
             BadField: there is a user or system message between the turn with the call and this result.
@@ -133,8 +135,8 @@ class Order:
 
 
 def refuse_begun(role: str, field: str, where: str) -> None:
-    """Refuse a request that ends with an assistant message (a prefill): continuing it is not supported, and sampling a
-    new turn after it is not what the client asked for.
+    """Refuse a request that ends with an assistant message (a prefill). Continuing the message is not supported, and
+    sampling a new turn after it is not what the client wants.
 
     Args:
         role: Role of the last message.

@@ -49,7 +49,7 @@ FIELDS = Fields(
         "include_stop_str_in_output": (False,), "include_reasoning": (True,),
     },
 )  # fmt: skip
-"""What this server does with each field of a request."""
+"""How each field of a request is treated."""
 _MESSAGE = Fields(
     honoured={"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"},
     without_effect={
@@ -70,11 +70,11 @@ _CALL = Fields(
 )
 _STREAM_OPTIONS = Fields(honoured={"include_usage"}, without_effect={"include_obfuscation", "continuous_usage_stats"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""The role in chat templates, by the role in the protocol."""
+"""Maps roles in the protocol to roles in chat templates."""
 
 
 class OpenAIChat(ChatProtocol):
-    """The chat completions of OpenAI: `POST /v1/chat/completions`."""
+    """OpenAI's chat completions: `POST /v1/chat/completions`."""
 
     name, fields, max_tokens = "openai_chat", FIELDS, ("max_completion_tokens", "max_tokens")
 
@@ -103,7 +103,7 @@ class OpenAIChat(ChatProtocol):
         )
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The body of a whole response."""
+        """The body of a non-streamed response."""
         answer: dict[str, Any] = {
             "id": f"chatcmpl-{stamp.id}",
             "object": "chat.completion",
@@ -114,7 +114,7 @@ class OpenAIChat(ChatProtocol):
         }
         if request.include_token_ids and replies[0].prompt_ids is not None:
             answer["prompt_token_ids"] = replies[0].prompt_ids.tolist()
-        # With one reply our additions are at the top level, as on the token endpoint.
+        # With a single reply, our additions are at the top level, as in responses of the token endpoint.
         if len(replies) == 1 and OURS in answer["choices"][0]:
             answer[OURS] = answer["choices"][0].pop(OURS)
         return answer
@@ -140,7 +140,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _read_message(value: object, where: str) -> Message:
-    """One message in canonical form."""
+    """Convert one message to canonical form."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise BadField("messages", f"{where}: expected an object with a role, found {brief(value)}")
     _MESSAGE.check(value, where=where)
@@ -168,7 +168,8 @@ def _read_message(value: object, where: str) -> Message:
 
 
 def _has_speaker(message: Message) -> bool:
-    """True if the message names its speaker; the `name` of a tool message is that of the called function."""
+    """True if the message names its speaker. The `name` of a tool message is the name of the function, not of a
+    speaker."""
     return message["role"] != "tool" and "name" in message
 
 
@@ -193,7 +194,7 @@ def _read_tool(value: Any, where: str) -> dict[str, Any]:
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:
-    """The function that a `tool_choice` names; None if it names none."""
+    """Name of the function in a `tool_choice`; None if it does not name a function."""
     if choice.get("type") != "function":
         return None
     function = object_of(choice.get("function"), "tool_choice.function")

@@ -18,7 +18,7 @@ class OpenAIChatStream:
 
     Args:
         request: The request.
-        stamp: Id, time and model name of the response.
+        stamp: Id, creation time and model name of the response.
     """
 
     ping = PING
@@ -34,16 +34,17 @@ class OpenAIChatStream:
         self._said = [StreamedReply() for _ in range(request.n)]
 
     def begin(self, num_prompt_tokens: int) -> bytes:
-        """The opening chunks: the role of each choice."""
+        """The opening chunks, with the role of each choice."""
         return b"".join(self._chunk(k, {"role": "assistant", "content": ""}) for k in range(self._request.n))
 
     def delta(self, delta: ChatDelta) -> bytes:
-        """The chunks of a delta of one choice."""
+        """The chunks for a delta of one choice."""
         self._said[delta.index].add(delta)
         return self._texts(delta)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The closing chunks: the rest and the end of every choice, the token counts if requested, and [DONE]."""
+        """The closing chunks: the rest of each choice and its finish reason, the token counts if requested, and
+        [DONE]."""
         rests = [said.rest(reply, index) for index, (said, reply) in enumerate(zip(self._said, replies, strict=True))]
         events = [
             piece
@@ -55,7 +56,7 @@ class OpenAIChatStream:
         return b"".join([*events, DONE])
 
     def error(self, status: int, message: str) -> bytes:
-        """The event of an error, instead of the closing chunks."""
+        """The error event, sent instead of the closing chunks."""
         return event(error_body(status, message))
 
     def _ending(self, index: int, rest: ChatDelta, reply: ChatReply) -> list[bytes]:
@@ -80,8 +81,8 @@ class OpenAIChatStream:
         return events
 
     def _texts(self, delta: ChatDelta) -> bytes:
-        """The chunks of a delta's texts. The logprobs go with the first chunk, or with an empty one if there is no text
-        yet."""
+        """The chunks for a delta's text. The logprobs are sent with the first chunk, or with an empty chunk if there is
+        no text yet."""
         parts = [{"reasoning_content": delta.reasoning}] if delta.reasoning else []
         parts += [{"content": delta.content}] if delta.content else []
         tokens = {"logprobs": {"content": logprobs_body(delta.tokens)}} if delta.tokens else {}

@@ -16,17 +16,17 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 def choice_body(request: ChatRequest, reply: ChatReply, index: int) -> dict[str, Any]:
-    """One choice of a whole response."""
+    """One choice of a non-streamed response."""
     choice: dict[str, Any] = {"index": index, "message": message_body(reply), **ending(request, reply)}
     choice["logprobs"] = {"content": logprobs_body(token_logprobs(reply))} if request.include_logprobs else None
     return choice
 
 
 def ending(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
-    """The fields at the end of a choice: the finish reason, and ids and versions if the request wants them."""
+    """The final fields of a choice: the finish reason, and the ids and policy versions if requested."""
     found: dict[str, Any] = {"finish_reason": FINISH[reply.finish]}
     if reply.stop_string is not None:
-        found["stop_reason"] = reply.stop_string  # a field of vLLM's
+        found["stop_reason"] = reply.stop_string  # as in vLLM
     if request.include_token_ids:
         found["token_ids"] = reply.ids.tolist()
     ours: dict[str, Any] = {} if reply.seed is None else {"seed": reply.seed}
@@ -49,7 +49,7 @@ def call_body(call: ToolCall) -> dict[str, Any]:
 
 
 def logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Sampled tokens with their logprobs. `bytes` are those of each token decoded alone."""
+    """Sampled tokens with their logprobs. `bytes` is the UTF-8 text of the token decoded alone."""
     return [
         {
             "token": token.text,
@@ -62,7 +62,7 @@ def logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def usage_of(replies: Sequence[ChatReply]) -> dict[str, Any]:
-    """Token counts: the prompt once, and the completions of all replies."""
+    """Token counts: the prompt, counted once, and the completions of all replies."""
     prompt, completion = replies[0].num_prompt_tokens, sum(len(reply.ids) for reply in replies)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,

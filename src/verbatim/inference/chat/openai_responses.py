@@ -1,4 +1,4 @@
-"""OpenAI's Responses protocol, as the SDK and coding agents use it. Stateless: no response is stored."""
+"""OpenAI's Responses protocol, as the SDK and coding agents use it. It is stateless: no response is stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIELDS = Fields(
         "top_logprobs": (0,), "truncation": ("disabled",), "moderation": (), "context_management": (),
     },
 )  # fmt: skip
-"""What this server does with each field of a request."""
+"""How each field of a request is treated."""
 _TEXT = Fields(
     honoured=(),
     neutral={"format": ({"type": "text"},), "verbosity": ("medium",)},
@@ -58,14 +58,14 @@ _INCLUDED = {
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 }
-"""Accepted values of `include`. They have no effect: thinking is always included, unencrypted, and the other contents
-never occur here."""
+"""Accepted values of `include`. They have no effect: thinking is always included, unencrypted, and this server never
+produces the other contents."""
 _ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
            "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
 
 
 class OpenAIResponses(ChatProtocol):
-    """The Responses of OpenAI: `POST /v1/responses`."""
+    """OpenAI's Responses: `POST /v1/responses`."""
 
     name, fields, max_tokens = "openai_responses", FIELDS, ("max_output_tokens",)
 
@@ -103,7 +103,7 @@ class OpenAIResponses(ChatProtocol):
         )
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The body of a whole response."""
+        """The body of a non-streamed response."""
         (reply,) = replies
         return response_body(request, stamp, reply)
 

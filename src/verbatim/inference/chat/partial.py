@@ -1,4 +1,4 @@
-"""Parses a completion while it grows: the thinking and text that its reply is certain to begin with."""
+"""Parses a completion while it grows, to find the thinking and text that its reply is certain to begin with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from verbatim.inference.chat.streaming import StreamedReply
 from verbatim.models.renderers.renderer import ReadsGrowingText, Renderer
 
 _STEP = 64
-"""A completion is parsed again once it has grown by 1/64 of its length. Each parse reads everything from the start, so
-the total cost of a stream is about 64 times that of parsing the whole, however long it is."""
+"""A completion is parsed again once it has grown by 1/64 of its length. Each parse starts from the beginning, so that
+streaming costs about 64 times as much as parsing the complete text once, whatever its length."""
 
 
 def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> tuple[str, str]:
     """(reasoning, content) that the final reply is certain to begin with, whatever is sampled next.
 
-    Both are empty if the renderer cannot tell, or if a stop string is complete: then the whole reply follows at once.
+    Both are empty if the renderer cannot tell, or if a stop string is complete, because then the final reply follows
+    immediately.
 
     Args:
         ids: Ids sampled so far: int32 [C].
@@ -28,7 +29,7 @@ def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_i
     """
     if not isinstance(renderer, ReadsGrowingText) or find_stop(ids, request.stop, renderer.decode) is not None:
         return "", ""
-    # The end of a text may turn out to be the start of a stop string, which must not be sent.
+    # The end of the text may turn out to be the start of a stop string, which must not be sent.
     reasoning, content = renderer.stable_text(ids, prompt_ids)
     if content:
         return reasoning, content[: len(content) - held_back(content, request.stop)]
@@ -37,7 +38,7 @@ def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_i
 
 @dataclass
 class Growing:
-    """A growing completion: what was streamed of it, and when to parse it again."""
+    """A growing completion: tracks what was streamed, and when to parse it again."""
 
     index: int = 0
     """Index among the request's replies."""
@@ -54,7 +55,7 @@ class Growing:
         return len(self.ids) - self.num_read > self.num_read // _STEP
 
     def gained(self, reasoning: str, content: str) -> ChatDelta | None:
-        """The delta from what was streamed to the texts just parsed; None if nothing is new."""
+        """Record that these texts are streamed. Returns their new part, or None if nothing is new."""
         self.num_read = len(self.ids)
         new = (reasoning[len(self.said.reasoning) :], content[len(self.said.content) :])
         delta = ChatDelta(index=self.index, reasoning=new[0], content=new[1])

@@ -1,6 +1,6 @@
 """Defines the records that all chat protocols share: canonical requests, replies and deltas.
 
-A protocol is pure: it turns bodies into records and back, and knows nothing of renderers, samplers or connections.
+A protocol is pure: it converts between bodies and records, and knows nothing about renderers, samplers or connections.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from verbatim.core.types import Float32, Int32, Message, MessageToolCall, StopRe
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required", "named"]
 Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]
-"""Why a reply ended: the model's end id, a stop string, tool calls, or the token limit."""
+"""Why a reply ended: an end id of the model ("stop"), a stop string, tool calls, or the token limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """The sampling parameters in a request. None: not given; the server's default applies."""
+    """The sampling parameters in a request. None if not given, so that the server's default applies."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -36,11 +36,11 @@ class RequestedSampling:
     """True if the model's own end ids do not end the completion."""
 
     def params(self, defaults: SamplingParams, *, room: int, end_ids: Sequence[int] = ()) -> SamplingParams:
-        """The sampling parameters with defaults filled in.
+        """Fill in the defaults.
 
         Args:
-            defaults: Values for what the request leaves out, except `max_tokens`, whose default is `room`.
-            room: Tokens that the prompt leaves free in the context, at least 1; an upper limit of `max_tokens`.
+            defaults: Values of the parameters that the request leaves out. The default of `max_tokens` is `room`.
+            room: Number of tokens that still fit in the context after the prompt, at least 1; caps `max_tokens`.
             end_ids: The model's own end ids.
 
         >>> RequestedSampling(temperature=0.5).params(SamplingParams(top_p=0.9), room=100, end_ids=[2])
@@ -69,9 +69,9 @@ class ToolForm:
     name: str
     """The tool's name in the protocol."""
     namespace: str = ""
-    """The namespace of the tool; "" = none."""
+    """The namespace of the tool; "" if it has none."""
     is_custom: bool = False
-    """True if the tool takes one text instead of an object of arguments."""
+    """True if the tool takes a single string instead of an object of arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,36 +81,36 @@ class ChatRequest:
     protocol: str
     """"openai_chat", "openai_responses" or "anthropic_messages"."""
     model: str = ""
-    """The model's name in the request; "" = none."""
+    """The model's name in the request; "" if it has none."""
     messages: tuple[Message, ...]
-    """The conversation. Content is one text; arguments of calls are objects if they could be parsed."""
+    """The conversation. Content is one string; the arguments of calls are objects if they could be parsed."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Function schemas in OpenAI's format."""
     tool_forms: Mapping[str, ToolForm] = field(default_factory=dict)
-    """By function name: tools that have another form in the protocol."""
+    """The tools that have another form in the protocol, by function name."""
     tool_choice: ToolChoice = "auto"
     """"required" and "named" occur only if `Options.unenforced` accepts them."""
     tool_name: str = ""
-    """Name of the tool for "named"."""
+    """Name of the tool if `tool_choice` is "named"."""
     parallel_tool_calls: bool = True
     """True if one reply may call several tools."""
     sampling: RequestedSampling = field(default_factory=RequestedSampling)
     stop: tuple[str, ...] = ()
-    """Stop strings: the reply's text ends before the first of them."""
+    """Stop strings. The reply's text ends before the first that occurs."""
     n: int = 1
     """Number of replies, sampled independently."""
     stream: bool = False
     """True if the reply is sent as it is sampled."""
     include_usage: bool = False
-    """True if a stream of OpenAI's chat completions ends with the token counts."""
+    """True if a stream ends with the token counts. Used only by OpenAI's chat completions."""
     include_logprobs: bool = False
     """True if the response includes the logprobs."""
     include_token_ids: bool = False
     """True if the response includes the ids of prompt and completion (vLLM's `return_token_ids`)."""
     session: str = ""
-    """Groups requests for prefix caching; may be empty."""
+    """Name that groups requests for prefix caching; may be empty."""
     unenforced: tuple[str, ...] = ()
-    """Fields that were accepted but not enforced; for counters."""
+    """Fields that were accepted but are not enforced, to be counted."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the response has to repeat."""
 
@@ -123,27 +123,27 @@ class ChatReply:
     reasoning_content: str | None = None
     """The thinking; None if there is none."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Every attempted call, each with an id. A call that cannot be parsed has its raw text as arguments."""
+    """All attempted calls, each with an id. A call that cannot be parsed keeps its text in `raw`."""
     stop_reason: StopReason = StopReason.STOP
     """"stop" or "length"."""
     stop_string: str | None = None
-    """The stop string that ended the reply; None if none did. Its tokens are part of `ids`, but not its text of the
-    texts."""
+    """The stop string that ended the reply; None if none did. Its tokens are part of `ids`, but its text is not part of
+    `content` or `reasoning_content`."""
     ids: Int32
     """Sampled ids: int32 [C]."""
     logprobs: Float32 | None = None
-    """Logprob of each id: float32 [C]; None: the engine reports none."""
+    """Logprob of each id: float32 [C]; None if the engine reports none."""
     policy_versions: Int32 | None = None
-    """Policy version of each id: int32 [C]; None: the engine reports none."""
+    """Policy version of each id: int32 [C]; None if the engine reports none."""
     token_texts: tuple[str, ...] = ()
-    """Text of each id decoded alone, if the request wants logprobs."""
+    """Text of each id decoded alone; empty unless the request asks for logprobs."""
     prompt_ids: Int32 | None = None
-    """The prompt: int32 [P], if the request wants ids."""
+    """The prompt: int32 [P]; None unless the request asks for ids."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from the prefix cache; None: the engine does not report it."""
+    """Number of prompt tokens that came from the prefix cache; None if the engine does not report it."""
     num_cut_tokens: int = 0
-    """Tokens sampled after a stop string or after the only allowed call; they are not in `ids`."""
+    """Number of tokens sampled after a stop string or after the only allowed call. They are not in `ids`."""
     seed: int | None = None
     """The seed that the reply was sampled with."""
 
@@ -173,13 +173,13 @@ def _message_call(call: ToolCall) -> MessageToolCall:
 
 
 def arguments_text(call: ToolCall) -> str:
-    """A call's arguments as JSON text; the sampled text for a call that cannot be parsed."""
+    """The arguments of a call as JSON text, or as they were sampled if they cannot be parsed."""
     return call.raw if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDelta:
-    """The growth of a reply since the last delta. Thinking comes before content; calls come with the end only."""
+    """The growth of a reply since the last delta. Thinking comes before content. Calls are only sent at the end."""
 
     index: int = 0
     """Index among the `n` replies."""
@@ -188,7 +188,7 @@ class ChatDelta:
     content: str = ""
     """New text."""
     tokens: tuple[TokenLogprob, ...] = ()
-    """New tokens, if the request wants logprobs."""
+    """New tokens, if the request asks for logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """Id, time and model name of a response."""
+    """Id, creation time and model name of a response."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     """Random id of letters and digits; each protocol adds its own prefix."""
@@ -229,18 +229,17 @@ UNENFORCEABLE = frozenset(
     }
 )
 """Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
-they belong to. All of them would need another distribution than the model's own, or another prompt."""
+has them. To honour any of them, the prompt or the sampling distribution would have to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a server accepts beyond the fields that it can honour."""
+    """Which unenforceable fields a server accepts, and its limit on replies."""
 
     unenforced: frozenset[str] = frozenset()
-    """Fields that cannot be honoured but are accepted anyway, without effect; their uses are counted. Each must be in
-    `UNENFORCEABLE`."""
+    """Fields from `UNENFORCEABLE` that are accepted without effect. Each use is counted."""
     max_n: int = 64
-    """Maximum number of replies to one request."""
+    """Maximum number of replies in one response."""
 
     def __post_init__(self) -> None:
         unknown = self.unenforced - UNENFORCEABLE
@@ -260,19 +259,19 @@ class ChatStream(Protocol):
         """The events before the first token."""
 
     def delta(self, delta: ChatDelta) -> bytes:
-        """The events of a delta; may be empty."""
+        """The events for a delta; may be empty."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The rest of every reply, its end, and the token counts.
+        """The events with the rest of every reply, its finish reason, and the token counts.
 
         Raises:
-            ValueError: the texts of the deltas are not the beginning of the replies' texts.
+            ValueError: a reply does not begin with the text that was streamed.
         """
 
     def error(self, status: int, message: str) -> bytes:
-        """The event of an error, which ends the stream."""
+        """The error event, which ends the stream."""
 
 
 def pieces(text: str, size: int = 8192) -> Iterator[str]:
-    """Split a long text, so that events have a bounded size."""
+    """Split a long text to bound the size of events."""
     return (text[start : start + size] for start in range(0, len(text), size))

@@ -1,4 +1,4 @@
-"""The chat protocols of our servers by route, and their model lists."""
+"""The chat protocols of our servers, by route, and the model list."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import Options
 
 COUNT = "messages/count_tokens"
-"""Anthropic's route for counting the tokens of a prompt, below "/v1/"."""
+"""Anthropic's route for counting the tokens of a prompt, relative to "/v1/"."""
 
 
 class ChatProtocols:
-    """The protocols by route, below "/v1/".
+    """The protocols by route, relative to "/v1/".
 
     Args:
-        options: Fields of requests that are accepted although they cannot be enforced.
+        options: Which unenforceable fields are accepted, and the limit on replies.
     """
 
     def __init__(self, options: Options) -> None:
@@ -32,14 +32,14 @@ class ChatProtocols:
         }
 
     def of(self, route: str) -> ChatProtocol:
-        """The protocol of a route, or of a path below one, which decides the format of errors; OpenAI's if there is
+        """The protocol whose error format a path uses: that of its route, or OpenAI's chat completions if there is
         none."""
         found = [own for own in self.by_route if route == own or route.startswith(f"{own}/")]
         return self.by_route[max(found, key=len, default="chat/completions")]
 
 
 def model_card(name: str, context_length: int, created: int = 0) -> dict[str, Any]:
-    """A model's entry in OpenAI's and Anthropic's formats at once: each client reads its own fields.
+    """A model's entry that has the fields of both OpenAI's and Anthropic's formats. Each client reads its own fields.
 
     Args:
         name: The model's name.
@@ -59,5 +59,5 @@ def model_card(name: str, context_length: int, created: int = 0) -> dict[str, An
 
 
 def model_list(card: dict[str, Any]) -> dict[str, Any]:
-    """The list of one model, in both formats."""
+    """A list with one model, with the fields of both formats."""
     return {"object": "list", "data": [card], "first_id": card["id"], "last_id": card["id"], "has_more": False}

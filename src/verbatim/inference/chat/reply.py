@@ -1,4 +1,4 @@
-"""Turns a sampled completion into the reply to a request: cuts it at stop strings, parses it, and gives calls ids."""
+"""Turns a sampled completion into a reply: cuts it at stop strings, parses it, and assigns ids to tool calls."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def read_reply(
 ) -> ChatReply:
     """Parse a completion into a reply.
 
-    At a stop string, the ids are cut after the token that completes it, and the texts before the string. Without
+    If there is a stop string, the ids are cut after the token that completes it, and the text before it. Without
     `parallel_tool_calls`, the ids are cut after the first call if others follow. With `tool_choice = "none"`,
-    attempted calls count as text.
+    attempted calls become text.
 
     Args:
         completion: The completion from the sampler.
@@ -36,7 +36,7 @@ def read_reply(
         renderer: The model's renderer.
         prompt_ids: The prompt: int32 [P].
         seed: The seed of the completion.
-        call_id: Returns an id for the k-th call, for model formats without ids.
+        call_id: Returns an id for the k-th call if the model's format has no ids.
     """
     ids, stop = completion.ids, None
     found = find_stop(ids, request.stop, renderer.decode)
@@ -75,7 +75,7 @@ def read_reply(
 
 
 def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> ParsedResponse:
-    """Parse ids; `stop` is the stop string that their last token completes, or None."""
+    """Parse ids. `stop` is the stop string that the last token completes, if there is one."""
     parsed = renderer.parse_response(ids, prompt_ids, request.tools or None)
     if stop is not None:
         parsed = before_stop(parsed, stop, renderer.decode(ids))
@@ -86,15 +86,15 @@ def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer
 
 
 def before_stop(parsed: ParsedResponse, stop: str, text: str) -> ParsedResponse:
-    """The parsed completion with its texts cut before the stop string. The string is in the last of the texts, because
-    the completion's last token completes it.
+    """Cut the parsed completion before the stop string. The string is in the last of its texts, because the
+    completion's last token completes it.
 
     Args:
         parsed: The parsed completion.
         stop: The stop string.
         text: The decoded text of all ids.
     """
-    # Where the string begins, counted from the end; parsing may have changed the text before it.
+    # The start of the string is counted from the end, because parsing may have changed the text before it.
     tail = len(text) - text.find(stop)
     reasoning = parsed.reasoning_content
     if reasoning is not None and stop in reasoning:
@@ -118,9 +118,10 @@ def _cut_call(call: ToolCall, stop: str) -> ToolCall:
 def _first_call(
     ids: Int32, parsed: ParsedResponse, request: ChatRequest, renderer: Renderer, prompt_ids: Int32
 ) -> tuple[Int32, ParsedResponse]:
-    """The ids up to the end of the first call, and what they parse to.
+    """The ids up to the end of the first call, and the parsed response.
 
-    Some formats write all calls as one list, which cannot be cut: then all ids stay, and the reply has the first call.
+    Some formats write all calls as one list, which cannot be cut. In that case all ids are kept, but only the first
+    call.
     """
     first = parsed.tool_calls[0]
 
@@ -128,7 +129,7 @@ def _first_call(
         calls = parse(ids[:size], None, request, renderer, prompt_ids).tool_calls
         return bool(calls) and calls[0] == first
 
-    # Bisection: a prefix that has the complete call has it for every greater length.
+    # Bisection works because every extension of a prefix with the complete call has the call too.
     size = 1 + bisect_left(range(1, len(ids)), True, key=is_complete)
     cut = parse(ids[:size], None, request, renderer, prompt_ids)
     if cut.tool_calls == (first,):

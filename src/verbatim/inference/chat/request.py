@@ -21,8 +21,8 @@ _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "logit_bias": ({}, None),
 }
-"""Values that leave the model's own distribution unchanged. None, for a field that is not sent, is among them only
-where every server's default is neutral."""
+"""Values that leave the model's own distribution unchanged. None, which means that the field is not sent, is listed
+only if the default of every server is neutral."""
 
 
 def chat_body(
@@ -35,7 +35,7 @@ def chat_body(
     seed: int | None = None,
     send_reasoning: bool = False,
 ) -> dict[str, Any]:
-    """The JSON of one request.
+    """The JSON body of one request.
 
     Fields that only some servers know are sent only if they differ from their neutral value. With
     `extra_body={"return_token_ids": True}`, logprobs are requested and every setting is sent, because servers differ in
@@ -68,12 +68,13 @@ def chat_body(
 
 
 def samples_as_modelled(body: Mapping[str, Any]) -> bool:
-    """True if a request samples from the model's own distribution, so that any server's logprobs are those of it."""
+    """True if a request samples from the model's own distribution, so that every server returns the logprobs of the
+    sampling distribution."""
     return all(body.get(name) in unchanged for name, unchanged in _UNCHANGED.items())
 
 
 def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
-    """A message in the form that servers accept: arguments must be the text of a JSON object."""
+    """Convert a message to the form that servers accept: the arguments of calls must be a JSON object as text."""
     wire: dict[str, Any] = dict(message)
     if not send_reasoning:
         wire.pop("reasoning_content", None)
@@ -86,8 +87,8 @@ def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
 
 
 def _wire_arguments(arguments: object) -> str:
-    """Arguments as the text of a JSON object. Anything else is wrapped as the single value of an object, so that
-    nothing is lost.
+    """Arguments as the text of a JSON object. Arguments that are not an object are wrapped in one, so that nothing is
+    lost.
 
     >>> _wire_arguments('{"at": 5}'), _wire_arguments("[1, 2]"), _wire_arguments("")
     ('{"at": 5}', '{"unreadable_arguments": "[1, 2]"}', '{}')

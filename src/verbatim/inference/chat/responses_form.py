@@ -10,7 +10,7 @@ from verbatim.inference.chat.responses_tools import INPUT
 
 
 def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -> dict[str, Any]:
-    """The response object; with `reply` None, the one in progress that a stream begins with."""
+    """The response object. If `reply` is None, it is the unfinished response that a stream begins with."""
     echo = request.echo
     body: dict[str, Any] = {
         "id": f"resp_{stamp.id}",
@@ -55,7 +55,7 @@ def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -
 
 
 def output_items(request: ChatRequest, stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
-    """The output items of a reply: thinking and text if there is any, then the calls. A reply without calls always has
+    """The output items of a reply: thinking and text if present, then the tool calls. A reply without calls always has
     a text item."""
     status = "incomplete" if reply.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
@@ -72,13 +72,13 @@ def has_text(reply: ChatReply) -> bool:
 
 
 def reasoning_item(stamp: Stamp, text: str | None) -> dict[str, Any]:
-    """A thinking item; `text` is None when the item is just added."""
+    """A thinking item; `text` is None when a stream adds the item."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{stamp.id}", "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
 
 
 def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
-    """A text item; `text` is None when the item is just added."""
+    """A text item; `text` is None when a stream adds the item."""
     return {
         "id": f"msg_{stamp.id}",
         "type": "message",
@@ -94,10 +94,10 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
-    """A tool call, in the form in which the request declared the tool. Results refer to it by `call_id`.
+    """A tool call, in the form in which the request declared the tool. Its result will refer to it by `call_id`.
 
-    A call of a custom tool whose arguments are not a single text becomes a function call, so that the client gets what
-    was sampled.
+    If the arguments of a custom tool are not a single string, its call becomes a function call, so that the client
+    receives everything that was sampled.
     """
     form = request.tool_forms.get(call.name or "", ToolForm(name=call.name or ""))
     within = {"namespace": form.namespace} if form.namespace else {}
@@ -122,7 +122,7 @@ def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
-    """Token counts. Thinking is not counted separately. Clients require a number of cached tokens, so it is 0 if the
+    """Token counts. Thinking is not counted separately. Clients require the number of cached tokens, so it is 0 if the
     engine does not report it."""
     return {
         "input_tokens": reply.num_prompt_tokens,

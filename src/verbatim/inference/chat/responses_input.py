@@ -1,4 +1,4 @@
-"""Converts the input items of OpenAI's Responses to messages: thinking, text and calls of a turn form one message."""
+"""Converts the input items of OpenAI's Responses to messages. Thinking, text and calls of a turn become one message."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _ITEMS = {
     "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_IGNORED, neutral=_CALLER),
     "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_IGNORED, neutral=_CALLER),
 }
-"""What this server does with each field, by item type."""
+"""How each field of an item is treated, by item type."""
 
 
 def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The conversation in a request's instructions and input.
+    """Read the conversation in a request's instructions and input.
 
-    Example: the items reasoning "hm", message "I add" and a call of `add` become one assistant message, because they
+    Example: the reasoning item "hm", the message "I add" and a call of `add` become one assistant message, because they
     were sampled as one.
 
     Raises:
-        BadField: an item is malformed, or not part of a text conversation.
+        BadField: an item is malformed, or has no place in a text-only conversation.
     """
     found: list[dict[str, Any]] = []
     instructions = read_text(body, "instructions")
@@ -48,7 +48,7 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
         [{"role": "user", "content": given}] if isinstance(given, str) else read_list(body, "input", most=MOST_MESSAGES)
     )
     if not items:
-        raise BadField("input", f"input: expected a text or a list of at least one item, found {brief(given)}")
+        raise BadField("input", f"input: expected a string or a list of at least one item, found {brief(given)}")
     order = Order()
     for k, item in enumerate(items):
         where = f"input[{k}]"
@@ -59,7 +59,7 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Add an item: to the last assistant message if it belongs to the same turn, else as a new message."""
+    """Add an item to the last assistant message if it belongs to the same turn, or else as a new message."""
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise BadField(
@@ -102,13 +102,14 @@ def _has_spoken(found: list[dict[str, Any]]) -> bool:
 
 
 def _turn(found: list[dict[str, Any]], *, start: bool) -> dict[str, Any]:
-    """The assistant message at the end; appended if there is none, or if `start` is true."""
+    """The last message, if it is the assistant's and `start` is False; otherwise a new assistant message, which is
+    appended."""
     if start or not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """The thinking in a reasoning item: its content, or else its summary."""
+    """The thinking in a reasoning item: its content, or its summary if the content is empty."""
     content = joined_text(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
     return content or joined_text(item.get("summary"), f"{where}.summary", ("summary_text",))

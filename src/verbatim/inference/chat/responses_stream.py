@@ -1,4 +1,4 @@
-"""Streams OpenAI's Responses: each item is added, grows, and is done; the complete response comes last."""
+"""Streams OpenAI's Responses: each item is added, grows, and is done. The last event has the complete response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ResponsesStream(BlockStream):
 
     Args:
         request: The request.
-        stamp: Id, time and model name of the response.
+        stamp: Id, creation time and model name of the response.
     """
 
     def __init__(self, request: ChatRequest, stamp: Stamp) -> None:
@@ -34,12 +34,12 @@ class ResponsesStream(BlockStream):
         """Index of the item that was added last."""
 
     def begin(self, num_prompt_tokens: int) -> bytes:
-        """The opening events: a response without items."""
+        """The opening events, with a response that has no items yet."""
         body = response_body(self._request, self._stamp, None)
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The closing events: the rest of the texts, the calls, and the complete response."""
+        """The closing events: the remaining text, the tool calls, and the complete response."""
         (reply,) = replies
         rest = self._said.rest(reply)
         status = "incomplete" if reply.finish == "length" else "completed"
@@ -54,7 +54,7 @@ class ResponsesStream(BlockStream):
         return b"".join([*events, self._event(kind, response=whole)])
 
     def error(self, status: int, message: str) -> bytes:
-        """The event of a failed response, instead of the closing events."""
+        """The event of a failed response, sent instead of the closing events."""
         body = response_body(self._request, self._stamp, None)
         failed = {**body, "status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=failed)
@@ -88,7 +88,7 @@ class ResponsesStream(BlockStream):
         return ends
 
     def _call(self, number: int, call: ToolCall) -> list[bytes]:
-        """All events of one call: they come at the end, because a call is only known once it is complete."""
+        """All events of one call. They are sent at the end, because a call is only known once it is complete."""
         self._index += 1
         item = call_item(self._request, self._stamp, number, call)
         place = {"item_id": item["id"], "output_index": self._index}

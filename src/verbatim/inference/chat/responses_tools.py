@@ -1,7 +1,8 @@
-"""Reads the tools of OpenAI's Responses: functions, custom tools that take one text, and namespaces of both.
+"""Reads the tools of OpenAI's Responses: functions, custom tools that take a single string, and namespaces of both.
 
-Chat templates know only functions. So a tool in a namespace becomes a function with the namespace as its prefix, and a
-custom tool a function with one string argument, `input`. Calls are translated back into the tool's own form.
+Chat templates know only functions. A tool in a namespace therefore becomes a function with the namespace as its prefix,
+and a custom tool becomes a function with one string argument, `input`. Calls are translated back to the tool's own
+form.
 
 Example: the namespace "agents" with the function "wait" and the custom tool "patch" becomes the functions
 `agents__wait` and `agents__patch`, the latter with the argument `input`.
@@ -48,20 +49,20 @@ class ReadTools:
 
     Args:
         body: The request's body.
-        options: Exceptions: with "other_tools", tools of other types are dropped; with "tool_grammar", grammars are
-            accepted and shown to the model, but not enforced.
+        options: With "other_tools", tools of other types are dropped. With "tool_grammar", grammars are shown to the
+            model but not enforced. Otherwise, both are refused.
 
     Raises:
-        BadField: a tool's type is not supported, or two tools have the same name.
+        BadField: a tool's type is not supported, or two tools would have the same function name.
     """
 
     def __init__(self, body: Mapping[str, Any], options: Options) -> None:
         self.tools: list[dict[str, Any]] = []
         """The tools as functions, for the chat template."""
         self.forms: dict[str, ToolForm] = {}
-        """By function name: the tools that are not plain functions in the protocol."""
+        """The tools that are not plain functions in the protocol, by function name."""
         self.unenforced: dict[str, None] = {}
-        """The exceptions that were used; a dict as an ordered set."""
+        """The options that were used; a dict that serves as an ordered set."""
         self._options = options
         for tool, where, namespace in _each(read_list(body, "tools", most=MOST_TOOLS), "tools", None):
             self._add(tool, where, namespace)
@@ -70,7 +71,7 @@ class ReadTools:
             raise BadField("tools", f"tools: two of them would have the function name {twice!r}")
 
     def _add(self, tool: Mapping[str, Any], where: str, namespace: Mapping[str, Any] | None) -> None:
-        """Add one tool, as the function that the template shows."""
+        """Add one tool as the function that the chat template shows."""
         kind = tool.get("type")
         if kind == "function":
             _FUNCTION.check(tool, where=where)
@@ -93,13 +94,13 @@ class ReadTools:
             shown["name"] = joined_name(within, own)
             self.forms[shown["name"]] = ToolForm(name=own, namespace=within, is_custom=kind == "custom")
         about = read_text(namespace, "description") if namespace is not None else ""
-        # A template has no place for a namespace's description: its first tool carries it.
+        # Templates have no place for a namespace's description, so it goes into that of the first tool.
         if about and not any(form.namespace == within for form in list(self.forms.values())[:-1]):
             shown["description"] = "\n\n".join(filter(None, (about, shown.get("description"))))
         self.tools.append(function_tool(shown, where))
 
     def _custom(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The function that stands for a custom tool; a grammar is appended to its description."""
+        """The function that represents a custom tool. A grammar is appended to the description."""
         description = read_text(tool, "description")
         form = read_object(tool, "format")
         _FORMAT.check(form, where=f"{where}.format")
@@ -121,7 +122,8 @@ class ReadTools:
 def _each(
     given: list[Any], path: str, namespace: Mapping[str, Any] | None
 ) -> Iterator[tuple[dict[str, Any], str, Mapping[str, Any] | None]]:
-    """(tool, path, namespace) of every tool. A namespace within another is yielded too, and refused by its type."""
+    """Yield (tool, path, namespace) for every tool. A nested namespace is yielded like a tool, and is later refused
+    because of its type."""
     for k, value in enumerate(given):
         where = f"{path}[{k}]"
         tool = object_of(value, where)
@@ -143,7 +145,7 @@ def joined_name(namespace: str, name: str) -> str:
 
 
 def named(choice: Mapping[str, Any]) -> str | None:
-    """The function name of the tool that a `tool_choice` names; None if it names no tool."""
+    """The function name of the tool that a `tool_choice` names; None if it does not name a tool."""
     if choice.get("type") not in ("function", "custom"):
         return None
     return joined_name(read_text(choice, "namespace"), text_of(choice.get("name"), "tool_choice.name"))

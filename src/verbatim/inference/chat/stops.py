@@ -1,7 +1,7 @@
-"""Finds stop strings in sampled ids. A completion ends with the token that completes one.
+"""Finds stop strings in sampled ids. A completion ends with the token that completes a stop string.
 
-The ids stay whole: the token that completes a stop string is part of the completion, with its logprob, even if its text
-continues after the stop string. Only the text of the response is cut, before the stop string.
+Tokens are never cut: the token that completes a stop string is part of the completion, with its logprob, even if its
+text continues after the stop string. The response's text ends before the stop string.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from verbatim.core.types import Int32
 from verbatim.inference.sampler import Watch
 
 Decode = Callable[[Int32], str]
-"""Decodes ids to text. The text of a prefix of the ids must be a prefix of the text, except for U+FFFD at its end."""
+"""Decodes ids to text. A prefix of the ids must decode to a prefix of the text, except for U+FFFD at its end."""
 _BYTES_OF_A_CHARACTER = 4
 _MARGIN = 8
 """Characters at the start of a decoded window that may be wrong, because a character was split before it."""
 _FIRST_WINDOW = 16
-"""Number of ids whose text is long enough for most stop strings; doubled if it is not."""
+"""Number of ids whose text is usually longer than any stop string; doubled until it is."""
 
 
 def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, str] | None:
-    """The first stop string in the text of a completion.
+    """Find the first stop string in the text of a completion.
 
     Returns:
-        The number of ids up to and including the one that completes it, and the string; if this id completes several,
-        the one that begins first. None if the text has no stop string.
+        The number of ids up to and including the one that completes the stop string, and the stop string. If that id
+        completes several, the one that begins first is returned. None if the text has no stop string.
 
     Example: the ids of "ab", "c;", "d" with the stops [";", "d"] give (2, ";").
     """
@@ -38,7 +38,7 @@ def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, st
     def has_stop(size: int) -> bool:
         return _first(decode(ids[:size]), stops) is not None
 
-    # Once a prefix has a stop string, so do all longer ones: the first such prefix is found by bisection.
+    # Every extension of a prefix with a stop string has one too, so bisection finds the shortest such prefix.
     size = 1 + bisect_left(range(1, len(ids)), True, key=has_stop)
     found = _first(decode(ids[:size]), stops)
     assert found is not None
@@ -62,12 +62,12 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class StopWatch:
-    """A `Watch` that ends a completion at the first stop string. It decodes only the last tokens, so that its cost does
-    not grow with the completion.
+    """A `Watch` that ends a completion at the first stop string. It decodes only the last tokens, so that its cost per
+    token does not grow with the completion.
 
     Args:
         stops: At least one stop string.
-        decode: Decodes ids; called on the thread that draws tokens.
+        decode: Decodes ids; called on the thread that samples.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
@@ -76,14 +76,14 @@ class StopWatch:
         self._ids: list[int] = []
 
     def __call__(self, ids: Sequence[int]) -> bool:
-        """Add the ids drawn since the last call, in order; True if they complete a stop string."""
+        """Add the ids sampled since the last call, in order. Returns True if they complete a stop string."""
         before = self._ids[-self._num_before() :] if self._ids else []
-        # At a byte an id and four bytes a character, this many old ids still hold `_reach` characters.
+        # An id is at least one byte and a character at most four, so this many ids hold at least `_reach` characters.
         self._ids = [*self._ids[-_BYTES_OF_A_CHARACTER * self._reach :], *ids]
         return _first(self._decode(np.array([*before, *ids], dtype=np.int32)), self._stops) is not None
 
     def _num_before(self) -> int:
-        """Number of last ids whose text is at least as long as the part of a stop string before the new ids."""
+        """Number of ids to decode before the new ones, so that a stop string that began in them is found."""
         size = _FIRST_WINDOW
         while size < len(self._ids):
             if len(self._decode(np.array(self._ids[-size:], dtype=np.int32))) >= self._reach:
@@ -98,7 +98,7 @@ def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) 
     Args:
         stops: The stop strings; may be empty.
         decode: Decodes ids.
-        other: Another callback for all tokens; True from it ends the completion too.
+        other: Another callback for all tokens; it too ends the completion if it returns True.
     """
     if not stops:
         return other
@@ -108,6 +108,6 @@ def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) 
 
     def both(ids: Sequence[int]) -> bool:
         is_over = other(ids)
-        return watch(ids) or is_over  # both are called, always: each keeps its own state
+        return watch(ids) or is_over  # always call both, because each keeps its own state
 
     return both

@@ -1,4 +1,4 @@
-"""Writes server-sent events, and tracks what a stream has sent, so that its end adds exactly the rest."""
+"""Writes server-sent events, and tracks what a stream has sent, so that its last events add exactly the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StreamDiverged(ValueError):
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Encode one event. In ASCII, because texts may hold lone surrogates, or Unicode line breaks at which some clients
+    """Encode one event as ASCII, because text may contain lone surrogates, or Unicode line breaks at which some clients
     would split the line.
 
     >>> event({"a": 1}, "ping")
@@ -39,13 +39,13 @@ class StreamedReply:
     """Number of tokens whose logprobs were sent."""
 
     def add(self, delta: ChatDelta) -> None:
-        """Record a sent delta."""
+        """Record a delta that was sent."""
         self.reasoning += delta.reasoning
         self.content += delta.content
         self.num_tokens += len(delta.tokens)
 
     def rest(self, reply: ChatReply, index: int = 0) -> ChatDelta:
-        """The part of a reply that was not streamed yet.
+        """The part of a reply that has not been streamed yet.
 
         Raises:
             StreamDiverged: the reply does not begin with what was streamed.
@@ -62,17 +62,17 @@ class StreamedReply:
 
 
 class BlockStream(ABC):
-    """Base class of streams that send one reply in blocks: each block is started, grows, and is closed."""
+    """Base class of streams that send a reply in blocks. Each block is started, grows, and is closed."""
 
     ping = PING
 
     def __init__(self) -> None:
         self._said = StreamedReply()
         self._open = ""
-        """Kind of the open block: "thinking", "text" or a subclass's own; "" = none is open."""
+        """Kind of the open block: "thinking", "text" or a kind of the subclass; "" if none is open."""
 
     def delta(self, delta: ChatDelta) -> bytes:
-        """The events of a delta: thinking, then text."""
+        """The events for a delta: thinking, then text."""
         return b"".join(self._texts(delta))
 
     def _texts(self, delta: ChatDelta) -> list[bytes]:
@@ -92,7 +92,7 @@ class BlockStream(ABC):
 
     @abstractmethod
     def _grown(self, kind: str, text: str) -> bytes:
-        """The event of a text that the open block has gained."""
+        """The event for new text in the open block."""
 
     @abstractmethod
     def _close(self, status: str) -> list[bytes]:
