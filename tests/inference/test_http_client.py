@@ -515,6 +515,6 @@ def test_limits_with_which_no_request_could_be_made_are_refused_at_once(make, li
 
 @pytest.mark.parametrize("key", ["sk-secret-key\n", "sk-secret key", "sk-secret-kéy", b"sk-secret-key"])
 def test_a_key_that_no_header_can_hold_is_refused_without_being_quoted(key):
-    with pytest.raises(UsageError, match=r"the API key holds .*\.strip\(\)") as caught:
+    with pytest.raises(UsageError, match=r"the API key contains .*\.strip\(\)") as caught:
         HttpSampler("http://h", api_key=key)
     assert "secret" not in str(caught.value)

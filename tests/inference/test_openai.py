@@ -412,9 +412,9 @@ async def test_cancelling_a_request_hangs_up():
     [
         ({"base_url": "localhost:8000"}, "base_url 'localhost:8000'; expected an address"),
         ({"base_url": ""}, "expected an address"),
-        ({"base_url": "https://me:sk-canary@host/v1"}, "base_url of host holds a password"),
+        ({"base_url": "https://me:sk-canary@host/v1"}, "base_url of host contains a password"),
         ({"base_url": "me:sk-canary@host/v1"}, "'host/v1'"),
-        ({"base_url": "https://host/v1?key=sk-canary"}, "base_url of host holds a password or a query"),
+        ({"base_url": "https://host/v1?key=sk-canary"}, "base_url of host contains a password or a query"),
         ({"model": ""}, "model: found '', expected its name on the server"),
         ({"model": None}, "model: found None"),
         ({"max_retries": -1}, "max_retries = -1"),

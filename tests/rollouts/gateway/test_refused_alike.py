@@ -80,7 +80,7 @@ async def test_half_a_character_is_told_with_its_field_and_place(server):
             error = error_of(route, answer)
             assert (status, kind) == (400, "application/json")
             assert error["message"] == (
-                f"{holder}[0].content holds the lone surrogate U+D83D at position 3, half of a character; send both "
+                f"{holder}[0].content contains the lone surrogate U+D83D at position 3, half of a character; send both "
                 r'halves (as in "\ud83d\ude42"), or leave it out'
             )
             if not route.startswith(MESSAGES):  # Anthropic's errors have no place for a field
@@ -228,7 +228,7 @@ async def test_half_a_character_in_a_reward_is_told_too():
         status, _, answer = await post("reward", rb'{"reward": {"a\udc00": 1.0}}')
         assert (status, answer["error"]["message"].partition(";")[0]) == (
             400,
-            "a key of reward holds the lone surrogate U+DC00 at position 1, half of a character",
+            "a key of reward contains the lone surrogate U+DC00 at position 1, half of a character",
         )
         status, _, answer = await post("reward", rb'{"reward": "\ud83d" NaN}')
         assert (status, answer["error"]["message"][:20]) == (400, "the body is not JSON")
@@ -263,9 +263,9 @@ def test_the_first_lone_surrogate_of_a_value_is_found():
     with pytest.raises(Refused) as found:
         refuse_lone_surrogates({"tools": [{}, {"function": {"description": "\udfff"}}], "e": "\ud800"})
     assert found.value.field == "tools.function.description"
-    said = "tools[1].function.description holds the lone surrogate U+DFFF at position 0"
+    said = "tools[1].function.description contains the lone surrogate U+DFFF at position 0"
     assert found.value.message.startswith(said)
-    with pytest.raises(Refused, match=r"^the body holds the lone surrogate U\+D800 at position 1"):
+    with pytest.raises(Refused, match=r"^the body contains the lone surrogate U\+D800 at position 1"):
         refuse_lone_surrogates("x\ud800")
 
 

@@ -19,12 +19,13 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 logger = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE, _BEGUN_AT_ONCE = 1024, 64
-"""Maximum connections accepted, and begun, in one pass of the event loop; requests in flight run between passes."""
+"""Maximum number of connections accepted, and begun, in one pass of the event loop. Requests in flight run between
+passes."""
 _HEALTH = b"GET /health "
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""Errors of `accept` that mean the system is out of descriptors or memory."""
+"""Errors of `accept` that mean that the system is out of descriptors or memory."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds without accepting after such an error: the first pause, and the limit up to which it doubles."""
+"""Seconds for which nothing is accepted after such an error: the first pause, and the limit for doubling it."""
 _LOG_INTERVAL = 60.0
 """Minimum seconds between two log lines."""
 _FULL = (
@@ -37,14 +38,14 @@ _FULL_BODY = b'{"error": {"message": "too many connections; try again", "type": 
 class Acceptor:
     """Accepts connections while there is room in the table and a free descriptor.
 
-    Connections are accepted at once and then queued: a few begin in each pass of the event loop, health checks first.
-    So a health check never waits behind thousands of requests.
+    Connections are accepted immediately and then queued. A few of them begin in each pass of the event loop, health
+    checks first, so that a health check never waits behind thousands of requests.
 
     Args:
         listening: A socket that is bound and listening.
         make: Creates the protocol of a connection.
         table: Table of the open connections.
-        door: Limits of this socket; None: only the table's limit applies.
+        door: Limits of this socket; None if only the table's limit applies.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class Acceptor:
         self._last_logged = -_LOG_INTERVAL
         self._queue: dict[socket.socket, None] = {}
         self._silent: set[socket.socket] = set()
-        """Queued connections that have sent nothing so far; one of them may turn out to be a health check."""
+        """Queued connections that have not sent anything yet. Any of them may turn out to be a health check."""
         self._beginning: asyncio.Handle | None = None
         self._connecting: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stop accepting; close queued connections."""
+        """Stop accepting, and close queued connections."""
         if self._again is not None:
             self._again.cancel()
         self._loop.remove_reader(self.listening.fileno())
@@ -83,18 +84,18 @@ class Acceptor:
             connection.close()
 
     def _accept(self) -> None:
-        """Accept what waits in the backlog, as far as there is room; called when the socket is readable."""
+        """Accept connections from the backlog while there is room. Called when the socket is readable."""
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = self.listening.accept()
             except (BlockingIOError, InterruptedError):
                 break
-            except ConnectionAbortedError:  # the client closed it already
+            except ConnectionAbortedError:  # the client has already closed it
                 continue
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._table.evict()  # an idle connection gives its descriptor up
+                self._table.evict()  # closing an idle connection frees a descriptor
                 self._log("no more connections can be accepted for now: %s", error.strerror)
                 self._pause_accepting(self._pause)
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -104,7 +105,7 @@ class Acceptor:
             if not self._makes_room():
                 self._turn_away(connection)
                 self._pause_at_door()
-                break  # let the event loop run before the next one: a request may end meanwhile
+                break  # let the event loop run before the next one, as a request may end meanwhile
             self._queue[connection] = None
             self._silent.add(connection)
             self._table.num_queued += 1
@@ -114,7 +115,7 @@ class Acceptor:
             self._begin()
 
     def _makes_room(self) -> bool:
-        """True if there is room for one more connection; an idle one is closed for it if needed."""
+        """Close an idle connection if there is no room for another one. Returns False if there is still no room."""
         door, table = self._door, self._table
         if door is not None and table.num_of(door.name) + len(self._queue) >= door.most and not table.evict(door.name):
             return False
@@ -127,10 +128,11 @@ class Acceptor:
         self._table.num_queued -= 1
 
     def _begin(self) -> None:
-        """Begin every queued health check and the oldest other connections; called again until the queue is empty."""
+        """Begin every queued health check and the oldest other connections. Reschedules itself until the queue is
+        empty."""
         first = [connection for connection in list(self._silent) if self._is_health_check(connection)]
         for connection in [*first, *itertools.islice(self._queue, _BEGUN_AT_ONCE)]:
-            if connection not in self._queue:  # a health check that is among the oldest, too
+            if connection not in self._queue:  # a health check that is also among the oldest
                 continue
             self._take(connection)
             connecting = self._loop.create_task(self._connect(connection))
@@ -140,7 +142,7 @@ class Acceptor:
 
     def _is_health_check(self, connection: socket.socket) -> bool:
         """True if a queued connection is a health check. Removes a connection that the client has closed."""
-        try:  # peeks, so that the connection's protocol still gets the bytes
+        try:  # peek, so that the connection's protocol still gets the bytes
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             return False
@@ -166,14 +168,14 @@ class Acceptor:
         self._log("all %d connections have a request in flight; new ones get a 503", most)
 
     def _pause_at_door(self) -> bool:
-        """Pause accepting if the door's connection rate is exceeded; returns True if so."""
+        """Pause accepting if the door's connection rate is exceeded. Returns True if paused."""
         delay = 0.0 if self._door is None else self._door.accepts.delay()
         if delay:
             self._pause_accepting(delay)
         return delay > 0
 
     def _pause_accepting(self, seconds: float) -> None:
-        """Stop accepting for a while. The event loop must not watch the socket meanwhile: it stays readable."""
+        """Stop accepting for a while. The event loop must not watch the socket meanwhile, because it stays readable."""
         self._loop.remove_reader(self.listening.fileno())
         self._again = self._loop.call_later(seconds, self._loop.add_reader, self.listening.fileno(), self._accept)
 

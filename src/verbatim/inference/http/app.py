@@ -1,4 +1,4 @@
-"""The endpoints of a sampler's server: read a request, sample while the client is connected, respond."""
+"""The endpoints of a sampler's server. Each reads a request, samples while the client is connected, and responds."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
-"""Requests that begin in one pass of the event loop, so that a burst of thousands does not block timers and sockets."""
-_LONGEST_MESSAGE = 2000  # characters of an error in a response
+"""Number of requests that begin in one pass of the event loop, so that a burst of thousands does not block timers and
+sockets."""
+_LONGEST_MESSAGE = 2000  # of an error in a response, in characters
 _SCORED = Fields(honoured={"token_ids", "temperature", "model"})
 _UPDATE = Fields(honoured={"path", "version"})
 
@@ -130,13 +131,13 @@ class SamplerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["path"] != "/health":  # a busy server must still answer health checks in time
+        if scope["path"] != "/health":  # health checks must be answered in time even if the server is busy
             async with self._heads:
                 await asyncio.sleep(0)
         await self._app(scope, receive, send)
 
     def stop(self) -> None:
-        """Answer requests in flight with 503 at once."""
+        """Answer requests in flight with 503 immediately."""
         self._stopped.set()
 
     # ---- status
@@ -223,12 +224,12 @@ class SamplerApp:
         }
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
-        """Load weights; requires an API key or a configured folder. A loopback address of the client is not enough: all
-        clients have it behind a proxy."""
+        """Load weights; requires an API key or a configured folder. It is not enough that the client has a loopback
+        address, because behind a proxy all clients have one."""
         if not self._takes_weights:
             raise Refused(
                 403,
-                "weights are accepted with an api key, or from the folder that the server was started with "
+                "weights are accepted only with an api key, or from the folder that the server was started with "
                 "(--weights-folder); this server has neither",
             )
         body = read_json(await read_body(request, self._limits.small_body(), self._limits))
@@ -244,11 +245,11 @@ class SamplerApp:
         return self._api_key is not None or self._weights_folder is not None
 
     def _weights_at(self, path: str) -> Path:
-        """The resolved folder at a path; refused if it is outside the folders that weights are accepted from."""
+        """Resolve a folder, which must be in one of the folders that weights are accepted from."""
         try:
-            folder = Path(path).resolve()  # before the comparison, so that links and ".." cannot lead outside
+            folder = Path(path).resolve()  # before the check, so that links and ".." cannot escape
             os.fsencode(folder)
-        except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links, a lone surrogate
+        except (OSError, ValueError, RuntimeError) as error:  # null characters, link loops, lone surrogates
             raise UsageError(f"path = {brief(path)} is not a path: {error}") from None
         accepted = [place for place in (self._weights_folder, self._uploads) if place is not None]
         if self._weights_folder is not None and not any(map(folder.is_relative_to, accepted)):
@@ -256,7 +257,7 @@ class SamplerApp:
         return folder
 
     async def _take_upload(self, request: Request) -> Response:
-        """Receive a part of a published folder, from a client whose folders this host cannot read."""
+        """Receive a part of a published folder from a client whose folders this host cannot read."""
         if request.method != "GET":
             check_head(request, self._limits.upload_body(), self._limits)
         try:
@@ -273,11 +274,13 @@ class SamplerApp:
     def _contained(
         self, endpoint: Callable[[Request], Awaitable[dict[str, Any] | Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap an endpoint: check the key, respond with JSON, and send errors in the format of the path's protocol."""
+        """Wrap an endpoint so that it checks the key, responds with JSON, and sends errors in the format of the path's
+        protocol."""
 
         async def contained(request: Request) -> Response:
             answer = await answered(request)
-            # Delay refusals, so that a client that repeats an invalid request costs less; a stop ends the delay.
+            # Delay refusals, so that a client that keeps repeating an invalid request costs less. Stopping the server
+            # ends the delay.
             if 400 <= answer.status_code < 500 and self._limits.refusal_seconds:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._limits.refusal_seconds):
@@ -285,7 +288,7 @@ class SamplerApp:
             return answer
 
         async def answered(request: Request) -> Response:
-            """The endpoint's response, or the one for its error."""
+            """The endpoint's response, or the response for its error."""
             try:
                 if self._stopped.is_set():
                     raise Refused(503, STOPPING)
@@ -300,7 +303,8 @@ class SamplerApp:
             except Refused as error:
                 return self._refusal(request, error)
             except VerbatimError as error:
-                # The engine has died: 503 with its reason, whatever error this request met because of it.
+                # If the engine has died, answer 503 with the reason instead of the error that this request got because
+                # of it.
                 if (failure := failure_of(self._sampler)) is not None:
                     return self._refusal(request, Refused(503, failure))
                 status, body = protocol.error_body(error)
@@ -308,7 +312,7 @@ class SamplerApp:
                     logger.warning("a request failed: %s", cut(str(error)))
                 message = cut(str(error), _LONGEST_MESSAGE)
                 return self._refusal(request, Refused(status, message, body["error"]["type"]))
-            # What a request can still trigger in spite of all checks: a number, a depth or a text out of range.
+            # Values that passed all checks but are still out of range: numbers, nesting depths or text.
             except (OverflowError, RecursionError, UnicodeError) as error:
                 message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
                 return self._refusal(request, Refused(400, message))
@@ -316,7 +320,7 @@ class SamplerApp:
         return contained
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
-        """Refuse an unknown path or method, in the format of the protocol that the path belongs to."""
+        """Refuse an unknown path or method in the format of the path's protocol."""
         assert isinstance(error, HTTPException)
         texts = {
             404: f"there is nothing at {brief(request.url.path)}",
@@ -327,19 +331,19 @@ class SamplerApp:
         return answer
 
     def _refusal(self, request: Request, refused: Refused) -> Response:
-        """An error response in the format of the protocol that the path belongs to."""
+        """An error response in the format of the path's protocol."""
         status, kind = refused.status, refused.kind
         if not kind and not request.url.path.startswith("/v1/"):  # `HttpSampler` knows only these two error types
             kind = "invalid_request_error" if status < 500 else "unavailable"
         form = self._chat.protocols.of(request.url.path.removeprefix("/v1/"))
         answer = json_answer(form.error(status, refused.message, refused.field, kind), status)
-        if status in (408, 411):  # the body is unread, and its end unknown: the connection cannot be reused
+        if status in (408, 411):  # the body is unread and its end unknown, so the connection cannot be reused
             answer.headers["connection"] = "close"
         return answer
 
     def _check_host(self, request: Request) -> None:
-        """Protect a server without a key against DNS rebinding, in which a web page's own host name is made to resolve
-        to this server: the Host header must be an IP address or an allowed name."""
+        """Check that the Host header is an IP address or an allowed name, unless the server has a key. This protects
+        against DNS rebinding, where the host name of a web page is made to resolve to this server."""
         given = request.headers.get("host")
         if self._api_key is not None or given is None:
             return
@@ -364,7 +368,7 @@ class SamplerApp:
     async def _ids_body(self, request: Request, room: int) -> dict[str, Any]:
         data = await read_body(request, self._limits.ids_body(room), self._limits)
         most = MOST_VALUES + room + MOST_STOP_IDS
-        # A thread costs more than parsing a small body.
+        # For a small body, a thread costs more than parsing.
         body = await asyncio.to_thread(read_json, data, most) if len(data) > LARGE else read_json(data, most)
         check_model(body.get("model"), self._model)
         return body

@@ -1,4 +1,4 @@
-"""Serves the chat protocols on top of a sampler: whole responses and token streams."""
+"""Serves the chat protocols on top of a sampler, with and without streaming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from verbatim.inference.sampler import Completion, Sampler, SampleRequest, Watch
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_MESSAGE = 2000  # characters of an error in a response
+_LONGEST_MESSAGE = 2000  # of an error in a response, in characters
 
 
 class ChatRoutes:
@@ -51,12 +51,12 @@ class ChatRoutes:
 
     Args:
         sampler: The sampler that generates.
-        render_pool: Renders conversations and parses completions; None: the server has no renderer.
-        decode: The renderer's `decode`; called on the sampler's thread to find stop strings.
+        render_pool: Renders conversations and parses completions; None if the server has no renderer.
+        decode: The renderer's `decode`; called on the sampler's thread to find stop strings. None without a renderer.
         model: The model's name in requests.
         limits: Limits of one client.
-        options: Fields that are accepted although they cannot be enforced.
-        draw_seed: Draws the seed of a request that has none.
+        options: Which unenforceable fields are accepted, and the limit on replies.
+        draw_seed: Returns a random seed for requests that have none.
         stopped: Set when the server stops.
     """
 
@@ -77,10 +77,10 @@ class ChatRoutes:
         self._draw_seed, self._stopped = draw_seed, stopped
         self.protocols = ChatProtocols(options)
         self.refused: Counter[str] = Counter()
-        """Number of requests by protocol and by the field that was refused, or accepted but not enforced."""
+        """Number of requests, by protocol and by the field that was refused, or accepted but not enforced."""
 
     async def answer(self, request: Request) -> Response:
-        """Answer a request; the path decides the protocol."""
+        """Answer a request in the protocol of its path."""
         protocol = self.protocols.of(request.url.path.removeprefix("/v1/"))
         try:
             return await self._answer(request, protocol)
@@ -126,14 +126,14 @@ class ChatRoutes:
     # ---- sampling
 
     async def _replies(self, asked: RenderedRequest, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
-        """Sample and parse all replies at the same time; `live` gets their ids as they are drawn."""
+        """Sample all replies concurrently, and parse them. `live` gets their ids as they are sampled."""
         seeds = self._seeds(asked)
         shows = [None if live is None else partial(live.show, number) for number in range(len(seeds))]
         drawing = (self._sample(asked, seed, show) for seed, show in zip(seeds, shows, strict=True))
         return await self._read(asked, await run_together(drawing), seeds, stamp)
 
     async def _sample(self, asked: RenderedRequest, seed: int, show: Watch | None) -> Completion:
-        """Sample one completion. It ends with the token that completes a stop string, if the sampler can stop there."""
+        """Sample one completion. If the sampler supports it, it stops at the token that completes a stop string."""
         request = SampleRequest(
             prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
         )
@@ -145,7 +145,8 @@ class ChatRoutes:
         return completion
 
     def _seeds(self, asked: RenderedRequest) -> list[int]:
-        """A seed for each reply: the request's own seed, then seeds derived from it, so that all are reproducible."""
+        """The seed of each reply: first the request's own seed, then seeds derived from it, so that all replies are
+        reproducible."""
         given = asked.request.sampling.seed
         seed = self._draw_seed() if given is None else given
         return [seed, *(random.Random(f"{seed}/{k}").getrandbits(63) for k in range(1, asked.request.n))]
@@ -153,8 +154,8 @@ class ChatRoutes:
     async def _read(
         self, asked: RenderedRequest, completions: Sequence[Completion], seeds: Sequence[int], stamp: Stamp
     ) -> list[ChatReply]:
-        """Parse the completions in the render pool. Size 0: parsing goes before any waiting prompt, so that a sampled
-        completion is not delayed."""
+        """Parse the completions in the render pool. They are queued with size 0, ahead of all waiting prompts, so that
+        finished completions are not delayed."""
         assert self._render_pool is not None
         return [
             await self._render_pool.run(0, read_completion, asked, completion, seed, f"call_{stamp.id}_{k}")
@@ -164,11 +165,11 @@ class ChatRoutes:
     # ---- streams
 
     async def _stream(self, asked: RenderedRequest, stream: ChatStream, stamp: Stamp) -> AsyncGenerator[bytes]:
-        """The events of a response, as tokens are drawn."""
+        """The events of a response, as tokens are sampled."""
         render_pool, live = self._render_pool, LiveAnswer(asked.request.n, asked.prompt_ids)
         assert render_pool is not None
         working = asyncio.ensure_future(self._replies(asked, stamp, live))
-        working.add_done_callback(lambda _: live.wake())  # else `events` would wait for tokens that never come
+        working.add_done_callback(lambda _: live.wake())  # or else `events` would wait for tokens that never come
 
         async def read(ids: Int32, prompt_ids: Int32) -> tuple[str, str]:
             return await render_pool.run(0, read_partial, asked, ids)
@@ -183,8 +184,8 @@ class ChatRoutes:
 
 
 class _EventStream(Response):
-    """Sends events as long as the client is connected. An error after the first event is sent as an event, because the
-    status line has been sent.
+    """Sends events while the client is connected. An error after the first event is sent as an event, because the
+    status line has already been sent.
 
     Args:
         protocol: The request's protocol.

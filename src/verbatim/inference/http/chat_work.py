@@ -1,4 +1,4 @@
-"""The steps of a chat request that need the renderer: rendering the prompt, and parsing what was sampled."""
+"""The steps of a chat request that need the renderer: rendering the prompt, and parsing the completion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class RenderedRequest:
     """A chat request whose conversation is rendered."""
 
     request: ChatRequest
-    """The request without its messages: the prompt has them, and the record crosses a process boundary."""
+    """The request without its messages. They are already in the prompt, and the record is pickled to another
+    process."""
     prompt_ids: Int32
     """The prompt: int32 [P]."""
     params: SamplingParams
@@ -52,9 +53,10 @@ def read_chat(
         protocol: The protocol of the body.
         renderer: The model's renderer.
         model: The model's name in requests.
-        room: Context length in tokens. Without a limit in the request, a completion may fill what the prompt leaves.
-        vocab_size: The model's; the renderer may have stop ids that the model cannot sample.
-        is_count: True if only the prompt's number of tokens is wanted.
+        room: Context length in tokens. If the request has no limit, a completion may fill the context that the prompt
+            leaves.
+        vocab_size: Size of the model's vocabulary. The renderer may have stop ids that the model cannot sample.
+        is_count: True if the request only asks for the number of prompt tokens.
 
     Raises:
         Refused: a field is invalid or cannot be honoured, or the request names another model.
@@ -87,20 +89,20 @@ def _render(renderer: Renderer, request: ChatRequest) -> Int32:
         return renderer.render_ids(list(request.messages), list(request.tools) or None, add_generation_prompt=True)
     except VerbatimError:
         raise
-    except Exception as error:  # templates and tokenizers raise anything
+    except Exception as error:  # templates and tokenizers may raise any exception
         about = "messages or tools" if request.tools else "messages"
         raise UsageError(f"{about}: rendering failed ({error_text(error, 200)})") from error
 
 
 def read_partial(asked: RenderedRequest, ids: Int32, *, renderer: Renderer) -> tuple[str, str]:
-    """(reasoning, content) that the reply is certain to begin with, given the ids so far."""
+    """The (reasoning, content) that the reply is certain to begin with, given the ids sampled so far."""
     return partial_texts(ids, asked.request, renderer, asked.prompt_ids)
 
 
 def read_completion(
     asked: RenderedRequest, completion: Completion, seed: int, call_prefix: str, *, renderer: Renderer
 ) -> ChatReply:
-    """Parse a completion into the reply.
+    """Parse a completion into a reply.
 
     Raises:
         SamplerFault: the engine's logprobs or versions do not match the ids.

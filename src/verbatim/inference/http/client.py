@@ -41,25 +41,26 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.5
-"""Pause in seconds after the first failure; doubled after each further one, with 50% jitter."""
+"""Pause in seconds after the first failure. It doubles with each further failure, and has 50% jitter."""
 LONGEST_PAUSE = 30.0
 """Upper limit in seconds for the doubled pause."""
 LONGEST_RETRY_AFTER = 120.0
-"""Longest `Retry-After` in seconds that is followed; a longer one makes the failure final."""
+"""Longest `Retry-After` in seconds that the client waits for. A longer one makes the failure final."""
 CONNECT = 10.0
-"""Timeout in seconds for connecting, and for requests that need no sampling."""
+"""Timeout in seconds for connecting, and for requests that do not sample."""
 MAX_ANSWER_BYTES = 2**28
-"""Larger responses are refused while they arrive. The prompt logprobs of a million ids take two thirds of this."""
+"""Maximum size of a response; reading stops once it is exceeded. The prompt logprobs of a million ids take two thirds
+of this."""
 _TRANSIENT = {408, 409, 425, 429}
 """Statuses that are retried, in addition to 500 and above."""
 _MAX_CONNECTIONS = 1024
 """Maximum number of concurrent attempts. The wait for a free slot does not count towards the attempt's deadline."""
 _IDLE = 30.0
-"""Seconds that an idle connection is kept: fewer than our server's 75, so that the client closes it first and never
-sends a request on a connection that the server is closing."""
+"""Seconds for which an idle connection is kept. This is less than our server's 75, so that the client closes it first
+and never sends a request on a connection that the server is closing."""
 _SHORTEST_SECRET = 8
-"""Minimum characters of a secret to redact. Shorter keys ("EMPTY", "none") are placeholders, and redacting them would
-garble ordinary words."""
+"""Minimum length of a secret that is redacted. Shorter keys ("EMPTY", "none") are placeholders, and redacting them
+would garble ordinary words."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class HttpResponse:
 
     @property
     def text(self) -> str:
-        """The body decoded as UTF-8; the server's charset is ignored."""
+        """The body decoded as UTF-8, regardless of the server's charset."""
         return self.body.decode("utf-8", "replace")
 
 
@@ -82,9 +83,9 @@ class AttemptFailed(Exception):
 
     Args:
         kind: Key for counters: "status_500", "connection", "timeout", "bad_answer", "unsendable".
-        text: Message for people; the client redacts the API key in it.
-        retry_after: Seconds that the server asks to wait.
-        final: True if a retry cannot help.
+        text: Message for people, in which the client redacts the API key.
+        retry_after: Seconds that the server asks the client to wait.
+        final: True if retrying cannot help.
     """
 
     def __init__(self, kind: str, text: str, *, retry_after: float = 0.0, final: bool = False) -> None:
@@ -109,14 +110,14 @@ class HttpClient:
     """An HTTP client for one server. Connects on first use; can be pickled, and used from several event loops.
 
     Args:
-        url: Base address that every path is appended to: "http://127.0.0.1:8000".
+        url: Base address to which every path is appended: "http://127.0.0.1:8000".
         api_key: Sent as a bearer token; redacted in every message.
         request_timeout: Timeout in seconds of one attempt, from connecting to the last byte.
-        max_retries: Maximum number of attempts after the first.
-        remote_api: True for a server on the internet: the proxy comes from environment variables (as in httpx and
-            OpenAI's client), and redirects are followed. False for servers of the same cluster, which a proxy may not
-            reach.
-        headers: Additional headers of every request.
+        max_retries: Maximum number of further attempts after the first fails.
+        remote_api: True for a server on the internet: the proxy is read from environment variables (as in httpx and
+            OpenAI's client), and redirects are followed. False for servers in the same cluster, which a proxy may be
+            unable to reach.
+        headers: Additional headers for every request.
 
     Raises:
         UsageError: the address, a limit, the key or the proxy is invalid, or the extra `api` is not installed.
@@ -152,7 +153,7 @@ class HttpClient:
         self._request_timeout = request_timeout
         self._max_retries = max_retries
         self._closed = False
-        self._warned = False  # whether a failed connection has been logged as a warning
+        self._warned = False  # True once a failed connection has been logged as a warning
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,20 +173,21 @@ class HttpClient:
         read: Callable[[HttpResponse], T],
         failures: Counter[str] | None = None,
     ) -> T:
-        """Send a request, with retries. Cancelling the call closes its connection.
+        """Send a request, with retries. Cancelling the call closes the connection.
 
         Args:
             method: "GET", "POST" or "PUT".
-            path: Path below the base address: "/v1/models".
-            body: The body, usually JSON; None: no body.
-            read: Turns a response into the result, or raises `AttemptFailed`; other exceptions propagate.
+            path: Path relative to the base address: "/v1/models".
+            body: The body, usually JSON; None if there is none.
+            read: Turns a response into the result, or raises `AttemptFailed`. Other exceptions propagate.
             failures: Counts each failed attempt by its kind, as it happens.
 
         Raises:
-            SamplerFault: a final failure, or more than `max_retries` failures; the message describes the last one.
+            SamplerFault: a failure was final, or more than `max_retries` attempts failed; the message describes the
+                last failure.
             ClientClosed: `close` or `hang_up` was called meanwhile.
         """
-        # A task of its own, so that `hang_up` can cancel the request without cancelling the caller.
+        # A separate task, so that `hang_up` can cancel the request without cancelling the caller.
         under_way = self._loop_state().under_way
         task = asyncio.create_task(self._ask(method, path, body, read, Counter() if failures is None else failures))
         under_way.add(task)
@@ -193,19 +195,19 @@ class HttpClient:
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if current is not None and current.cancelling():  # the caller was cancelled, not only the request
+            if current is not None and current.cancelling():  # the caller itself was cancelled, not just the request
                 raise
-            raise ClientClosed(f"{self.url}: this client was closed before the server answered") from None
+            raise ClientClosed(f"{self.url}: this client was closed before the server responded") from None
         finally:
             under_way.discard(task)
 
     async def close(self) -> None:
-        """Close the client for good; requests in flight in this event loop end with `ClientClosed`."""
+        """Close the client permanently. Requests in flight in this event loop end with `ClientClosed`."""
         self._closed = True
         await self.hang_up()
 
     async def hang_up(self) -> None:
-        """Close this event loop's connections. Requests in flight end with `ClientClosed`; later ones reconnect."""
+        """Close this event loop's connections. Requests in flight end with `ClientClosed`; later requests reconnect."""
         state = self._loops.pop(asyncio.get_running_loop(), None)
         if state is not None:
             await cancel_all(state.under_way)
@@ -214,7 +216,7 @@ class HttpClient:
     async def _ask(
         self, method: str, path: str, body: bytes | None, read: Callable[[HttpResponse], T], failures: Counter[str]
     ) -> T:
-        """Attempt the request until it succeeds or fails for good."""
+        """Attempt the request until it succeeds or fails permanently."""
         for attempt in itertools.count(1):
             try:
                 return read(await self._attempt(method, path, body))
@@ -225,7 +227,8 @@ class HttpClient:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
                     raise SamplerFault(reason + tries) from None
                 seconds = pause(attempt - 1, failure.retry_after, self._random)
-                # Only the first failed connection to a remote server is a warning: a wrong address shows at once.
+                # Only the first failed connection to a remote server is a warning, so that a wrong address is noticed
+                # immediately.
                 is_news = self._remote_api and failure.kind == "connection" and not self._warned
             self._warned = self._warned or is_news
             logger.log(
@@ -239,7 +242,7 @@ class HttpClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(self, method: str, path: str, body: bytes | None) -> HttpResponse:
-        """Send the request once; a failure to get a response is an `AttemptFailed`."""
+        """Send the request once. Raises `AttemptFailed` if there is no response."""
         import aiohttp
 
         state = self._loop_state()
@@ -250,13 +253,13 @@ class HttpClient:
                     return HttpResponse(path, response.status, await _read_body(response), response.headers)
             except aiohttp.ClientConnectorCertificateError as error:
                 raise AttemptFailed("certificate", untrusted(error.certificate_error), final=True) from None
-            except aiohttp.ClientError as error:  # includes a connect timeout
+            except aiohttp.ClientError as error:  # includes connect timeouts
                 raise AttemptFailed("connection", f"Connection error ({type(error).__name__}: {error})") from None
             except TimeoutError:
                 raise AttemptFailed("timeout", f"no answer within {self._request_timeout:g} s") from None
 
     def _loop_state(self) -> _LoopState:
-        """State of the running event loop: connections cannot be shared between loops."""
+        """State of the running event loop. Connections cannot be shared between event loops."""
         if self._closed:
             raise SamplerFault(f"the connections to {self.url} were closed; make a new client")
         loop = asyncio.get_running_loop()
@@ -266,7 +269,7 @@ class HttpClient:
         return self._loops[loop]
 
     def _open_session(self) -> aiohttp.ClientSession:
-        """A session for this event loop. It connects on demand and keeps no cookies; `slots` limits its connections."""
+        """A session for this event loop. It connects on demand and keeps no cookies. `slots` limits its connections."""
         import aiohttp
 
         return aiohttp.ClientSession(
@@ -280,14 +283,16 @@ class HttpClient:
         )
 
     def _drop_ended_loops(self) -> None:
-        """Drop the sessions of closed event loops: a session refers to its loop, so neither would ever be freed."""
+        """Drop the sessions of closed event loops. A session refers to its loop, so otherwise neither would ever be
+        freed."""
         for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with contextlib.suppress(StopIteration):
-                # Runs the coroutine by hand: its loop is closed, and `close` has nothing left to await.
+                # Run the coroutine by hand, because its loop is closed and `close` has nothing left to await.
                 self._loops.pop(loop).session.close().send(None)
 
     def _hide(self, text: str) -> str:
-        """Redact the secrets in a server's text: servers quote the key that they refuse, sometimes only its start."""
+        """Redact the secrets in text from a server, because servers quote a key that they refuse, sometimes only its
+        start."""
         for secret in self._secrets:
             for end in range(len(secret), _SHORTEST_SECRET - 1, -1):
                 text = text.replace(secret[:end], REDACTED)
@@ -295,7 +300,7 @@ class HttpClient:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """Encode JSON; arrays become lists, and floats have to be finite. 32,768 ids take 0.2 ms.
+    """Encode JSON. Arrays become lists, and floats have to be finite. 32,768 ids take 0.2 ms.
 
     >>> encode({"ids": np.array([1, 2], dtype=np.int32)})
     b'{"ids":[1,2]}'
@@ -309,14 +314,14 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 
 def decode(answer: HttpResponse) -> Any:
-    """Parse the body as JSON. Floats are rounded to the nearest double, so a float32 survives bit for bit.
+    """Parse the body as JSON. Numbers are rounded to the nearest double, so a float32 survives bit for bit.
 
     Raises:
         ValueError: the body is not JSON, or is nested too deeply.
     """
     import orjson
 
-    # Python's parser, the fallback, accepts more: lone surrogates, NaN, huge integers.
+    # The fallback, Python's parser, accepts more: lone surrogates, NaN, huge integers.
     with contextlib.suppress(ValueError):
         return orjson.loads(answer.body)
     try:
@@ -326,7 +331,7 @@ def decode(answer: HttpResponse) -> Any:
 
 
 def read_json(answer: HttpResponse, hint: str = "") -> Any:
-    """The JSON of a successful response; `hint` is appended to the message of a failed one.
+    """The JSON of a successful response. `hint` is appended to the error message if the response is not successful.
 
     Raises:
         AttemptFailed: the status is not 200, or the body is not JSON.
@@ -340,7 +345,7 @@ def read_json(answer: HttpResponse, hint: str = "") -> Any:
 
 
 def status_failure(answer: HttpResponse, hint: str = "") -> AttemptFailed:
-    """The failure that a response with an error status is; `hint` is appended to its message."""
+    """The failure for a response with an error status. `hint` is appended to its message."""
     wait = _retry_after(answer.headers.get("Retry-After"))
     body = " ".join(answer.text[:300].split())
     text = f"status {answer.status}: {body}" if body else f"status {answer.status}"
@@ -362,7 +367,7 @@ def pause(attempt: int, retry_after: float, jitter: random.Random) -> float:
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds from a `Retry-After` header, which holds a number or a date; 0.0 without a readable one."""
+    """Seconds from a `Retry-After` header, which has a number or a date; 0.0 if it is missing or unreadable."""
     for read in (float, lambda date: email.utils.parsedate_to_datetime(date).timestamp() - time.time()):
         with contextlib.suppress(ValueError):
             return max(0.0, read(header or ""))
@@ -370,7 +375,7 @@ def _retry_after(header: str | None) -> float:
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Read the decompressed body; fails as soon as it is larger than `MAX_ANSWER_BYTES`."""
+    """Read the decompressed body. Fails as soon as it is larger than `MAX_ANSWER_BYTES`."""
     chunks, size = [], 0
     async for chunk in response.content.iter_any():
         chunks.append(chunk)

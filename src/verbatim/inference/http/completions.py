@@ -1,7 +1,7 @@
 """Writes and reads requests and completions as JSON, in the format of vLLM's token endpoint with extensions.
 
-JSON holds a float32 as the shortest decimal of the equal double, so logprobs survive bit for bit. Our clients request
-packed responses (`packed`) and can read both forms.
+A float32 is converted to the equal double and written as its shortest decimal, so logprobs survive bit for bit. Our
+clients request packed responses (see `packed`) and can read both forms.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ _STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
 def request_body(
     request: SampleRequest, model: str | None, *, seed_for_all: bool = False, cache_salt: str | None = None
 ) -> dict[str, Any]:
-    """The body of a request for one completion. Every setting is written out, because servers differ in their defaults.
-    The ids stay an array; `client.encode` writes it.
+    """The body of a request for one completion. Every setting is sent, because servers differ in their defaults. The
+    ids stay an array, which `client.encode` writes.
 
-    `logprobs` is 0: only the sampled token's. With 1, vLLM 0.32 loses the logprob of a sampled token 0 if the same step
-    serves a request with `logprob_token_ids` (the canary's): it pads the other requests of the step with id 0.
+    `logprobs` is 0, which requests only the logprob of the sampled token. With 1, vLLM 0.32 loses the logprob of a
+    sampled token 0 if the same step serves a request with `logprob_token_ids` (such as the canary's), because it pads
+    the other requests of the step with id 0.
 
-    `ignore_eos` is true: only the given stop ids end a completion. The seed is under our own key, which only our
-    servers read: vLLM for CPUs crashes on a seed if it computes the prompt in several parts.
+    `ignore_eos` is true, so that only the given stop ids end a completion. The seed is under our own key, which only
+    our servers read, because vLLM for CPUs crashes on a seed if it computes the prompt in several parts.
 
     Args:
         request: The request.
-        model: The model's name on the server; None: the field is left out.
-        seed_for_all: Also put the seed where vLLM reads it.
-        cache_salt: vLLM's prefix cache is shared only among requests of one salt; None: no salt.
+        model: The model's name on the server; None to leave the field out.
+        seed_for_all: True to also put the seed where vLLM reads it.
+        cache_salt: vLLM shares its prefix cache only among requests with the same salt; None for no salt.
     """
     params = request.params
     start = request.routed_experts_start
@@ -81,8 +82,8 @@ def request_body(
 
 
 def bounded(params: SamplingParams) -> SamplingParams:
-    """The parameters for a vLLM started with `--return-sampling-mask`, which accepts only requests whose kept sets are
-    bounded by `top_k`. Greedy decoding becomes `top_k = 1`, which draws the same tokens.
+    """Adapt the parameters to a vLLM started with `--return-sampling-mask`, which accepts only requests whose kept sets
+    are bounded by `top_k`. Greedy decoding becomes `top_k = 1`, which samples the same tokens.
 
     >>> bounded(SamplingParams(temperature=0)).top_k
     1
@@ -101,22 +102,23 @@ def bounded(params: SamplingParams) -> SamplingParams:
 
 
 def read_ids(value: object, what: str, room: int | None = None) -> Int32:
-    """Token ids from JSON: int32 [L]. Does not check the vocabulary: the sampler does.
+    """Read token ids from JSON: int32 [L]. Does not check that they are in the vocabulary; the sampler does.
 
     Args:
         value: The parsed JSON.
-        what: The field's name, for messages.
+        what: The field's name for error messages.
         room: Maximum number of ids; checked first, so that a huge list is refused cheaply.
 
     Raises:
-        RecordError: not a list, too many ids, or an item that is not an id; the message has its position.
+        RecordError: the value is not a list, has too many ids, or has an item that is not an id; the message has its
+            position.
     """
     if not isinstance(value, list):
         raise RecordError(f"{what}: expected a list of token ids, found {brief(value)}")
     if room is not None and len(value) > room:
         raise RecordError(f"{what}: {len(value)} ids leave no room in a context of {room} tokens")
     for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < INT32_END:  # `type`, since True is an int too
+        if type(token) is not int or not 0 <= token < INT32_END:  # `type`, because True is an int too
             raise RecordError(f"{what}: expected token ids, found {brief(token)} at position {position}")
     return np.array(value, dtype=np.int32)
 
@@ -132,7 +134,7 @@ def completion_body(
     logprobs: LogprobStyle,
     server: str | None = None,
 ) -> dict[str, Any]:
-    """A completion in vLLM's format, with versions and timings under our own key.
+    """The body of a response in vLLM's format, with policy versions and timings under our own key.
 
     Raises:
         SamplerFault: the engine's logprobs or versions do not match the ids.
@@ -189,7 +191,7 @@ def completion_body(
 
 
 def _spans(versions: Int32) -> list[dict[str, Any]]:
-    """The versions in vLLM's format: spans of tokens with the same version.
+    """Policy versions in vLLM's format: spans of tokens with the same version.
 
     >>> _spans(np.array([7, 7, 8], dtype=np.int32))
     [{'version': '7', 'start': 0, 'end': 2}, {'version': '8', 'start': 2, 'end': 3}]
@@ -202,7 +204,7 @@ def check_completion(completion: Completion) -> None:
     """Refuse a completion whose logprobs or versions do not match its ids.
 
     Raises:
-        SamplerFault: another number of logprobs or versions than ids, or a logprob that is not finite.
+        SamplerFault: the number of logprobs or versions differs from the number of ids, or a logprob is not finite.
     """
     values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
     if values is not None:
@@ -217,19 +219,20 @@ def check_completion(completion: Completion) -> None:
 
 
 def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
-    """The completion in a response, and our server's additions (None: the response is from another server).
+    """Read the completion in a response, and the additions of our servers (None if the response is from another
+    server).
 
     Args:
         body: The parsed response.
-        told_version: Version for tokens whose version another server does not report; None: then the completion has no
-            versions.
+        told_version: Policy version of the tokens whose version another server does not report. If None, such a
+            completion has no versions.
 
     Raises:
         ValueError: the response is malformed; the message says how.
     """
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise ValueError(f"expected an answer with one choice, found {brief(body)}")
+        raise ValueError(f"expected a response with one choice, found {brief(body)}")
     assert isinstance(body, dict)
     (choice,) = choices
     finish, ours = choice.get("finish_reason"), body.get(OURS)
@@ -294,16 +297,16 @@ def _read_kept_sets(sets: object, ids: Int32) -> KeptSets | None:
 
 
 def check_experts(completion: Completion, request: SampleRequest) -> Completion:
-    """The completion, after checking that its routed experts cover the requested tokens. A cancelled completion may
-    have fewer rows; its experts are removed.
+    """Check that the routed experts cover the requested tokens, and return the completion. A cancelled completion may
+    have fewer rows, in which case its experts are removed.
 
     Raises:
-        ValueError: the experts are those of another number of tokens.
+        ValueError: the number of tokens with experts is wrong.
     """
     experts = completion.routed_experts
     if experts is None:
         return completion
-    # The last token is sampled, but never fed to the model: it has no experts.
+    # The last sampled token is never fed to the model, so it has no experts.
     expected = len(request.prompt_ids) + len(completion.ids) - 1 - request.routed_experts_start
     if len(experts) == expected:
         return completion
@@ -320,8 +323,9 @@ def _read_versions(values: object, count: int) -> Int32:
 
 
 def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
-    """Versions from vLLM's spans: int32 [C]. vLLM's versions are free text, and "default" for the weights that it was
-    started with; a name that is not a number counts as `told`, and without `told` there are no versions.
+    """Read policy versions from vLLM's spans: int32 [C]. vLLM's versions are arbitrary strings, "default" for the
+    weights that it was started with. A string that is not a number means `told`. Returns None if such a string occurs
+    and `told` is None.
 
     >>> _read_spans([{"version": "default", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}], 3, 0)
     array([0, 0, 8], dtype=int32)
@@ -342,10 +346,10 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
 
 
 def read_plain(values: object, count: int) -> Float32:
-    """A JSON list of `count` logprobs as float32; raises ValueError for anything else."""
+    """Convert a JSON list of `count` logprobs to float32. Raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"expected {count} logprobs, found {brief(values)}")
-    if set(map(type, values)) == {float}:  # fast path; bool and int need `number_of`
+    if set(map(type, values)) == {float}:  # fast path, without bool and int, which need `number_of`
         found = np.array(values)
         if (np.abs(found) <= _LARGEST).all():
             return found.astype(np.float32)
@@ -353,27 +357,27 @@ def read_plain(values: object, count: int) -> Float32:
 
 
 def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
-    """The logprobs of exactly these ids, checked against the token that vLLM names with each logprob."""
+    """Read the logprobs of these ids, and check them against the id that vLLM reports with each logprob."""
     if value is None:
         return None
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list) or len(content) != len(ids):
         raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {brief(value)}")
-    with contextlib.suppress(TypeError, KeyError):  # fast path; the loop below finds the bad entry and names it
+    with contextlib.suppress(TypeError, KeyError):  # fast path; if it fails, the loop below reports the bad entry
         if [entry["token_id"] for entry in content] == ids.tolist():
             return read_plain([entry["logprob"] for entry in content], len(ids))
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
         named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
-        if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
+        if named not in (token, f"token_id:{token}"):  # vLLM 0.32 and older versions
             raise ValueError(f"logprobs: expected id {token} at position {position}, found {brief(entry)}")
     return np.array([number_of(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
 
 
 def number_of(value: object, what: str) -> float:
-    """A finite number in JSON.
+    """Read a finite number from JSON.
 
     Raises:
-        ValueError: not a number, or not finite in float32; the message shows what was found.
+        ValueError: the value is not a number, or not finite in float32; the message shows it.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{what}: expected a finite number, found {brief(value)}")

@@ -1,4 +1,4 @@
-"""Checks the settings of a connection: address, limits and key, and the proxy and certificates from environment
+"""Checks the settings of a connection (address, limits, key), and reads the proxy and certificates from environment
 variables."""
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from verbatim.core.redaction import hide
 from verbatim.core.texts import shown
 
 OPENAI_HOST, OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
-"""OpenAI's own server, and the environment variable of its key."""
+"""Host name of OpenAI's own server, and the environment variable with its key."""
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
-"""Headers by environment variable. They select the account for a key that has several; OpenAI's own client reads the
+"""Headers that select the account of a key that has several, by environment variable. OpenAI's own client reads the
 same variables."""
 
 
 def check_address(url: object, name: str) -> None:
-    """Raises `UsageError` unless the address is http or https, without password, query and fragment. `name` is the
-    setting's name, for the message."""
+    """Raise `UsageError` unless the address is http or https, without password, query and fragment. `name` is the
+    setting's name for the message."""
     example = 'expected an address such as "http://localhost:8000"'
     if not isinstance(url, str):
         raise UsageError(f"{name}: found {shown(url, 80)} ({type(url).__name__}), {example}")
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is not a number, or an unpaired bracket
+    except ValueError:  # the port is not a number, or a bracket is unpaired
         is_address = False
     if not is_address or any(c.isspace() or not c.isprintable() for c in url):
         raise UsageError(f"{name} {url.rpartition('@')[2]!r}; {example}")  # without user and password
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise UsageError(
-            f"{name} of {parts.hostname} holds a password or a query, which logs would show; give the key as api_key "
-            "or in an environment variable"
+            f"{name} of {parts.hostname} contains a password or a query, which logs would show; give the key as "
+            "api_key or in an environment variable"
         )
 
 
 def check_limits(request_timeout: object, max_retries: object) -> None:
-    """Raises `UsageError` for a timeout or a number of retries that is out of range."""
+    """Raise `UsageError` if the timeout or the number of retries is out of range."""
     is_count = isinstance(max_retries, int) and max_retries >= 0
     if not is_count or not isinstance(request_timeout, int | float) or not request_timeout > 0:
         raise UsageError(
@@ -50,17 +50,17 @@ def check_limits(request_timeout: object, max_retries: object) -> None:
 
 
 def check_key(key: object) -> None:
-    """Refuse a key that cannot be sent in a header. The message does not quote it: it is a secret."""
+    """Refuse a key that cannot be sent in a header. The message does not quote the key, because it is a secret."""
     if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key):
         raise UsageError(
-            "the API key holds a line break, a space or a character that a header cannot hold, or is not a string; "
-            "apply .strip() to a key that was read from a file"
+            "the API key contains a line break, a space or a character that is not allowed in a header, or is not a "
+            "string; apply .strip() to a key that was read from a file"
         )
 
 
 def key_variable(url: str, named: str | None) -> str | None:
     """The environment variable that holds the key for this address: `named`, or OPENAI_API_KEY for OpenAI's own server.
-    That key is never sent to another server unless `named` asks for it.
+    OPENAI_API_KEY is never sent to another server unless `named` asks for it.
 
     >>> key_variable("https://api.openai.com/v1", None), key_variable("http://localhost:8000/v1", None)
     ('OPENAI_API_KEY', None)
@@ -69,7 +69,7 @@ def key_variable(url: str, named: str | None) -> str | None:
 
 
 def account_headers(url: str) -> dict[str, str]:
-    """Headers for the account in the environment variables; only for OpenAI's own server.
+    """Headers with the account from environment variables; only for OpenAI's own server.
 
     >>> account_headers("http://localhost:8000/v1")
     {}
@@ -80,7 +80,7 @@ def account_headers(url: str) -> dict[str, str]:
 
 
 def named_key(url: str, named: str | None) -> str | None:
-    """The key in the variable `key_variable(url, named)`; None if there is none.
+    """The key in the environment variable `key_variable(url, named)`; None if there is none.
 
     Raises:
         UsageError: the variable `named` is empty.
@@ -112,12 +112,12 @@ def proxy_of_environment(url: str) -> str | None:
 
 
 def untrusted(error: Exception) -> str:
-    """The message for a server certificate that is not trusted."""
+    """The error message for a server certificate that is not trusted."""
     return f"its certificate is not trusted ({error}); set SSL_CERT_FILE to the file of the CA that signed it"
 
 
 def certificates() -> ssl.SSLContext:
-    """The CA certificates from the environment, or else certifi's: a container may have none of its own."""
+    """The CA certificates set in the environment, or else certifi's, because a container may not have any."""
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return ssl.create_default_context()  # OpenSSL reads both variables
     import certifi

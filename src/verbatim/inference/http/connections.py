@@ -1,5 +1,4 @@
-"""The HTTP/1.1 server: uvicorn's protocol with deadlines for a request's head and for unread responses, which uvicorn
-does not have."""
+"""The HTTP/1.1 server: uvicorn's protocol, with additional deadlines for a request's head and for unread responses."""
 
 from __future__ import annotations
 
@@ -23,22 +22,23 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 from verbatim.inference.http.limits import CONNECTION, DOOR, TINY_CHUNKS
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection is kept: longer than clients keep it, so that the client closes first and no request
-meets a connection that the server is closing."""
+"""Seconds for which an idle connection is kept. Clients keep it for less, so that the client closes first and no
+request arrives while the server is closing the connection."""
 _GRACE, _POLL = 5.0, 0.01
-"""Seconds for requests in flight to finish when the server stops, and seconds between checks of whether they have."""
+"""Seconds that requests in flight get to finish when the server stops, and seconds between checks whether they have."""
 _HEAD_AT_ONCE, _CHUNKS_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**14, 2**18
-"""Maximum bytes read in one pass of the event loop. A body with a content-length is passed on unparsed; behind a head
+"""Maximum bytes read in one pass of the event loop. A body with a content-length is passed on unparsed. After a head
 there may be thousands of tiny chunks, which are parsed one by one."""
 _LINGER, _DISCARDED = 2.0, 2**22
-"""After a refusal: seconds, and maximum bytes, for which the client's remaining bytes are read and discarded. Closing a
+"""Limits, in seconds and in bytes, for reading and discarding what the client still sends after a refusal. Closing a
 connection with unread bytes resets it, and the client may then never see the response."""
 _PAYLOAD, _JUDGED = 0.8, 2**12
-"""Minimum share of payload in a chunked body, applied once this many bytes have arrived: the rest is chunk sizes."""
+"""Minimum share of payload in a chunked body (the rest is framing), and the number of received bytes from which it
+applies."""
 
 
 class _Messages(h11.Connection):
-    """One connection's HTTP parser and writer; differs from h11's in two ways:
+    """One connection's HTTP parser and writer. It differs from h11's in two ways:
 
     - Every head above the limit is refused. h11 itself checks only incomplete heads, and accepts a longer one that ends
       within the same read.
@@ -54,11 +54,11 @@ class _Messages(h11.Connection):
         super().__init__(h11.SERVER, most)
         self._most, self._write = most, write
         self._head = b""
-        """The response's head while it is held back."""
+        """The head of the response, held back until it can be written together with the body."""
 
     def next_event(self) -> Any:
-        """As in h11; raises RemoteProtocolError for a head that is too long."""
-        # `trailing_data` is what h11 has not parsed yet; a head is the part of it that a Request event consumes.
+        """As in h11, but raises RemoteProtocolError for every head that is too long."""
+        # `trailing_data` is the data that h11 has not parsed yet. The part that a Request event consumes is the head.
         before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
         event = super().next_event()
         if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > self._most:
@@ -84,7 +84,7 @@ class _Messages(h11.Connection):
 
 
 class ClientConnection(H11Protocol):
-    """One client's connection; closed if a request's head is late or the client does not read its response."""
+    """One client's connection. It is closed if a request's head is late or the client does not read its response."""
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, *, table: ConnectionTable, door: Door | None = None
@@ -98,13 +98,13 @@ class ClientConnection(H11Protocol):
         self._reading: asyncio.TimerHandle | None = None
         self._refused = False
         self._num_discarded = 0
-        """Bytes received after a refusal."""
+        """Number of bytes received after a refusal."""
         self._num_received = self._num_payload = 0
-        """Bytes of a chunked body with and without the chunk framing."""
+        """Number of bytes of a chunked body with and without the framing."""
 
     @property
     def is_gone(self) -> bool:
-        """True if nothing more can be sent to the client."""
+        """True if nothing can be sent to the client any more."""
         return self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -121,7 +121,7 @@ class ClientConnection(H11Protocol):
         self._head = _cancelled(self._head)
         self._reading = _cancelled(self._reading)
         super().connection_lost(exc)
-        self.app_state = {}  # breaks a reference cycle, so that closed connections are freed without the collector
+        self.app_state = {}  # breaks a reference cycle, so that closed connections are freed without garbage collection
 
     def data_received(self, data: bytes) -> None:
         """Parse new bytes; after a refusal, discard them."""
@@ -130,13 +130,14 @@ class ClientConnection(H11Protocol):
             if self._num_discarded > _DISCARDED:
                 self.abort()
             return
-        # uvicorn appends a body's bytes to `cycle.body`, which the application may not have read yet.
+        # uvicorn appends the bytes of a body to `cycle.body`, which may also have bytes that the application has not
+        # read.
         before, num_before = self.cycle, 0 if self.cycle is None else len(self.cycle.body)
         super().data_received(data)
         self._go_on(len(data), len(self.cycle.body) - num_before if self.cycle is before and self._busy else None)
 
     def _go_on(self, size: int, payload: int | None) -> None:
-        """Set how much is read next, and the deadline of a head; arguments as in `_take_chunks`."""
+        """Set how much is read next, and the deadline of a head. The arguments are those of `_take_chunks`."""
         if self._refused:
             return
         if self._busy:
@@ -153,11 +154,13 @@ class ClientConnection(H11Protocol):
                 self._expect_head()
 
     def _take_chunks(self, size: int, payload: int | None) -> None:
-        """Read on in a chunked body, unless its chunks are tiny: parsing a chunk costs as much as kilobytes of text.
+        """Continue to read a chunked body, unless its chunks are tiny. Parsing a chunk costs as much as kilobytes of
+        text.
 
         Args:
             size: Number of bytes received.
-            payload: Bytes of the body among them; None: the request's head was among them, so the share is unknown.
+            payload: Number of these bytes that belong to the body; None if they include the request's head, so that it
+                is unknown.
         """
         if not self._table.limits.takes_chunks:
             self._end_body()
@@ -175,13 +178,13 @@ class ClientConnection(H11Protocol):
             self._read_at_once(_CHUNKS_AT_ONCE if self._num_received >= _CHUNKS_AT_ONCE else _HEAD_AT_ONCE)
 
     def _end_body(self) -> None:
-        """Stop reading the body; the request is answered without it, and the connection is then closed."""
+        """Stop reading the body. The request is answered without it, and then the connection is closed."""
         self.flow.pause_reading()
         self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
-        """Called when the response is written, though maybe not read: wait for the next request. If the client is still
-        sending a refused body, its rest is read fast and discarded first."""
+        """Wait for the next request. Called when the response is written, though the client may not have read it yet.
+        If the client is still sending a refused body, the rest is first read quickly and discarded."""
         self._read_at_once(_BODY_AT_ONCE if self._in_body else _HEAD_AT_ONCE)
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
@@ -190,7 +193,8 @@ class ClientConnection(H11Protocol):
             self._table.waits(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP, after the same delay as other refusals; with 431 if a head is too long."""
+        """Refuse bytes that are not HTTP, or with 431 a head that is too long, after the same delay as other
+        refusals."""
         if not self._refused:
             self._refused = True
             self.flow.pause_reading()
@@ -198,7 +202,8 @@ class ClientConnection(H11Protocol):
             self.loop.call_later(self._table.limits.refusal_seconds, self._refuse, status, msg)
 
     def _refuse(self, status: int, msg: str) -> None:
-        """Send the refusal, then close once the client closes or `_LINGER` is over; discard what it still sends."""
+        """Send the refusal, and discard what the client still sends. The connection is closed when the client closes
+        it, or after `_LINGER`."""
         if self.transport.is_closing():
             return
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
@@ -212,10 +217,10 @@ class ClientConnection(H11Protocol):
             answer = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
             for event in (answer, h11.Data(data=msg.encode("ascii")), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        if self._busy:  # the error is in a request's body: the application must not wait for the rest of it
+        if self._busy:  # the error is in a request's body, so the application must not wait for the rest
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.transport.can_write_eof():  # half-close: the client sees the end of the response at once
+        if self.transport.can_write_eof():  # half-close, so that the client sees the end of the response immediately
             self.transport.write_eof()
         self._table.waits(self)
         _cancelled(self._head)
@@ -224,24 +229,24 @@ class ClientConnection(H11Protocol):
         self.flow.resume_reading()
 
     def shutdown(self) -> None:
-        """Close the connection once the request in flight is answered; called when the server stops."""
+        """Close the connection once the request in flight is answered. Called when the server stops."""
         if self._refused:
             self.abort()
         else:
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """Start the deadline: the client reads more slowly than the response is written."""
+        """Start the deadline, because the client reads more slowly than the response is written."""
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """Stop the deadline: the client has read."""
+        """Stop the deadline, because the client has read."""
         super().resume_writing()
         self._reading = _cancelled(self._reading)
 
     def abort(self) -> None:
-        """Close the connection now; buffered data is not sent."""
+        """Close the connection immediately, without sending buffered data."""
         self._table.remove(self)
         self.transport.abort()
 
@@ -261,11 +266,11 @@ class ClientConnection(H11Protocol):
 
     def _read_at_once(self, size: int) -> None:
         """Limit the bytes of the next reads, so that one client's data cannot hold up the event loop."""
-        with contextlib.suppress(AttributeError):  # asyncio's own transports have `max_size`, uvloop's do not
+        with contextlib.suppress(AttributeError):  # asyncio's transports have `max_size`, uvloop's do not
             self.transport.max_size = size  # type: ignore[attr-defined]
 
     def _expect_head(self) -> None:
-        """Mark the connection as idle, and start the deadline of a head."""
+        """Mark the connection as idle, and start the deadline for the next head."""
         self._table.waits(self)
         self._head = self.loop.call_later(self._table.limits.head_seconds, self._head_is_late)
 
@@ -276,17 +281,19 @@ class ClientConnection(H11Protocol):
 
     def _head_is_late(self) -> None:
         self._head = None
-        if not self._busy:  # otherwise the head is complete
+        if not self._busy:  # if busy, the head is complete
             self.abort()
 
     def _reading_is_late(self) -> None:
         self._reading = None
-        if self.transport.get_write_buffer_size():  # a response below the high-water mark never calls resume_writing
+        if (
+            self.transport.get_write_buffer_size()
+        ):  # for a response below the high-water mark, resume_writing is never called
             self.abort()
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Cancel a timer; returns None, to be assigned to the timer's attribute."""
+    """Cancel a timer. Returns None, to be assigned to the attribute of the timer."""
     if timer is not None:
         timer.cancel()
     return None
@@ -295,7 +302,8 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 class Server:
     """Serves an ASGI application over HTTP/1.1 in the caller's event loop, with uvicorn's connection protocol.
 
-    Not `uvicorn.Server`, which would install signal handlers: Ctrl-C belongs to the owner of the event loop.
+    `uvicorn.Server` is not used, because it would install signal handlers, and Ctrl-C belongs to the owner of the event
+    loop.
 
     Args:
         app: The ASGI application.
@@ -329,7 +337,7 @@ class Server:
         return acceptor
 
     def stop_listening(self, acceptor: Acceptor) -> None:
-        """Stop accepting connections on a socket; its queued connections are closed."""
+        """Stop accepting connections on a socket, and close its queued connections."""
         self._acceptors.discard(acceptor)
         acceptor.close()
 

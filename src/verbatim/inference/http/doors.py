@@ -1,5 +1,5 @@
-"""Tracks a server's open connections, in total and per client and per listener, so that no one
-uses up the share of the others."""
+"""Tracks a server's open connections, in total, per client and per listening socket, so that no client can use up the
+share of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 from verbatim.inference.http.limits import ConnectionLimits
 
 _AT_ONCE = 64
-"""Burst of connections that a door accepts at once after a quiet period."""
+"""Number of connections that a door accepts in a burst after a quiet period."""
 
 
 class Pace:
@@ -20,17 +20,17 @@ class Pace:
 
     Args:
         per_second: Events per second in the long run.
-        burst: Events that are allowed at once after a quiet period.
-        now: Clock in seconds.
+        burst: Number of events that are allowed without delay after a quiet period.
+        now: Returns the time in seconds.
     """
 
     def __init__(self, per_second: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
         self._apart, self._burst, self._now = 1 / per_second, burst / per_second, now
         self._due = 0.0
-        """Time at which the next event would be due if all were spread evenly."""
+        """Time at which the next event would be due if events were evenly spaced."""
 
     def delay(self) -> float:
-        """Count one event; returns the seconds that it has to wait.
+        """Count one event. Returns the number of seconds that it has to wait.
 
         >>> pace = Pace(10, 2, now=lambda: 5.0)
         >>> [round(pace.delay(), 3) for _ in range(4)]
@@ -48,22 +48,22 @@ class OpenConnection(Protocol):
     """Name of the connection's door, or else the client's host."""
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
 
 
 @dataclass(eq=False)
 class Door:
-    """Limits of a separate listening socket for untrusted clients, such as a program in its sandbox."""
+    """Limits of a separate listening socket for untrusted clients, such as a program in a sandbox."""
 
     name: str
     most: int
     """Maximum number of open connections. A new one replaces the one that has been idle longest."""
     per_second: float
-    """Maximum number of new connections, and of requests, in a second; further ones wait."""
+    """Maximum number of new connections, and of requests, per second. Further ones wait."""
     accepts: Pace = field(init=False)
-    """Rate limiter of new connections."""
+    """Rate limiter for new connections."""
     requests: Pace = field(init=False)
-    """Rate limiter of requests."""
+    """Rate limiter for requests."""
 
     def __post_init__(self) -> None:
         self.accepts = Pace(self.per_second, _AT_ONCE)
@@ -83,9 +83,10 @@ class ConnectionTable:
         self.limits, self.most = limits, most
         self.open: set[OpenConnection] = set()
         self.num_queued = 0
-        """Number of connections that are accepted but not begun."""
+        """Number of connections that are accepted but have not begun."""
         self._waiting: dict[str, dict[OpenConnection, None]] = {}
-        """Idle connections by group. The inner dict is an ordered set: the longest idle comes first."""
+        """Idle connections by group. The inner dict serves as an ordered set, in which the longest idle connection is
+        first."""
         self._sizes: Counter[str] = Counter()
 
     @property
@@ -103,7 +104,7 @@ class ConnectionTable:
         self._sizes[connection.group] += 1
 
     def remove(self, connection: OpenConnection) -> None:
-        """Record a closed connection. May be called again."""
+        """Record a closed connection. May be called repeatedly."""
         self.has_request(connection)
         if connection in self.open:
             self.open.remove(connection)
@@ -112,7 +113,7 @@ class ConnectionTable:
                 del self._sizes[connection.group]
 
     def waits(self, connection: OpenConnection) -> None:
-        """Record that a connection is idle; one that already is keeps its place in the order."""
+        """Record that a connection is idle. A connection that is already idle keeps its place in the order."""
         self._waiting.setdefault(connection.group, {}).setdefault(connection)
 
     def has_request(self, connection: OpenConnection) -> None:
@@ -124,8 +125,8 @@ class ConnectionTable:
                 del self._waiting[connection.group]
 
     def evict(self, group: str | None = None) -> bool:
-        """Close the connection that has been idle longest, in this group or else in the group with the most idle ones.
-        Returns False if none is idle."""
+        """Close the connection that has been idle longest in this group, or if None in the group with the most idle
+        connections. Returns False if there is no idle connection."""
         if group is None:
             group = max(self._waiting, key=lambda name: len(self._waiting[name]), default=None)
         for connection in self._waiting.get(group or "", ()):

@@ -24,7 +24,7 @@ STOPPING = "the server is stopping"
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect the events otherwise
+    "x-accel-buffering": "no",  # otherwise nginx would buffer the events
 }
 
 
@@ -38,13 +38,13 @@ def json_answer(body: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def to_json(body: Mapping[str, Any]) -> bytes:
-    """Encode JSON as ASCII with escapes: texts may hold lone surrogates, which UTF-8 cannot encode."""
+    """Encode JSON as ASCII with escapes, because text may contain lone surrogates, which UTF-8 cannot encode."""
     return json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
-    """Refuse, by its head, a request with a body of more than `most` bytes, with a chunked body where these are not
-    accepted, or with a compressed body, which may be small on the wire and huge once it is decompressed."""
+    """Refuse a request whose head announces a body of more than `most` bytes, a chunked body if these are not accepted,
+    or a compressed body, which may be small on the wire and huge once decompressed."""
     encodings = ", ".join(request.headers.getlist("content-encoding")).strip()
     if encodings.lower() not in ("", "identity"):
         raise Refused(
@@ -55,14 +55,14 @@ def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
     is_sized = "content-length" in request.headers and "transfer-encoding" not in request.headers
     if not is_sized and not limits.takes_chunks:
         raise Refused(411, "expected a content-length; chunked bodies are not accepted")
-    if is_sized and int(request.headers["content-length"]) > most:  # h11 has checked that it is a number
+    if is_sized and int(request.headers["content-length"]) > most:  # h11 has checked that this is a number
         raise Refused(413, f"the request is larger than {most} bytes")
 
 
 async def read_body(request: Request, most: int, limits: ServerLimits) -> bytearray:
     """Read a JSON body of at most `most` bytes within the time limit."""
     if not request.headers.get("content-type", "").startswith("application/json"):
-        # Also refuses web pages: a browser sends this content-type to another site only if a preflight allows it.
+        # This also refuses web pages: a browser sends this content-type to another site only if a preflight allows it.
         raise Refused(415, "expected a body of content-type application/json")
     return await read_whole(request, most, limits)
 
@@ -75,11 +75,11 @@ async def read_whole(
     Args:
         request: The request; only its head has been read.
         most: Maximum bytes of the body.
-        limits: Has the time limit, and whether chunked bodies are accepted.
-        grow: Called with the size of each chunk of a body without content-length; may raise to refuse it.
+        limits: Sets the time limit, and whether chunked bodies are accepted.
+        grow: Called with the size of each chunk of a body without content-length; may raise to refuse the body.
 
     Raises:
-        Refused: the body is compressed, too large, too late, or split into chunks of a few bytes.
+        Refused: the body is compressed, too large, late, or split into chunks of a few bytes.
         ClientDisconnect: the client has disconnected.
     """
     check_head(request, most, limits)
@@ -101,14 +101,14 @@ async def read_whole(
 
 
 class StopEvent(asyncio.Event):
-    """Set when a server stops; it then ends all work under `while_there` at once."""
+    """Set when a server stops. Setting it immediately ends all work under `while_there`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ends: set[Callable[[], None]] = set()
 
     def set(self) -> None:
-        """Signal that the server stops."""
+        """Signal that the server is stopping."""
         super().set()
         for end in list(self._ends):
             end()
@@ -124,10 +124,11 @@ class StopEvent(asyncio.Event):
 
 
 async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any, Any, T]) -> T:
-    """Run a request's work; cancel it if the client disconnects or the server stops.
+    """Run the work for a request, and cancel it if the client disconnects or the server stops.
 
-    The work runs in the caller's task, because another task costs tens of microseconds. So a cancellation by `end` has
-    to be told apart from one of the task itself, as `asyncio.timeout` does it: by the count of `task.cancelling()`.
+    The work runs in the caller's task, because another task costs tens of microseconds. A cancellation by `end`
+    therefore has to be distinguished from a cancellation of the task itself. As in `asyncio.timeout`, this is done by
+    the count of `task.cancelling()`.
 
     Args:
         receive: ASGI `receive` of the request, whose body has been read.
@@ -136,7 +137,7 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
 
     Raises:
         ClientGone: the client has disconnected.
-        Refused: the server stops.
+        Refused: the server is stopping.
     """
     if stopped.is_set():
         work.close()
@@ -154,7 +155,7 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
 
     def gone(watching: asyncio.Task[None]) -> None:
         if not watching.cancelled():
-            watching.exception()  # retrieved, so that asyncio logs nothing: any error means that the client is gone
+            watching.exception()  # retrieved so that asyncio does not log it; any error means that the client is gone
             end(ClientGone())
 
     watching = asyncio.ensure_future(_disconnected(receive))
@@ -168,7 +169,7 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
         raise why from None
     finally:
         watching.cancel()
-    if why is not None:  # the work finished in spite of the cancellation, which must not leak to the caller
+    if why is not None:  # the work finished despite the cancellation, which must not leak to the caller
         task.uncancel()
         raise why
     return result
@@ -183,7 +184,7 @@ class ResponseWriter:
     """Writes the response to one request. Its methods raise a ConnectionError if the client has disconnected.
 
     Args:
-        scope, send: The request's, as in ASGI.
+        scope, send: Those of the ASGI request.
         protocol: Formats errors.
     """
 
@@ -195,7 +196,7 @@ class ResponseWriter:
         self._stream: ChatStream | None = None
 
     async def whole(self, status: int, body: Mapping[str, Any]) -> None:
-        """Write a whole JSON response."""
+        """Write a complete JSON response."""
         data = to_json(body)
         await self._begin(status, {"content-type": "application/json", "content-length": str(len(data))})
         await self._write(data, last=True)
@@ -205,7 +206,8 @@ class ResponseWriter:
 
         Args:
             stream: Formats an error as an event.
-            events: The events. Empty ones are skipped, so that an error before the first event still gets its status.
+            events: The events. Empty ones are skipped, so that an error before the first event can still be sent with
+                its HTTP status.
         """
         self._stream = stream
         async with contextlib.aclosing(events):
@@ -220,7 +222,7 @@ class ResponseWriter:
         await self._write(b"", last=True)
 
     async def refuse(self, refused: Refused) -> None:
-        """Write an error in the protocol's format: as a response, or as the last event of a stream that has begun."""
+        """Write an error in the protocol's format: as a response, or as the last event if a stream has begun."""
         if not self._has_begun:
             error = self.protocol.error(refused.status, refused.message, refused.field, refused.kind)
             await self.whole(refused.status, error)

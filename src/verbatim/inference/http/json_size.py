@@ -12,24 +12,24 @@ from verbatim.core.errors import UsageError
 MOST_VALUES = 2**18
 """Default maximum number of values in a body; 20,000 messages have about half as many."""
 MOST_DEPTH = 900
-"""Maximum nesting of a body: below Python's recursion limit, so that every parser can read it. Fields have their own,
-much lower limit."""
+"""Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read it. Fields have
+a much lower limit of their own."""
 LARGE = 2**16
-"""Bodies of more bytes than this are parsed on a thread."""
+"""Bodies with more bytes than this are parsed on a thread."""
 WINDOW = 2**18
-"""Bytes that are scanned at a time; other threads can run in between."""
+"""Number of bytes that are scanned at a time. Other threads can run in between."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
-# By byte value: an opening bracket or a comma outside of strings counts as one value.
+# By byte value: True if the byte, outside of strings, counts as one value.
 _IS_STEP = np.zeros(256, dtype=bool)
 _IS_STEP[list(b"[{,")] = True
-# By byte value: how the nesting changes.
+# By byte value: the change of the nesting depth.
 _DEPTH = np.zeros(256, dtype=np.int8)
 _DEPTH[list(b"[{")] = 1
 _DEPTH[list(b"]}")] = -1
 
 
 def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) -> None:
-    """Refuse JSON with too many values or levels. Does not check that it is valid JSON: the parser does.
+    """Refuse JSON with too many values or levels. Whether it is valid JSON is left to the parser.
 
     Args:
         data: The body.
@@ -38,18 +38,18 @@ def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) 
     Raises:
         UsageError: too many values or levels; the message has the limit.
     """
-    # A body with few bytes and few brackets cannot exceed the limits: most requests are not scanned.
+    # A body with few bytes and few brackets cannot exceed the limits, so most requests are not scanned.
     if len(data) <= most_values and data.count(b"[") + data.count(b"{") <= MOST_DEPTH:
         return
     values, depth = json_size(data, most_values)
     if values > most_values:
-        raise UsageError(f"the body holds more than {most_values} values, which is the limit")
+        raise UsageError(f"the body has more than {most_values} values, which is the limit")
     if depth > MOST_DEPTH:
         raise UsageError(f"the body is nested too deeply: {depth} levels, at most {MOST_DEPTH} are accepted")
 
 
 def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[int, int]:
-    r"""Number of values and levels in JSON; counting stops once there are more than `most_values`.
+    r"""Count the values and levels in JSON. Counting stops once there are more than `most_values`.
 
     >>> json_size(b'{"a": [1, "[[,\\"[", {}]}')
     (5, 3)
@@ -71,8 +71,8 @@ def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[
 
 
 def _ends_of_texts(window: NDArray[np.uint8], num_before: int) -> tuple[NDArray[np.bool_], int]:
-    """Marks the quotes that begin or end a string: those after an even number of backslashes. `num_before` is the
-    number of backslashes in a row right before the window; also returns that number for the next window."""
+    """Mark the quotes that begin or end a string, which follow an even number of backslashes. `num_before` is the
+    number of consecutive backslashes right before the window. Also returns that number for the next window."""
     places = np.arange(len(window), dtype=np.int32)
     last_other = np.maximum.accumulate(np.where(window != _BACKSLASH, places, np.int32(-1 - num_before)))
     before = np.empty_like(places)

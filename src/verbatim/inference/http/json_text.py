@@ -1,4 +1,4 @@
-"""Parses the JSON of a body, by the same rules in every server: UTF-8 as in RFC 8259, an optional byte order mark, and
+"""Parses the JSON of a body by the same rules in every server: UTF-8 as in RFC 8259, an optional byte order mark, and
 neither NaN nor Infinity."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 def read_value(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
-    r"""The value in a body with at most `most_values` values. Its strings may hold lone surrogates.
+    r"""Parse a body with at most `most_values` values. Its strings may contain lone surrogates.
 
     Raises:
         UsageError: the body is not JSON or not UTF-8, has too many values or levels, or repeats a key in an object.
@@ -35,8 +35,8 @@ def read_value(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
 
 
 def _parsed(text: bytes | bytearray, offset: int) -> Any:
-    """Parse JSON text; `offset` is its position in the body, for messages."""
-    if not _LONG_NUMBER.search(text):  # orjson turns integers of more than 64 bits into floats
+    """Parse JSON text. `offset` is its position in the body, for error messages."""
+    if not _LONG_NUMBER.search(text):  # orjson turns integers with more than 64 bits into floats
         import orjson
 
         with contextlib.suppress(ValueError):  # Python's parser, below, accepts lone surrogates
@@ -60,12 +60,12 @@ def without_mark(data: bytes | bytearray) -> bytes | bytearray:
     Raises:
         UsageError: the body is in UTF-16 or UTF-32.
     """
-    # JSON begins with ASCII characters, so a zero among the first two bytes means two or four bytes a character.
+    # JSON begins with ASCII characters, so a zero in the first two bytes means two or four bytes per character.
     if data.startswith(_OTHER_MARKS) or 0 in data[:2]:
         raise UsageError("the body is in UTF-16 or UTF-32; send JSON in UTF-8")
     return data[len(_MARK) :] if data.startswith(_MARK) else data
 
 
 def refuse_constant(constant: str) -> None:
-    """For `parse_constant` of `json.loads`: refuse NaN and Infinity, which Python's parser would accept."""
+    """Refuse NaN and Infinity, which Python's parser would accept. For `parse_constant` of `json.loads`."""
     raise ValueError(f"{constant} is not valid in JSON")

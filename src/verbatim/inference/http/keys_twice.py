@@ -1,4 +1,4 @@
-"""Finds a duplicate key in an object of a JSON body: parsers keep only the last value, so a part would be lost."""
+"""Finds duplicate keys in the objects of a JSON body. Parsers keep only the last value, so the others would be lost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LONGEST_PLACE, _LONGEST_KEY = 200, 80
 def check_keys(data: bytes | bytearray, value: object) -> None:
     r"""Refuse a body in which an object has a key twice.
 
-    Parsing with a hook would find it, but takes much longer than orjson. Each lost key is a string that the body has
-    and the parsed value has not, so two quick checks clear nearly every body: it equals what orjson writes for the
-    value, or its number of quotes is twice the number of strings in the value. Any other body is parsed a second time.
+    Python's parser can find duplicate keys with a hook, but is much slower than orjson. A body with a duplicate key has
+    more strings than the parsed value, so two quick checks clear almost every body: it equals what orjson writes for
+    the value, or it has twice as many quotes as the value has strings. Any other body is parsed again, with the hook.
 
     Args:
         data: The JSON text of the body.
@@ -43,22 +43,23 @@ def check_keys(data: bytes | bytearray, value: object) -> None:
 
 def _has_as_many(data: bytes | bytearray, value: object) -> bool:
     """True if a quick check shows that the body has no more strings than the value."""
-    # Without a backslash it is mostly a body of token ids; counting its quotes is faster than writing it again.
+    # A body without backslashes is mostly token ids, and counting its quotes is faster than encoding the value again.
     return (b"\\" in data and _is_written_so(data, value)) or _num_quotes(data) == 2 * _num_texts(value)
 
 
 def _is_written_so(data: bytes | bytearray, value: object) -> bool:
-    """True if the body equals what orjson writes for the value, as with clients in JavaScript and most in Python."""
+    """True if the body equals what orjson writes for the value, as it does for clients in JavaScript and most in
+    Python."""
     import orjson
 
     try:
         return orjson.dumps(value) == data
-    except TypeError:  # an integer of more than 64 bits, or too many levels
+    except TypeError:  # an integer with more than 64 bits, or too many levels
         return False
 
 
 def _num_quotes(data: bytes | bytearray) -> int:
-    r"""Number of quotes that delimit strings in JSON text, without escaped ones.
+    r"""Number of quotes that delimit strings in JSON text, not counting escaped quotes.
 
     >>> _num_quotes(b'{"a\\\\": "\\"b\\""}')
     4
@@ -71,8 +72,8 @@ def _num_quotes(data: bytes | bytearray) -> int:
 
 
 def _num_texts(value: object) -> int:
-    """Number of strings in a JSON value, including keys. A lower bound: lists that begin with an integer, mostly token
-    ids, are skipped for speed; a too low number only means that the body is parsed again."""
+    """Lower bound of the number of strings in a JSON value, including keys. Lists that begin with an integer, mostly
+    token ids, are skipped for speed. If the bound is too low, the body is only parsed again."""
     num, left = 0, [value]
     for holder in left:
         items: Iterable[object] = ()
@@ -118,7 +119,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _twice(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """(place, duplicate key) of each marked object in a value, outer objects first. Iterative: bodies may be deep."""
+    """Yield (place, duplicate key) for each marked object in a value, outer objects first. Iterative, because bodies
+    may be deeply nested."""
     left: list[tuple[object, str]] = [(value, place)]
     for item, where in left:
         if isinstance(item, _Marked):

@@ -1,5 +1,5 @@
-"""Refuses lone surrogates in JSON: JSON may escape an emoji as two surrogates, and a client may have cut the text
-between them."""
+"""Refuses lone surrogates in JSON. They occur because JSON may escape an emoji as two surrogates, and a client may cut
+the text between them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_lone_surrogates(value: object) -> None:
-    r"""Refuse a JSON value with a lone surrogate in a string or a key: UTF-8 cannot encode it, and no tokenizer reads
-    it. The value's depth must be checked before, because the search is recursive.
+    r"""Refuse a JSON value with a lone surrogate in a string or a key, because neither UTF-8 nor tokenizers can encode
+    it. The depth of the value must be checked first, because the search is recursive.
 
     Raises:
-        Refused: the message has the place, the character and its position, and what to send; the field is dotted,
-            without list indices: "messages.content".
+        Refused: the message has the path, the character and its position, and says what to send instead. The field has
+        no list indices: "messages.content".
 
     >>> try:
     ...     refuse_lone_surrogates({"messages": [{"content": "so \ud83d"}]})
     ... except Refused as refused:
     ...     print(refused.field, "|", refused.message.partition(";")[0])
-    messages.content | messages[0].content holds the lone surrogate U+D83D at position 3, half of a character
+    messages.content | messages[0].content contains the lone surrogate U+D83D at position 3, half of a character
     """
     import orjson
 
     try:
         orjson.dumps(value)
-    except TypeError:  # a lone surrogate; but also an integer of more than 64 bits, or hundreds of levels
+    except TypeError:  # a lone surrogate, but also an integer with more than 64 bits or hundreds of levels
         found = next(_found(value, "", ""), None)
         if found is not None:
             raise found from None
@@ -51,7 +51,7 @@ def _found(value: object, place: str, field: str) -> Iterator[Refused]:
 
 def _refusal(broken: re.Match[str], field: str, place: str) -> Refused:
     sentence = (
-        f"{place[:200]} holds the lone surrogate U+{ord(broken[0]):04X} at position {broken.start()}, half of "
+        f"{place[:200]} contains the lone surrogate U+{ord(broken[0]):04X} at position {broken.start()}, half of "
         r'a character; send both halves (as in "\ud83d\ude42"), or leave it out'
     )
     return Refused(400, sentence, field=field[:120], unknown=True)

@@ -1,5 +1,5 @@
-"""Packs ids and logprobs into one base64 string each, and reads them back bit for bit: a tenth of the size of vLLM's
-JSON."""
+"""Packs ids and logprobs into one base64 string each, and reads them back bit for bit. This takes a tenth of the size
+of vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from verbatim.core.types import Float32, Int32
 
 PACKED = "packed"
-"""In a request, under `protocol.OURS`: true = pack the response if the server can. In a response: the result of `pack`;
-`token_ids` and `logprobs` of the choice are then null. Our servers support it, and so does vLLM with our middleware
+"""In a request, under `protocol.OURS`: true asks the server to pack the response if it can. In a response: the result
+of `pack`; the `token_ids` and `logprobs` of the choice are then null. Our servers support it, and so does vLLM with our
+middleware
 (`vllm/plugin/verbatim_vllm_answers.py`)."""
 
 
 def pack(ids: Int32, logprobs: Float32 | None) -> dict[str, str | None]:
-    """Ids as int32 and logprobs as float32, little-endian, in base64.
+    """Encode ids as int32 and logprobs as float32, little-endian, in base64.
 
     >>> pack(np.array([5, 7], dtype=np.int32), np.array([-0.5, -0.25], dtype=np.float32))
     {'token_ids': 'BQAAAAcAAAA=', 'logprobs': 'AAAAvwAAgL4='}
@@ -31,7 +32,7 @@ def pack(ids: Int32, logprobs: Float32 | None) -> dict[str, str | None]:
 
 
 def read_packed(value: object) -> tuple[Int32, Float32 | None]:
-    """The ids (int32 [L]) and logprobs (float32 [L] or None) from the result of `pack`.
+    """Decode the result of `pack` to ids (int32 [L]) and logprobs (float32 [L] or None).
 
     Raises:
         ValueError: malformed strings, a negative id, a logprob that is not finite, or a wrong number of logprobs.

@@ -1,4 +1,4 @@
-"""Defines the HTTP API of our servers: paths, the keys that it adds to vLLM's format, and the form of errors."""
+"""Defines the HTTP API of our servers: paths, the keys that it adds to vLLM's format, and the format of errors."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ PROMPT_LOGPROBS = "/verbatim/v1/prompt_logprobs"
 """Request: `{"token_ids": [...], "temperature": 1.0}`. Response: `{"logprobs": [null, -0.5, ...]}`."""
 SAMPLER = "/verbatim/v1/sampler"
 """Describes the sampler: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ..., "server":
-..., "takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is a random id, new at each start and part of
-every response of the engine: it shows a client that the server was restarted and has lost its weights."""
+..., "takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is a random id that is new at each start and
+part of every response of the engine. It tells a client when the server was restarted and has lost its weights."""
 LOAD = "/verbatim/v1/load"
-"""The engine's load: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
+"""Reports the engine's load: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
 REFUSED = "/verbatim/v1/refused"
-"""Number of chat requests by the field that they were refused for, or that was accepted but not enforced:
+"""Reports the number of chat requests by the field that was refused, or accepted but not enforced:
 `{"openai_chat/logit_bias": 2, "openai_chat/unenforced/tool_choice": 5}`."""
 WEIGHTS = "/verbatim/v1/weights"
 """Loads new weights: `{"path": ..., "version": ...}`; the server must be able to read the folder."""
 OURS = "verbatim"
-"""The key for our additions to vLLM's and the chat formats; other servers ignore it."""
+"""Key of our additions to vLLM's format and the chat formats. Other servers ignore it."""
 
 UNKNOWN_LOGPROB = -9999.0
-"""What vLLM writes for a missing logprob, or for one that JSON cannot hold (-inf). A missing logprob is never
-replaced by a number, so the whole completion then counts as one without logprobs."""
+"""The number that vLLM writes for a logprob that is missing or that JSON cannot represent (-inf). If a completion has
+one, all of its logprobs are treated as missing, because a missing logprob is never replaced by a number."""
 KEPT_SETS = "kept_sets"
-"""In a request, under `OURS`: true = return the kept set of each token as the choice's `sampling_mask`, a list of ids
-for each token; an empty list means that nothing was cut."""
+"""In a request, under `OURS`: true asks for the kept set of each token. The response has them as the choice's
+`sampling_mask`, a list of ids for each token, where an empty list means that nothing was cut."""
 LogprobStyle: TypeAlias = Literal["objects", "packed"] | None
-"""Form of the logprobs in a response: vLLM's, with an object for each token; packed together with the ids, at a tenth
+"""Format of the logprobs in a response: vLLM's, with an object for each token; packed together with the ids, at a tenth
 of the size; or none."""
 
 _STATUS: Sequence[tuple[type[VerbatimError], int, str]] = (
@@ -52,7 +52,7 @@ _STATUS: Sequence[tuple[type[VerbatimError], int, str]] = (
     (SamplerFault, 500, "sampler_fault"),
     (VerbatimError, 500, "error"),
 )
-"""Status and type of each error class. The first match counts, so subclasses come before their bases. A conversation
+"""Status and type of each error class. The first match is used, so subclasses come before their bases. A conversation
 that the chat template refuses is an `EnvironmentFault`."""
 
 
@@ -67,7 +67,8 @@ def error_body(error: VerbatimError) -> tuple[int, dict[str, Any]]:
 
 
 def read_error(body: object) -> VerbatimError | None:
-    """The error in a response body, as the class that the server raised; None if the body is not one of our errors."""
+    """Recreate the error in a response body, with the class that the server raised. None if the body is not one of our
+    errors."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return None

@@ -1,7 +1,7 @@
 """Renders conversations and parses completions off the event loop, on a thread or in processes.
 
-A chat template is a program, and a tokenizer needs seconds for a megabyte, all of it under the GIL. A server for
-untrusted clients therefore renders in other processes, which can be killed; a run's own server renders on a thread.
+A chat template is a program, and a tokenizer needs seconds for a megabyte, and both hold the GIL. A server for
+untrusted clients therefore renders in other processes, which can be killed. A run's own server renders on a thread.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALL = 2**14
-"""Maximum bytes of a small request. With several processes, one is reserved for small requests, so that they never wait
-behind large ones."""
+"""Maximum bytes of a small request. If there are several processes, one is reserved for small requests, so that they
+never wait behind large ones."""
 START_SECONDS = 120.0
 """Timeout in seconds for a process to load the renderer."""
 _MOST_WAITING = 1024
 _MOST_BYTES = 2**28
-"""Maximum bytes of all queued requests together."""
+"""Maximum total bytes of all queued requests."""
 _HEADER = struct.Struct("!Q")
-"""Length prefix of a frame on the pipes."""
+"""Length prefix of each frame on the pipes."""
 
 
 class RenderPool(ABC):
@@ -56,33 +56,33 @@ class RenderPool(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End the pool's threads and processes."""
+        """Stop the pool's threads and processes."""
 
     @abstractmethod
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
         """Call a function of `chat_work` with the renderer.
 
         Args:
-            size: Bytes of the request; the smallest queued request runs first.
-            work: The function; gets the renderer as the keyword `renderer`.
+            size: Number of bytes of the request. The smallest queued request runs first.
+            work: The function; receives the renderer as the keyword argument `renderer`.
             given: Positional arguments of the function; must be picklable.
             about: Keyword arguments of the function; must be picklable.
 
         Raises:
             Refused: the call timed out, the queue is full, or the function refused the request.
-            VerbatimError: raised by the function.
+            VerbatimError: the function raised it.
         """
 
 
 class ThreadRenderPool(RenderPool):
-    """Renders on one thread of this process. No other code may use the renderer meanwhile."""
+    """Renders on one thread of this process. No other code may use the renderer at the same time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
 
     async def close(self) -> None:
-        """End the thread after its current call."""
+        """Stop the thread after its current call."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
@@ -96,8 +96,8 @@ class ProcessRenderPool(RenderPool):
 
     Args:
         renderer: The model's renderer; recreated in each process.
-        processes: Number of processes. With two or more, the first accepts small requests only.
-        limits: Has the time limit of one request, `render_seconds`.
+        processes: Number of processes. If there are several, the first accepts only small requests.
+        limits: Its `render_seconds` is the time limit of one request.
 
     Raises:
         UsageError: the renderer cannot be pickled.
@@ -106,7 +106,7 @@ class ProcessRenderPool(RenderPool):
     def __init__(self, renderer: Renderer, processes: int, limits: ServerLimits) -> None:
         try:
             self._spec = pickle.dumps(renderer_spec(renderer))
-        except Exception as error:  # parts of custom renderers raise anything
+        except Exception as error:  # custom renderers may raise any exception
             raise UsageError(
                 f"renderer {renderer.name!r} cannot be recreated in another process ({error}); serve with "
                 "chat_processes = 0"
@@ -134,7 +134,7 @@ class ProcessRenderPool(RenderPool):
     async def close(self) -> None:
         """Kill the processes."""
         await cancel_all(self._workers)
-        for ready in self._ready:  # a `start` that still waits would hang otherwise
+        for ready in self._ready:  # otherwise a `start` that is still waiting would hang
             ready.cancel()
 
     async def run(self, size: int, work: Callable[..., T], *given: Any, **about: Any) -> T:
@@ -151,7 +151,8 @@ class ProcessRenderPool(RenderPool):
         return done
 
     async def _next(self, most: int | None) -> tuple[bytes, asyncio.Future[Any]]:
-        """Wait for a call of at most `most` bytes. Only the heap's top is checked: it is the smallest."""
+        """Wait for a call of at most `most` bytes. Checking the top of the heap is enough, because it is the
+        smallest."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._tasks and (most is None or self._tasks[0][0] <= most))
             size, _, frame, outcome = heapq.heappop(self._tasks)
@@ -159,15 +160,15 @@ class ProcessRenderPool(RenderPool):
             return frame, outcome
 
     async def _work(self, most: int | None, ready: asyncio.Future[None]) -> None:
-        """Keep one process running, and pass calls of at most `most` bytes to it."""
+        """Keep one process running, and pass it calls of at most `most` bytes."""
         while True:
             try:
                 process = await _start(self._spec)
             except UsageError as error:
-                if not ready.done():  # the first start failed: `start` raises, and the server does not start
+                if not ready.done():  # if the first start fails, `start` raises and the server does not start
                     ready.set_exception(error)
                     return
-                logger.warning("%s", error)  # a start has worked before, so retry: memory may be short for a while
+                logger.warning("%s", error)  # it has started before, so retry, as memory may only be short for a while
                 await asyncio.sleep(1.0)
                 continue
             if not ready.done():
@@ -180,7 +181,8 @@ class ProcessRenderPool(RenderPool):
                 await process.wait()
 
     async def _serve(self, process: asyncio.subprocess.Process, frame: bytes, outcome: asyncio.Future[Any]) -> bool:
-        """Run one call in the process. Returns False if the process must be replaced: it is still busy, or dead."""
+        """Run one call in the process. Returns False if the process must be replaced, because it is still busy or
+        dead."""
         if outcome.cancelled():  # the client disconnected
             return True
         result: Any
@@ -243,10 +245,11 @@ async def _receive(process: asyncio.subprocess.Process) -> Any:
 
 
 def main() -> None:
-    """Entry point of a render process: reads the renderer's spec and then calls on stdin, writes results on stdout."""
-    os.nice(5)  # sampling has priority over rendering
+    """Entry point of a render process: reads the renderer's spec and then calls from stdin, and writes results to
+    stdout."""
+    os.nice(5)  # give sampling priority over rendering
     calls_in, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print to stdout would corrupt the results
+    os.dup2(2, 1)  # anything that libraries print to stdout would corrupt the results
 
     def send(outcome: Any) -> None:
         frame = pickle.dumps(outcome)

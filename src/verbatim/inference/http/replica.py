@@ -1,4 +1,5 @@
-"""A pool's replica on one of our own servers, started by `verbatim inference FILE` or `verbatim serve MODEL`."""
+"""A replica of a pool that is one of our own servers, started by `verbatim inference FILE` or `verbatim serve
+MODEL`."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ class ServedReplica:
         vocab_size: Size of the vocabulary.
         policy_version: Version of the server's weights.
         api_key: Sent as a bearer token.
-        seconds: Timeout in seconds of control requests (everything but sampling).
-        headers: Additional headers of control requests.
+        seconds: Timeout in seconds of control requests (all requests except sampling).
+        headers: Additional headers for control requests.
 
     Raises:
-        UsageError: an invalid version, limit or key.
+        UsageError: the version, a limit or the key is invalid.
     """
 
     _http: HttpSampler
@@ -69,7 +70,7 @@ class ServedReplica:
         self.vocab_size: Final = vocab_size
         """Size of the vocabulary; all ids are below it."""
         self.policy_version = policy_version
-        """The version of the weights in use."""
+        """Policy version of the weights in use."""
         self._client = HttpClient(url, api_key=api_key, request_timeout=seconds, max_retries=0, headers=headers)
 
     def __repr__(self) -> str:
@@ -79,8 +80,8 @@ class ServedReplica:
         """Logprob of each token given those before it, bypassing the prefix cache: float32 [L]; the first is NaN.
 
         Raises:
-            RecordError: no ids, too many (vLLM needs room for one more), an id outside the vocabulary, or a temperature
-                that is not above 0.
+            RecordError: there are no ids or too many (vLLM needs room for one more), an id is outside the vocabulary,
+                or the temperature is not above 0.
             UsageError: the temperature is not 1, and the server is vLLM.
             SamplerFault: the server failed, cannot be reached or was restarted.
         """
@@ -91,8 +92,8 @@ class ServedReplica:
 class HttpReplica(ServedReplica):
     """A `Sampler` over one of our own servers, as a replica of a run.
 
-    The server draws a new id at each start. Responses with another id than at the first check are discarded: after a
-    restart the loaded weights are gone, and the version number alone would not show it.
+    The server generates a new id at each start. Responses with a different id than at the first check are discarded,
+    because after a restart the loaded weights are gone, which the version number alone would not show.
 
     Args:
         url: Root address of the server.
@@ -100,21 +101,21 @@ class HttpReplica(ServedReplica):
         context_length: Maximum number of tokens in prompt and completion together that the run needs.
         vocab_size: Size of the model's vocabulary.
         policy_version: Version of the run's initial weights.
-        how: Engine settings that the run requires: the keys of `DescribesEngine`.
+        how: Engine settings that the run requires, with the keys of `DescribesEngine`.
         api_key: Sent as a bearer token.
-        weight_transfer: "files": the server reads the published folder, at the same path on its host. "http": the
-            folder is uploaded first.
+        weight_transfer: With "files", the server reads the published folder at the same path on its host. With "http",
+            the folder is uploaded first.
         update_timeout: Timeout in seconds for each phase of a weight update.
         request_timeout: Timeout in seconds for one completion.
-        max_retries: Maximum number of attempts after the first, for a completion.
+        max_retries: Maximum number of further attempts for a completion after the first fails.
 
     Raises:
         UsageError: the address is not http or https, or a limit or the key is invalid.
     """
 
     num_unverified = 0
-    """Tensors that were loaded without verification: none, because the engine loads all tensors of a folder or fails.
-    Wrong values are found by the canary."""
+    """Number of tensors that were loaded without verification. It is 0, because the engine either loads all tensors of
+    a folder or fails. Wrong values are found by the canary."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class HttpReplica(ServedReplica):
         self._how = how
         self._weight_transfer = weight_transfer
         self._update_timeout = update_timeout
-        self._sessions = uuid.uuid4().hex  # prefix of session names: another run may use the same server
+        self._sessions = uuid.uuid4().hex  # prefix of session names, because another run may use the same server
 
     # ---- the Sampler protocol
 
@@ -161,8 +162,8 @@ class HttpReplica(ServedReplica):
         """Sample one completion. Cancelling the call cancels it on the server.
 
         Raises:
-            RecordError: an empty or too long prompt, or an id outside the vocabulary.
-            SamplerFault: the engine failed, the server cannot be reached or was restarted, or a completion has no
+            RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
+            SamplerFault: the engine failed, the server cannot be reached or was restarted, or the completion has no
                 logprobs or versions.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
@@ -173,11 +174,12 @@ class HttpReplica(ServedReplica):
         return found
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder between two decode steps; requests in flight continue.
+        """Load a Hugging Face folder between two decode steps. Requests in flight continue.
 
         Raises:
-            ModelError: the weights do not fit the model, or the folder is missing; the engine keeps the weights it has.
-            UsageError: an invalid version, or the server does not accept weights from this folder.
+            ModelError: the weights do not fit the model, or the folder is missing. The engine keeps its current
+                weights.
+            UsageError: the version is invalid, or the server does not accept weights from this folder.
             SamplerFault: a phase failed or timed out; the message names the replica and the phase.
         """
         check_version(version)
@@ -193,17 +195,17 @@ class HttpReplica(ServedReplica):
         self.policy_version = version
 
     async def close(self) -> None:
-        """Close the connections; requests in flight in this event loop end as cancelled. The server keeps running."""
+        """Close the connections. Requests in flight in this event loop end as cancelled. The server keeps running."""
         await self._http.close()
         await self._client.close()
 
     # ---- what the server is, and how it is
 
     async def check_server(self) -> None:
-        """Query the server and check that it fits the run. From then on, responses of another server are refused.
+        """Query the server and check that it fits the run. From then on, responses of any other server are refused.
 
         Raises:
-            UsageError: the server does not fit; the message lists every problem, and what to type.
+            UsageError: the server does not fit; the message lists every problem with its fix.
             SamplerFault: the server cannot be reached.
         """
         try:
@@ -219,7 +221,7 @@ class HttpReplica(ServedReplica):
         self.policy_version = found["policy_version"]
 
     def _misfits(self, facts: Mapping[str, Any]) -> list[str]:
-        """Everything in the server's description that does not fit the run, as messages."""
+        """Messages about everything in the server's description that does not fit the run."""
         if not isinstance(facts.get("server"), str) or not isinstance(facts.get("policy_version"), int):
             return [
                 f"it runs another version of Verbatim (it replied {brief(facts)}); install the same version on both "
@@ -255,7 +257,7 @@ class HttpReplica(ServedReplica):
         return [*(text for ok, text in checks if not ok), *found]
 
     async def prove_path(self, folder: Path) -> None:
-        """Load the run's initial weights, so that an unreadable path fails at the start and not at the first update.
+        """Load the run's initial weights, so that an unreadable path fails at the start instead of at the first update.
 
         Raises:
             UsageError: the server does not accept them; the message says what to type.
@@ -271,10 +273,10 @@ class HttpReplica(ServedReplica):
             ) from error
 
     async def health(self) -> None:
-        """Return if the server answers and its engine is alive.
+        """Check that the server responds and its engine is alive.
 
         Raises:
-            SamplerFault: no answer within 10 seconds, the engine is dead, or the server was restarted.
+            SamplerFault: there was no response within 10 seconds, the engine is dead, or the server was restarted.
         """
         async with phase(self.name, "health", CONNECT):
             self._refuse_another_server(await self._client.ask("GET", "/health", None, _read_object))
@@ -315,7 +317,7 @@ def _read_object(answer: HttpResponse) -> dict[str, Any]:
 
 
 def _read_unless_refused(answer: HttpResponse) -> dict[str, Any] | str:
-    """The server's description; or, for a 401 or 404, the message for people as a string."""
+    """The server's description, or a message for people if the status is 401 or 404."""
     if answer.status == 401:
         return (
             "it needs a key, or another one; give it in the environment variable that inference.torch.api_key_env names"

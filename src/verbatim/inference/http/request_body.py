@@ -1,4 +1,4 @@
-"""Reads the bodies of token-id requests: every setting is honoured or refused by name, none is silently ignored."""
+"""Reads the bodies of token-id requests. Every setting is honoured or refused by name; none is silently ignored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUEST = Fields(
     honoured={"token_ids", "sampling_params", "model", "request_id", "cache_salt", OURS},
     neutral={"stream": (False,), "priority": (0,)},
 )
-"""What this server does with each field of a request."""
+"""How each field of a request is treated."""
 PARAMS = Fields(
     honoured={
         "temperature", "top_p", "min_p", "max_tokens", "top_k", "stop_token_ids", "seed", "logprobs", "ignore_eos",
@@ -46,15 +46,16 @@ PARAMS = Fields(
         "prompt_logprobs": (),
     },
 )  # fmt: skip
-"""The same for `sampling_params`. Settings that only affect text have no effect: no text is returned."""
+"""How each field of `sampling_params` is treated. Settings that only affect text have no effect, because no text is
+returned."""
 _OURS = Fields(honoured={"session", PACKED, "seed", KEPT_SETS})
 
 
 def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """The JSON object in a body with at most `most_values` values; no object may repeat a key.
+    """Read the JSON object in a body, which may have at most `most_values` values and no duplicate keys.
 
     Raises:
-        UsageError: the body is not such an object.
+        UsageError: the body is not a JSON object, has too many values or levels, or repeats a key.
     """
     body = read_value(data, most_values)
     if not isinstance(body, dict):
@@ -63,7 +64,7 @@ def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[s
 
 
 def check_model(asked: object, name: str) -> None:
-    """Raises `Refused` if a request names another model than `name`."""
+    """Raise `Refused` if the request names a model other than `name`."""
     if asked and asked != name:
         raise Refused(404, f"there is no model {brief(asked)} here; this server has {name!r}", field="model")
 
@@ -71,21 +72,21 @@ def check_model(asked: object, name: str) -> None:
 def read_request(
     body: Mapping[str, Any], *, seed: int, room: int, end_ids: Sequence[int], headers: Mapping[str, str] | None = None
 ) -> tuple[SampleRequest, LogprobStyle]:
-    """The request in a body, and the style of the requested logprobs.
+    """Read the request in a body, and the requested format of the logprobs.
 
     Args:
         body: The body, in the format of vLLM's token endpoint.
-        seed: Seed for a request without one.
-        room: Context length in tokens; `max_tokens` defaults to the part that the prompt leaves free.
-        end_ids: The model's end ids; they stop a completion unless `ignore_eos` is true.
-        headers: Request headers; may hold the session if the body does not.
+        seed: Seed to use if the request has none.
+        room: Context length in tokens. `max_tokens` defaults to the context that the prompt leaves.
+        end_ids: The model's end ids. They end a completion unless `ignore_eos` is true.
+        headers: Request headers. They may have the session if the body does not.
 
     Raises:
-        BadField: a field is invalid, or cannot be honoured.
-        RecordError: invalid token ids; the message has the position.
-        UsageError: the request wants completions to stop at end-of-text, but the server knows no end id.
+        BadField: a field is invalid or cannot be honoured.
+        RecordError: the token ids are invalid; the message has the position.
+        UsageError: the completion should stop at end-of-text, but the server knows no end id.
     """
-    # `token_ids`, which may hold a million numbers, is checked once, by `read_ids`.
+    # `token_ids` may have a million numbers, so it is only checked once, by `read_ids`.
     check_values({name: value for name, value in body.items() if name != "token_ids"})
     REQUEST.check(body)
     given, ours = read_object(body, "sampling_params"), read_object(body, OURS)

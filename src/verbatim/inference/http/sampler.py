@@ -1,6 +1,6 @@
-"""A sampler over HTTP: ids, logprobs and versions are the engine's, bit for bit.
+"""A sampler over HTTP. Ids, logprobs and policy versions are those of the engine, bit for bit.
 
-Failed requests are retried (`http.client`). That is safe, because nothing is kept of a failed attempt. On our own
+Failed requests are retried (`http.client`). This is safe, because nothing of a failed attempt is kept. On our own
 servers randomness is a function of seed and position, so a retry returns the same tokens.
 """
 
@@ -28,40 +28,41 @@ from verbatim.inference.validation import check_temperature, refuse_stop_strings
 STARTED_AGAIN = "it was restarted, or another server answers at its address"
 _NO_TOKEN_ENDPOINT = "vLLM has this endpoint with --enable-scale-out"
 _DESCRIBE_TIMEOUT = 60.0
-"""Timeout in seconds for a server's description of itself: long enough for a busy server, but finite, because a server
-in the waiting event loop can never answer."""
+"""Timeout in seconds for a server to describe itself. It is long enough for a busy server, but finite, because a server
+in the event loop that waits for it can never answer."""
 
 _Facts: TypeAlias = dict[str, Any]
-"""What the client must know about the engine: context_length, vocab_size, policy_version and model."""
+"""The facts about the engine that the client needs: context_length, vocab_size, policy_version and model."""
 
 
 class HttpSampler:
-    """A `Sampler` over one of our servers (`server.serve_sampler`), or over vLLM's token endpoint.
+    """A `Sampler` that uses one of our servers (`server.serve_sampler`) or vLLM's token endpoint.
 
-    `HttpSampler(url)` queries the server when a property is first read, and blocks until it has answered. A server in
-    the same event loop could never answer: use `await HttpSampler.connect(url)` there. The sampler can be pickled, and
-    used from several event loops.
+    `HttpSampler(url)` queries the server when a property is first read, and blocks until it answers. A server in the
+    same event loop could never answer; use `await HttpSampler.connect(url)` in that case. The sampler can be pickled,
+    and used from several event loops.
 
-    With vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models; the other facts
-    have to be given. A numeric weight version of vLLM is the policy version; all other tokens get `policy_version`, or
-    none. Logprobs are kept only if they are those of the distribution that was sampled from.
+    With vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models, and the other facts
+    have to be given. If vLLM's weight version is a number, it is the policy version; otherwise tokens get
+    `policy_version`, or no version if that is None. Logprobs are kept only if they are those of the distribution that
+    was sampled from.
 
     Args:
         url: Root address of the server: "http://127.0.0.1:8000".
         api_key: Sent as a bearer token.
-        model: The model's name in requests; None: requests name no model.
-        context_length: Maximum number of tokens in prompt and completion together; None: queried from the server.
-        vocab_size: Size of the vocabulary; None: queried, which only our own servers support.
-        policy_version: Version of the server's current weights; None: queried from the server. With vLLM: the version
-            of weights whose name is not a number, such as those it was started with ("default").
+        model: The model's name in requests; None to leave it out.
+        context_length: Maximum number of tokens in prompt and completion together; None to query the server.
+        vocab_size: Size of the vocabulary; None to query the server, which only our own servers support.
+        policy_version: Version of the server's current weights; None to query the server. With vLLM, the version of
+            weights whose name is not a number, such as "default", the weights that it was started with.
         processed_logprobs: True if vLLM was started with `--logprobs-mode processed_logprobs`.
         returns_kept_sets: True if vLLM was started with `--return-sampling-mask`; it then refuses requests at
             temperature 0 or without `top_k`.
-        send_seeds: True to send seeds to vLLM too; our own servers always get them. vLLM 0.32 for CPUs crashes on a
-            request with a seed if its prompt is longer than one prefill chunk.
-        ours: True if the server is one of ours; None: queried from the server.
+        send_seeds: True to send seeds to vLLM too. Our own servers always get them. vLLM 0.32 for CPUs crashes on a
+            request with a seed if the prompt is longer than one prefill chunk.
+        ours: True if the server is one of ours; None to query the server.
         request_timeout: Timeout in seconds of one attempt, including the wait for a slot in the batch.
-        max_retries: Maximum number of attempts after the first.
+        max_retries: Maximum number of further attempts after the first fails.
 
     Raises:
         UsageError: the address is not http or https, or the extra `serve` is not installed.
@@ -87,7 +88,7 @@ class HttpSampler:
         root = url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
         self.url: Final = self._client.url
-        """The server's root."""
+        """Root address of the server."""
         self._given: _Facts = {
             "model": model,
             "context_length": context_length,
@@ -99,14 +100,14 @@ class HttpSampler:
         self._ours = ours
         self._facts: _Facts | None = None
         self.cache_salt: str | None = None
-        """Sent to vLLM: requests with different salts do not share prefix cache entries."""
+        """Sent to vLLM, where requests with different salts do not share prefix cache entries."""
         self.server: str | None = None
-        """Id of the server that has to answer; None: any. A restarted server has a new id, and may hold other weights
-        under the same version."""
+        """Id of the server that has to answer; None to accept any. A restarted server has a new id, and may have other
+        weights under the same version."""
 
     @classmethod
     async def connect(cls, url: str, **settings: Any) -> HttpSampler:
-        """Create a sampler and query its server without blocking the event loop; `settings` as in the class.
+        """Create a sampler and query its server without blocking the event loop. `settings` are those of the class.
 
         Raises:
             UsageError: the server does not report a required fact; the message names it.
@@ -133,14 +134,15 @@ class HttpSampler:
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights in use, as of the last response; 0 if the server does not report it."""
+        """Policy version of the weights in use, according to the last response; 0 if the server does not report it."""
         return int(self._known()["policy_version"] or 0)
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call cancels it on the server.
 
         Raises:
-            RecordError: an empty or too long prompt, an id outside the vocabulary, or no `top_k` where it is needed.
+            RecordError: the prompt is empty or too long, an id is outside the vocabulary, or a required `top_k` is
+                missing.
             SamplerFault: the engine failed, or the server cannot be reached.
         """
         refuse_stop_strings(request)
@@ -169,13 +171,13 @@ class HttpSampler:
         return completion if self._processed_logprobs or as_modelled else replace(completion, logprobs=None)
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder. The server reads it, so its host must have it at the same path.
+        """Load a Hugging Face folder. The server reads the folder, so its host must have it at the same path.
 
         Raises:
-            ModelError: the weights do not fit the model; the engine keeps the weights it has.
+            ModelError: the weights do not fit the model. The engine keeps its current weights.
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
-        there = await asyncio.to_thread(path.absolute)  # the server's working directory is another one
+        there = await asyncio.to_thread(path.absolute)  # the server has another working directory
         body = encode({"path": str(there), "version": version})
         answer = await self._client.ask("POST", protocol.WEIGHTS, body, read_answer)
         self._note_version(self._object(answer))
@@ -183,10 +185,11 @@ class HttpSampler:
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN.
 
-        vLLM scores at temperature 1 only, and needs room for one more token in its context.
+        vLLM only scores at temperature 1, and needs room for one more token in its context.
 
         Raises:
-            RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
+            RecordError: there are no ids or too many, an id is outside the vocabulary, or the temperature is not above
+                0.
             UsageError: the temperature is not 1, and the server is vLLM.
             SamplerFault: the server failed, or cannot be reached.
         """
@@ -204,14 +207,14 @@ class HttpSampler:
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
     async def cached_logprob(self, token_ids: Int32) -> tuple[float, int | None]:
-        """Score the last id through vLLM's prefix cache, with an ordinary request that reads and writes the cache.
+        """Score the last id by an ordinary request, which reads and writes vLLM's prefix cache.
 
         Returns:
-            The logprob of the last id given those before it, at temperature 1; and the number of prompt tokens that
-            came from the cache (None: the server does not report it).
+            The logprob of the last id given those before it, at temperature 1, and the number of prompt tokens that
+            came from the cache (None if the server does not report it).
 
         Raises:
-            RecordError: fewer than two ids.
+            RecordError: there are fewer than two ids.
             SamplerFault: the server failed, or cannot be reached.
         """
         if len(token_ids) < 2:
@@ -224,11 +227,11 @@ class HttpSampler:
             raise SamplerFault(f"{self.url}: {error}") from None
 
     async def close(self) -> None:
-        """Close the connections; requests in flight in this event loop end as cancelled. The server keeps running."""
+        """Close the connections. Requests in flight in this event loop end as cancelled. The server keeps running."""
         await self._client.close()
 
     async def hang_up(self) -> None:
-        """Close this event loop's connections, before the loop ends; a later request reconnects."""
+        """Close this event loop's connections before the loop ends. A later request reconnects."""
         await self._client.hang_up()
 
     async def _scored_by_vllm(self, token_ids: Int32, temperature: float) -> Float32:
@@ -249,7 +252,7 @@ class HttpSampler:
         return name
 
     async def _is_ours(self) -> bool:
-        """True if the server is one of ours: only they have the `SAMPLER` route."""
+        """True if the server is one of ours. Only our servers have the `SAMPLER` route."""
         if self._ours is None:
             self._ours = await self._client.ask("GET", protocol.SAMPLER, None, _is_found)
         return self._ours
@@ -260,7 +263,8 @@ class HttpSampler:
         return answer
 
     async def _ask_engine(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
-        """Send a request to the engine. A refused key or model name is a SamplerFault here: it fails one rollout."""
+        """Send a request to the engine. A UsageError, such as a refused key, becomes a SamplerFault, so that only this
+        rollout fails."""
         try:
             return await self._client.ask("POST", path, encode(body), lambda answer: read_answer(answer, if_missing))
         except UsageError as error:
@@ -274,7 +278,7 @@ class HttpSampler:
         return self._facts
 
     def _query_facts_blocking(self) -> _Facts:
-        """Query the server, and block this thread until it has answered."""
+        """Query the server, and block this thread until it answers."""
 
         async def ask() -> _Facts:
             async with asyncio.timeout(_DESCRIBE_TIMEOUT):
@@ -283,7 +287,7 @@ class HttpSampler:
                 finally:
                     await self._client.hang_up()  # connections cannot outlive this event loop
 
-        # On a thread of its own: this thread may run an event loop, where `asyncio.run` is not allowed.
+        # On a separate thread, because this one may run an event loop, where `asyncio.run` is not allowed.
         with ThreadPoolExecutor(1) as pool:
             try:
                 return pool.submit(asyncio.run, ask()).result()
@@ -294,7 +298,7 @@ class HttpSampler:
                 ) from None
 
     async def _query_facts(self) -> _Facts:
-        """The facts given to the constructor; the server's own for those that were left out."""
+        """The facts given to the constructor, completed by those that the server reports."""
         found = await self._client.ask(
             "GET", protocol.SAMPLER, None, lambda answer: None if answer.status == 404 else read_answer(answer)
         )
@@ -309,8 +313,8 @@ class HttpSampler:
         return facts
 
     def _note_version(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
-        """Record the version in a response. Raises SamplerFault if it comes from another server than `self.server`;
-        `num_tokens` of the discarded completion go into the ledger."""
+        """Record the policy version in a response. Raises SamplerFault if the response is not from `self.server`; the
+        fault carries the `num_tokens` of the discarded completion for the ledger."""
         if self.server is not None and answer.get("server") != self.server:
             raise SamplerFault(f"{self.url}: {STARTED_AGAIN}", num_tokens=num_tokens)
         version = answer.get("policy_version")
@@ -326,12 +330,12 @@ def _is_found(answer: HttpResponse) -> bool:
 
 
 def read_answer(answer: HttpResponse, if_missing: str = "") -> Any:
-    """The JSON of a response. An error of one of our servers is raised here as the same class.
+    """The JSON of a response. An error of one of our servers is raised with the class that the server raised.
 
     `if_missing` is appended to the message of a 404.
 
     Raises:
-        VerbatimError: the server's error.
+        VerbatimError: the server reported it.
         AttemptFailed: the status is not 200, or the body is not JSON.
     """
     if answer.status != 200:
@@ -344,7 +348,7 @@ def read_answer(answer: HttpResponse, if_missing: str = "") -> Any:
 
 
 def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
-    """Facts from a model list in OpenAI's format: those of `model`, or else of the first model."""
+    """Facts from a model list in OpenAI's format, about `model` or else about the first model."""
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     card = next((c for c in cards if c.get("id") == model), cards[0] if cards else {})

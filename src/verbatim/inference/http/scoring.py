@@ -1,4 +1,4 @@
-"""Requests the logprobs of exact ids from vLLM's token endpoint, and reads the responses.
+"""Requests the logprobs of given ids from vLLM's token endpoint, and reads the responses.
 
 Every request has a `top_k`, because a server that returns kept sets refuses requests without one.
 """
@@ -26,19 +26,19 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def scoring_body(token_ids: Int32, model: str | None) -> dict[str, Any]:
-    """The body of a request for the logprobs of all ids but the first. vLLM bypasses its prefix cache for it.
+    """The body of a request for the logprobs of all ids except the first. vLLM bypasses its prefix cache for it.
 
-    vLLM refuses `max_tokens = 0`, so one more token is sampled and needs room in the context. `top_k = 1` keeps its
-    kept set small; it does not change the prompt logprobs."""
+    vLLM refuses `max_tokens = 0`, so one more token is sampled and needs room in the context. `top_k = 1` keeps the
+    kept set of that token small, and does not change the prompt logprobs."""
     return _named(model, {"token_ids": token_ids, "sampling_params": {**_NEUTRAL, "top_k": 1, "prompt_logprobs": 0}})
 
 
 def last_logprob_body(token_ids: Int32, model: str | None, cache_salt: str | None) -> dict[str, Any]:
-    """The body of a request for the logprob of the last id: an ordinary request with the ids before it as the prompt,
-    which reads and writes the prefix cache.
+    """The body of a request for the logprob of the last id. It is an ordinary request, with the ids before the last as
+    the prompt, so that it reads and writes the prefix cache.
 
-    vLLM 0.32 returns `logprobs` entries in all, the sampled token's first, so the id is listed twice to be among them.
-    A `top_k` above the vocabulary cuts nothing."""
+    vLLM 0.32 returns as many entries as `logprobs`, the sampled token's first, so the id is listed twice to be among
+    them. A `top_k` above the size of the vocabulary cuts nothing."""
     last = int(token_ids[-1])
     asked = {**_NEUTRAL, "top_k": INT32_END - 1, "logprobs": 2, "logprob_token_ids": [last, last]}
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}
@@ -50,7 +50,7 @@ def _named(model: str | None, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_scores(answer: object, token_ids: Int32) -> Float32:
-    """The logprobs in the response to `scoring_body`: float32 [L]; the first is NaN.
+    """Read the logprobs in the response to `scoring_body`: float32 [L]; the first is NaN.
 
     >>> read_scores({"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}, np.array([3, 7], dtype=np.int32))
     array([ nan, -0.5], dtype=float32)
@@ -70,7 +70,7 @@ def read_scores(answer: object, token_ids: Int32) -> Float32:
 
 
 def read_last_logprob(answer: object, token_ids: Int32) -> float:
-    """The logprob in the response to `last_logprob_body`.
+    """Read the logprob in the response to `last_logprob_body`.
 
     Raises:
         ValueError: the logprob of the last id is missing.

@@ -1,4 +1,4 @@
-"""Serves a sampler over HTTP, as a context manager: token ids in, token ids out.
+"""A context manager that serves a sampler over HTTP, with token ids and with the chat protocols.
 
 The server runs in the caller's event loop; other code there may use the sampler at the same time.
 """
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 LAST_PORT = 65535
 """Largest TCP port number."""
 _BACKLOG = 2048
-"""Connections that may wait to be accepted; large, because all episodes of a batch may connect at once."""
+"""Maximum number of connections that wait to be accepted. It is large, because all episodes of a batch may connect at
+once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +57,28 @@ async def serve_sampler(
     chat_processes: int = 0,
     options: Options | None = None,
 ) -> AsyncIterator[SamplerServer]:
-    """Serve a sampler while the block lasts; afterwards, requests in flight are cancelled and answered with 503. Raises
-    the process's limit of open files as far as the system allows.
+    """Serve a sampler until the end of the block; requests still in flight are then cancelled and answered with 503.
+    Increases the process's limit of open files as far as the system allows.
 
     Args:
         sampler: The sampler to serve; it stays open afterwards.
-        host: Address to listen on, by default loopback. Without a key, every client that can connect may sample.
-        port: TCP port; 0: any free port.
-        renderer: The model's chat format. It adds the chat protocols, and its stop ids end completions. No other code
-            may use it meanwhile; its `decode` is called on the sampler's thread, to find stop strings.
+        host: Address to listen on; loopback by default. Without a key, any client that can connect may sample.
+        port: TCP port; 0 for any free port.
+        renderer: The model's chat format. It enables the chat protocols, and its stop ids end completions. No other
+            code may use it meanwhile. Its `decode` is called on the sampler's thread to find stop strings.
         model: The model's name in requests.
-        api_key: Key that requests must carry as a bearer token; None: no key is required.
-        seed: Seed from which the seeds of requests without one are drawn; None: different ones each time.
-        limits: Limits of one client; None: the defaults.
-        weights_folder: Weights are accepted only from folders below this one; None: from any folder, with the key.
-        uploads: Folder for weights that are uploaded with the key; None: uploads are refused.
-        allow_hosts: Host names that requests may use, in addition to IP addresses, `host` and "localhost"; "*": any.
-            Checked only without a key.
-        chat_processes: Number of processes that render conversations; 0: rendering runs on a thread, where one long or
-            hostile conversation slows down everything else in this process.
-        options: Fields of chat requests that are accepted although they cannot be enforced; None: none are.
+        api_key: Key that requests must carry as a bearer token; None if no key is required.
+        seed: Seed for the generator of the seeds of requests that have none; None for different seeds each time.
+        limits: Limits of the server; None for the defaults.
+        weights_folder: Weights are accepted only from folders in this one. If None, they are accepted from any folder,
+            but only with the key.
+        uploads: Folder for weights that are uploaded with the key; None to refuse uploads.
+        allow_hosts: Host names that requests may use in addition to IP addresses, `host` and "localhost"; "*" allows
+            any. Checked only if there is no key.
+        chat_processes: Number of processes that render conversations. With 0, rendering runs on a thread, where one
+            long or hostile conversation slows down everything else in this process.
+        options: Which unenforceable fields of chat requests are accepted, and the limit on replies; None for the
+            defaults.
 
     Raises:
         UsageError: the extra `serve` is not installed, `uploads` is set without a key, the address is in use or does
@@ -114,7 +117,8 @@ async def serve_sampler(
             options=options or Options(),
         )
         server = Server(app, table)
-        # The stack unwinds in reverse: first `app.stop` ends the requests, then the server closes, last the renderer.
+        # The stack unwinds in reverse: `app.stop` ends the requests first, then the server closes, and the render pool
+        # last.
         stack.push_async_callback(server.stop)
         stack.callback(app.stop)
         server.listen_on(listening)
@@ -145,17 +149,18 @@ def listen(host: str, port: int) -> socket.socket:
             else "give another port, or 0 for any that is free"
         )
         raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; {hint}") from None
-    # With Nagle's algorithm the second packet of a response waits for the first one's ACK, which may take 40 ms.
+    # With Nagle's algorithm, the second packet of a response waits for the ACK of the first, which may take 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def as_others_reach(url: str, host: str) -> str:
-    """The URL at which other hosts can most probably reach a server.
+    """The URL at which other hosts can most likely reach a server.
 
     Args:
         url: The server's URL on this machine.
-        host: The address it listens on. 0.0.0.0 and :: stand for all addresses, so one of this machine's is chosen.
+        host: The address that it listens on. For 0.0.0.0 and ::, which mean all addresses, one of this machine's is
+            chosen.
     """
     if host not in ("0.0.0.0", "::"):
         return url
@@ -163,10 +168,10 @@ def as_others_reach(url: str, host: str) -> str:
 
 
 def own_address() -> str:
-    """This machine's address that others can most probably reach; its host name if it has no network."""
+    """The address of this machine that others can most likely reach; its host name if it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a UDP socket sends nothing; it picks the outgoing interface. RFC 5737 reserves the address.
+            # Connecting a UDP socket sends nothing, but selects the outgoing interface. RFC 5737 reserves the address.
             probe.connect(("192.0.2.1", 9))
             return str(probe.getsockname()[0])
         except OSError:

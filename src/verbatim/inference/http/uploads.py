@@ -1,4 +1,5 @@
-"""Uploads a published folder to a host without access to it: in parts, resumable, verified by sha256."""
+"""Uploads a published folder, in parts, to a host that has no access to it. Uploads can be resumed and are verified by
+sha256."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from verbatim.inference.http.client import AttemptFailed, HttpClient, HttpRespon
 
 ROUTE = "/verbatim/v1/uploads"
 PART = 2**23
-"""Bytes of one uploaded part."""
+"""Maximum bytes of one uploaded part."""
 _ATTEMPTS = 3
-"""Maximum number of uploads of a file whose checksum is wrong on arrival."""
+"""Maximum number of attempts to upload a file whose checksum is wrong on arrival."""
 
 
 async def path_there(client: HttpClient, folder: Path, version: int, *, shares_folders: bool) -> str:
-    """The path of a published folder on the server's host: the folder itself, or a copy that is uploaded first.
+    """The path of a published folder on the server's host. A copy is uploaded first if the host does not have the
+    folder.
 
     Args:
         client: Client of the server.
@@ -38,7 +40,7 @@ async def path_there(client: HttpClient, folder: Path, version: int, *, shares_f
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """The sha256 of each file in a folder, by file name."""
+    """Map each file name in a folder to the sha256 of the file."""
     return {path.name: digest for path in sorted(folder.iterdir()) if (digest := sha256(path)) is not None}
 
 
@@ -46,7 +48,7 @@ async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], v
     """Upload the parts of a folder that the server does not have yet.
 
     Args:
-        client: Client of a server that handles uploads with `vllm/plugin/verbatim_uploads.py`.
+        client: Client of a server that handles uploads as `vllm/plugin/verbatim_uploads.py` does.
         folder: The published folder.
         digests: `digests_of(folder)`.
         version: Policy version of its weights.
@@ -55,7 +57,7 @@ async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], v
         The folder's path on the server's host.
 
     Raises:
-        SamplerFault: the server does not accept uploads, or a file is still wrong after three uploads.
+        SamplerFault: the server does not accept uploads, or a file is still wrong after three attempts.
     """
     there = f"{ROUTE}/v{version}"
     wrong = list(digests)
@@ -76,10 +78,11 @@ async def _send(client: HttpClient, path: Path, route: str) -> None:
         while offset < size or size == 0:
             file.seek(offset)
             part = await asyncio.to_thread(file.read, PART)
-            # If the response to a part was lost, the retry is out of order: the server replies with the current size.
+            # If the response to a part was lost, the offset of the retry is wrong, and the server replies with the
+            # current size.
             offset = _size_in(client, await client.ask("PUT", f"{route}?offset={offset}", part, _read))
             if size == 0:
-                return  # an empty file needs one request, to be created
+                return  # one request is needed to create an empty file
 
 
 def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:
