@@ -1,7 +1,7 @@
 """Counts the tokens of completions that are never delivered, because the call was cancelled or the engine failed.
 
-In both cases `generate` raises, and the exception carries the number of tokens drawn, so that the caller can put them
-into the ledger.
+In both cases `generate` raises, and the exception carries the number of sampled tokens, so that the caller can count
+them in the ledger.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 
 def cancelled(num_tokens: int, *, num_lost_tokens: int = 0) -> asyncio.CancelledError:
-    """The error that a cancelled `generate` call raises, once the engine has ended the request.
+    """Make the error that a cancelled `generate` call raises once the engine has ended the request.
 
-    The counts are attributes of a plain CancelledError: `asyncio.timeout` of Python 3.11 compares the exact
-    type, and would not turn a subclass into TimeoutError.
+    The counts are attributes of a plain CancelledError, because `asyncio.timeout` of Python 3.11 compares the exact
+    type and would not turn a subclass into TimeoutError.
 
     Args:
-        num_tokens: Tokens drawn before the cancellation; they are not delivered.
-        num_lost_tokens: Tokens drawn for the same call by replicas that were lost before.
+        num_tokens: Number of tokens sampled before the cancellation, which are not delivered.
+        num_lost_tokens: Number of tokens sampled for the same call by replicas that were lost earlier.
     """
     error = asyncio.CancelledError()
     error.num_tokens = num_tokens  # type: ignore[attr-defined]
@@ -28,17 +28,18 @@ def cancelled(num_tokens: int, *, num_lost_tokens: int = 0) -> asyncio.Cancelled
 
 
 def num_tokens_drawn(end: BaseException) -> int:
-    """Tokens drawn for a call that ended with this error; 0 if the engine does not report them."""
+    """Number of tokens sampled for a call that ended with this error; 0 if the engine does not report it."""
     return int(getattr(end, "num_tokens", 0))
 
 
 def num_tokens_lost(end: BaseException) -> int:
-    """Tokens drawn by lost replicas for a call that ended with this error; 0 if the number is unknown."""
+    """Number of tokens sampled by lost replicas for a call that ended with this error; 0 if it is unknown."""
     return int(getattr(end, "num_lost_tokens", 0))
 
 
 async def settle(futures: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all futures are done, even if the caller is cancelled meanwhile; re-raise the cancellation at the end.
+    """Wait until all futures are done, even if the caller is cancelled meanwhile. The cancellation is re-raised at the
+    end.
 
     For results that arrive soon and must not be lost, such as the token count of a cancelled request.
     """

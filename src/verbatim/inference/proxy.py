@@ -13,7 +13,7 @@ class SamplerProxy:
     """A sampler for callers that must neither update its weights nor close it.
 
     Args:
-        sampler: The sampler that does the work.
+        sampler: The wrapped sampler.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -31,16 +31,16 @@ class SamplerProxy:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead; None while it lives."""
+        """The reason why the engine is dead; None if it is alive."""
         return failure_of(self._sampler)
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights in use."""
+        """Policy version of the weights in use."""
         return self._sampler.policy_version
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Always refused: the run loads the weights.
+        """Refuse, because only the run loads weights.
 
         Raises:
             SamplerFault: on every call.
@@ -52,4 +52,4 @@ class SamplerProxy:
         return await self._sampler.prompt_logprobs(token_ids, temperature)
 
     async def close(self) -> None:
-        """Do nothing: the wrapped sampler stays open."""
+        """Do nothing, so that the wrapped sampler stays open."""

@@ -27,9 +27,10 @@ class SampleRequest:
     params: SamplingParams
     """Sampling parameters."""
     seed: int
-    """Randomness depends only on the seed and each token's position in the whole sequence, not on the batch."""
+    """Seed of the randomness, which depends only on the seed and on each token's position in the whole sequence, not on
+    the batch."""
     session: str = ""
-    """Requests of one session share a growing prefix. A hint for prefix caching; may be empty."""
+    """Name shared by requests whose prompts share a growing prefix. A hint for prefix caching; may be empty."""
     routed_experts_start: int = 0
     """Number of leading prompt tokens whose routed experts need not be returned."""
 
@@ -41,25 +42,26 @@ class Completion:
     ids: Int32
     """Sampled ids: int32 [C]; ends with a stop id if `stop_reason` is "stop"."""
     logprobs: Float32 | None
-    """Logprob of each token under the distribution it was drawn from: float32 [C]; None: the engine reports none."""
+    """Logprob of each token under the distribution that it was sampled from: float32 [C]; None if the engine reports
+    none."""
     policy_versions: Int32 | None
-    """Version of the weights that sampled each token: int32 [C]; None: the engine reports none."""
+    """Policy version that sampled each token: int32 [C]; None if the engine reports none."""
     stop_reason: StopReason
     """"stop", "length" or "cancelled"."""
     queued_seconds: float = 0.0
-    """Seconds spent waiting for a slot in the batch."""
+    """Seconds that the request waited for a slot in the batch."""
     generated_seconds: float = 0.0
-    """Seconds from the slot to the last token."""
+    """Seconds from getting the slot to the last token."""
     routed_experts: Experts | None = None
     """Experts that computed each token: [N, D, K], from the request's `routed_experts_start` to the last token but one
-    (the last token is sampled, but never fed to the model). None: the engine returns none."""
+    (the last token is sampled, but never fed to the model). None if the engine returns none."""
     kept_sets: KeptSets | None = None
-    """The kept set of each of the C tokens, if the request asks for them (`needs_kept_sets`)."""
+    """The kept set of each token, if the request asks for kept sets (`needs_kept_sets`)."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from the prefix cache; None: the engine does not report it."""
+    """Number of prompt tokens that came from the prefix cache; None if the engine does not report it."""
     num_lost_tokens: int = 0
-    """Tokens known to have been drawn for this request by replicas that were lost or held wrong weights. They are not
-    part of `ids` or of any other completion."""
+    """Number of tokens that replicas which were lost or had wrong weights are known to have sampled for this request.
+    They are not part of `ids` or of any other completion."""
 
 
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
@@ -79,19 +81,19 @@ class CanFail(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead; None while it lives."""
+        """The reason why the engine is dead; None if it is alive."""
 
 
 def failure_of(sampler: Sampler) -> str | None:
-    """Why the sampler's engine is dead; None while it lives, or if the sampler does not report failures."""
+    """The reason why the sampler's engine is dead; None if it is alive or the sampler does not report failures."""
     return sampler.failure if isinstance(sampler, CanFail) else None
 
 
 async def watch_engine(sampler: Sampler) -> None:
-    """Wait until the engine is dead.
+    """Wait until the engine dies.
 
     Raises:
-        EngineDead: the engine is dead; the message holds the reason.
+        EngineDead: the engine is dead; the message has the reason.
     """
     while (failure := failure_of(sampler)) is None:  # noqa: ASYNC110 - the engine dies on its own thread, for any reason
         await asyncio.sleep(_LOOK_EVERY)
@@ -102,8 +104,8 @@ async def watch_engine(sampler: Sampler) -> None:
 class Sampler(Protocol):
     """An engine that generates. All methods may be called concurrently from one event loop.
 
-    Every method raises SamplerFault once the engine has failed for good, and RecordError for a prompt that is empty,
-    too long, or holds ids outside the vocabulary.
+    Every method raises SamplerFault once the engine has failed permanently, and RecordError for a prompt that is empty,
+    too long, or contains ids outside the vocabulary.
     """
 
     @property
@@ -116,46 +118,47 @@ class Sampler(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights in use."""
+        """Policy version of the weights in use."""
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call frees its slot in the batch.
 
-        An engine that knows how many tokens it had drawn for a cancelled or failed call reports the number, so that the
-        ledger adds up: `raise cancelled(num_tokens)` (in `inference.cancelled`), `SamplerFault(..., num_tokens=...)`.
+        An engine that knows how many tokens it had sampled for a cancelled or failed call reports the number, so that
+        the ledger adds up: `raise cancelled(num_tokens)` (from `inference.cancelled`) or `SamplerFault(...,
+        num_tokens=...)`.
         """
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load weights from a Hugging Face folder between two decode steps; requests in flight continue."""
+        """Load weights from a Hugging Face folder between two decode steps. Requests in flight continue."""
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Logprob of each token given those before it: float32 [L]; the first is NaN."""
 
     async def close(self) -> None:
-        """Stop the sampler; requests in flight end with the stop reason "cancelled"."""
+        """Stop the sampler. Requests in flight end with the stop reason "cancelled"."""
 
 
 Watch: TypeAlias = Callable[[Sequence[int]], bool]
-"""A callback for drawn tokens: gets the ids since its last call, in order; returns True to end the completion after the
-last of them."""
+"""A callback for sampled tokens. It receives the ids sampled since its last call, in order, and returns True to end the
+completion after them."""
 
 
 @runtime_checkable
 class ShowsTokens(Protocol):
-    """A sampler that passes tokens to a callback as they are drawn, and stops when the callback asks for it."""
+    """A sampler that passes tokens to a callback as they are sampled, and stops when the callback says so."""
 
     async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
-        """Like `generate`, with a callback; a completion that `watch` ends has the stop reason "stop".
+        """Like `generate`, but with a callback. A completion that `watch` ends has the stop reason "stop".
 
         Args:
             request: As in `generate`.
-            watch: Called while tokens are drawn, on any thread, and delays the engine, so it has to be fast. It is not
-                called for tokens that end the completion anyway. If it raises, the request fails.
+            watch: Called during sampling, on any thread. It delays the engine, so it has to be fast. It is not called
+                for tokens that end the completion anyway. If it raises, the request fails.
         """
 
 
 async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watch | None) -> Completion:
-    """Sample one completion with a callback if the sampler supports it; otherwise `watch` is never called."""
+    """Sample one completion, with the callback if the sampler supports it. Otherwise `watch` is never called."""
     if watch is not None and isinstance(sampler, ShowsTokens):
         return await sampler.generate_watched(request, watch)
     return await sampler.generate(request)
@@ -163,11 +166,11 @@ async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watc
 
 @runtime_checkable
 class DescribesEngine(Protocol):
-    """A sampler that reports its settings, for a client that reaches it over HTTP and has to compare them."""
+    """A sampler that reports its settings, so that a client over HTTP can compare them with its own."""
 
     @property
     def how(self) -> Mapping[str, str]:
-        """Engine settings: `{"dtype": "float32", "on_weight_update": "recompute"}`."""
+        """Engine settings, such as `{"dtype": "float32", "on_weight_update": "recompute"}`."""
 
 
 @runtime_checkable
@@ -177,23 +180,23 @@ class AsksPrefixCache(Protocol):
     async def cached_logprob(self, token_ids: Int32) -> float:
         """Logprob of the last id given those before it, at temperature 1.
 
-        Sent as an ordinary request: it reads and writes the prefix cache as the requests of episodes do, so that a
-        cache entry computed with old weights shows in the logprob.
+        This is an ordinary request, which reads and writes the prefix cache as the requests of episodes do, so that a
+        cache entry computed with old weights shows up in the logprob.
         """
 
 
 class WeightCheck(Protocol):
-    """Checks whether samplers hold the published weights."""
+    """Checks whether samplers have the published weights."""
 
     async def prepare(self, sampler: Sampler) -> None:
-        """Called before a sampler loads weights: fills its caches with entries that must not survive the update.
+        """Fill a sampler's caches with entries that must not survive the next update. Called before it loads weights.
 
         Raises:
             SamplerFault: the sampler failed.
         """
 
     async def __call__(self, sampler: Sampler) -> str | None:
-        """Evidence that the sampler does not hold the published weights; None if it holds them.
+        """Return evidence that the sampler does not have the published weights; None if it has them.
 
         Raises:
             SamplerFault: the sampler failed.
@@ -204,11 +207,11 @@ class SleepingSampler(Sampler, Protocol):
     """A sampler that can hand its device over to the trainer."""
 
     async def sleep(self) -> None:
-        """Release the device memory of weights and cache. Requests in flight finish first; new ones wait for the next
-        weight update, which allocates the memory again.
+        """Release the device memory of weights and cache. Requests in flight finish first. New requests wait for the
+        next weight update, which allocates the memory again.
 
         Raises:
-            SamplerFault: the sampler failed for good.
+            SamplerFault: the sampler failed permanently.
         """
 
 
@@ -216,10 +219,10 @@ class ReplicatedSampler(Sampler, Protocol):
     """A sampler with several replicas, each of which has to be checked."""
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck) -> None:
-        """Load a Hugging Face folder on every replica, all at the same time. Replicas that join later are checked too.
+        """Load a Hugging Face folder on all replicas concurrently. Replicas that join later are checked too.
 
-        Completions of a replica are withheld from the start of its update until its check has passed. A replica that
-        fails the check is removed; the others continue.
+        Completions of a replica are withheld from the start of its update until its check has passed. If the check
+        fails, the replica is removed, and the others continue.
 
         Raises:
             EngineDead: no replica is left; the message lists what happened to each.
@@ -236,7 +239,8 @@ class ReplicatedSampler(Sampler, Protocol):
 def as_replicated(sampler: Sampler) -> ReplicatedSampler | None:
     """The sampler if it is a `ReplicatedSampler`, else None.
 
-    Not `isinstance`: for a runtime protocol it reads the properties, and `HttpSampler` sends a request to answer them.
+    Does not use `isinstance`, because with a runtime protocol it reads the properties, for which `HttpSampler` sends a
+    request.
     """
     is_one = all(hasattr(type(sampler), name) for name in ("update_replicas", "check_replicas"))
     return cast(ReplicatedSampler, sampler) if is_one else None

@@ -18,15 +18,15 @@ from verbatim.inference.sampler import Completion, SampleRequest, Watch
 from verbatim.inference.validation import check_ids, check_prompt
 
 Fault: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
-"""Injected fault of a request: "fail" raises SamplerFault, "hang" never answers, "wrong_length" returns one logprob too
-few, "outside_vocabulary" returns an id equal to `vocab_size`, "nan" returns a NaN logprob."""
+"""Fault to inject into a request: "fail" raises SamplerFault, "hang" never returns, "wrong_length" returns one logprob
+too few, "outside_vocabulary" returns an id equal to `vocab_size`, and "nan" returns a NaN logprob."""
 
 Script: TypeAlias = Callable[[SampleRequest], Ids] | Mapping[tuple[int, ...], Ids] | Sequence[Ids]
-"""A function of the request; or completions by prompt; or completions in the order of the requests."""
+"""A function of the request, or completions by prompt, or completions in the order of the requests."""
 
 
 def default_logprob(token_id: int) -> float:
-    """-1 / (1 + id): different for each token, so that a test can tell which token a logprob belongs to.
+    """The logprob -1 / (1 + id), which is different for each id, so that a test can tell which token it belongs to.
 
     >>> default_logprob(3)
     -0.25
@@ -55,36 +55,37 @@ class ScriptedSampler:
     context_length: int
     """Maximum number of tokens in prompt and completion together."""
     logprob: Callable[[int], float] | None = default_logprob
-    """Maps a token id to its logprob; None: completions have no logprobs."""
+    """Maps a token id to its logprob. If None, completions have no logprobs."""
     seconds_per_token: float = 0.0
-    """Delay in seconds before each token; other tasks run between tokens even at 0."""
+    """Delay in seconds before each token. Even with 0, other tasks run between tokens."""
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep
-    """Awaited with that delay. A test can pass its own function to control when tokens are drawn, without a clock."""
+    """Awaited with that delay before each token. A test can pass a function of its own to control when tokens are
+    sampled."""
     policy_version: int = 0
-    """The current version of the "weights"; each token carries the version that is current when it is drawn."""
+    """The current policy version. Each token has the version that is current when it is sampled."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
-    """Injected faults, by index in `requests` or as a function of index and request."""
+    """Faults to inject, by index in `requests` or as a function of index and request."""
     failing_updates: frozenset[int] = frozenset()
-    """Versions whose weights cannot be loaded: `update_weights` raises ModelError."""
+    """Versions for which `update_weights` raises ModelError."""
     requests: list[SampleRequest] = field(default_factory=list, init=False)
     """All requests, in order."""
     updates: list[tuple[Path, int]] = field(default_factory=list, init=False)
-    """(path, version) of each loaded update, in order."""
+    """(path, version) of each successful update, in order."""
     num_cancelled: int = field(default=0, init=False)
     """Number of calls that were cancelled by their caller."""
     num_in_flight: int = field(default=0, init=False)
     """Number of calls in progress."""
     num_drawn: int = field(default=0, init=False)
-    """Number of tokens drawn, including those of cancelled calls."""
+    """Number of sampled tokens, including those of cancelled calls."""
     _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
     async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
-        """Return the scripted completion; `watch` is called after each token but the last.
+        """Return the scripted completion. `watch` is called after each token except the last.
 
         Raises:
             RecordError: the prompt is invalid, or the script has no completion for this request.
             SamplerFault: `trouble` makes the request fail, or the sampler is closed.
-            asyncio.CancelledError: the call was cancelled; the error holds the number of tokens drawn.
+            asyncio.CancelledError: the call was cancelled; the error has the number of sampled tokens.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if self._closed.is_set():
@@ -104,7 +105,8 @@ class ScriptedSampler:
     generate_watched = generate
 
     async def _answer(self, index: int, request: SampleRequest, versions: list[int], watch: Watch | None) -> Completion:
-        """Run the request; appends to `versions` as tokens are drawn, so that a cancelled call knows their number."""
+        """Run the request. Appends to `versions` for each sampled token, so that their number is known if the call is
+        cancelled."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
             raise SamplerFault(f"request {index} fails, as scripted")
@@ -153,7 +155,8 @@ class ScriptedSampler:
         return self.script[index]
 
     def _cut(self, ids: Ids, request: SampleRequest) -> tuple[Int32, StopReason]:
-        """Cut after the first stop id, or at the length limits; a script without a stop id counts as "length" too."""
+        """Cut after the first stop id, or at the length limits. Without a stop id, the stop reason is always
+        "length"."""
         drawn = check_ids(ids, self.vocab_size, "script") if len(ids) else np.empty(0, dtype=np.int32)
         drawn = drawn[: min(request.params.max_tokens, self.context_length - len(request.prompt_ids))]
         stops = np.flatnonzero(np.isin(drawn, request.params.stop_token_ids))
@@ -162,10 +165,10 @@ class ScriptedSampler:
         return drawn, StopReason.LENGTH
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Record the update; tokens drawn from now on carry the new version.
+        """Record the update. Tokens sampled from now on have the new version.
 
         Raises:
-            ModelError: the version is in `failing_updates`; nothing changes.
+            ModelError: the version is in `failing_updates`. Nothing is changed.
         """
         if version in self.failing_updates:
             raise ModelError(f"{path} does not fit the model, as scripted")
@@ -173,10 +176,10 @@ class ScriptedSampler:
         self.policy_version = version
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """`logprob` of each id, whatever the temperature: float32 [L]; the first is NaN.
+        """`logprob` of each id, regardless of the temperature: float32 [L]; the first is NaN.
 
         Raises:
-            RecordError: no ids, or an id outside the vocabulary.
+            RecordError: there are no ids, or an id is outside the vocabulary.
             SamplerFault: `logprob` is None.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
@@ -185,5 +188,6 @@ class ScriptedSampler:
         return np.array([np.nan, *(self.logprob(int(i)) for i in ids[1:])], dtype=np.float32)
 
     async def close(self) -> None:
-        """Stop the sampler; requests in flight return the tokens drawn so far, as "cancelled". May be called again."""
+        """Stop the sampler. Requests in flight return the tokens sampled so far, with the stop reason "cancelled". May
+        be called repeatedly."""
         self._closed.set()

@@ -1,4 +1,4 @@
-"""Defines how a sampler asks the trainer to send it weights directly, instead of reading the published folder."""
+"""Defines how a sampler asks the trainer to send weights directly, instead of reading the published folder."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class WeightStore:
     on: str
     """Name of the trainer's host."""
     nccl: str | None = None
-    """The trainer's NCCL version: all ranks of a group need the same one. None: the trainer has no CUDA."""
+    """The trainer's NCCL version, which must be the same on all ranks of a group; None if the trainer has no CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendOrder:
-    """A request to the trainer: send the weights of a version to a group of receivers."""
+    """A request to the trainer to send the weights of a version to a group of receivers."""
 
     version: int
-    """The policy version to send; the trainer must hold it."""
+    """The policy version to send; the trainer must have it."""
     group: str
     """Name of the process group. A new name makes the trainer form a new group with the current receivers."""
     size: int
-    """Number of ranks in the group: the trainer, as rank 0, and the receivers."""
+    """Number of ranks in the group: the trainer, which is rank 0, and the receivers."""
     kind: BroadcastKind
     """Transport of the broadcast."""
     seconds: float
-    """Timeout in seconds for the whole order."""
+    """Timeout in seconds for executing the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class SendReport:
     """Result of a `SendOrder`."""
 
     fault: str | None = None
-    """Why the transfer failed; None: all tensors were sent."""
+    """The reason why the transfer failed; None if all tensors were sent."""
     num_bytes: int = 0
-    """Bytes of all tensors, counted once: a broadcast reaches all receivers together."""
+    """Total bytes of all tensors, counted once however many receivers there are."""
     seconds: float = 0.0
-    """Seconds that the whole order took."""
+    """Seconds that executing the order took."""
     seconds_meeting: float = 0.0
-    """Seconds of these that passed until all ranks had joined the group."""
+    """Part of `seconds` that passed until all ranks had joined the group."""
 
 
 class WeightSender(Protocol):
@@ -60,7 +60,7 @@ class WeightSender(Protocol):
         """The store through which receivers join the group."""
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Send the weights. The receivers have to receive at the same time: a broadcast needs all ranks.
+        """Send the weights. The receivers have to receive at the same time, because a broadcast needs all ranks.
 
         Raises:
             RunStopped: the trainer is gone, or one of its processes failed.

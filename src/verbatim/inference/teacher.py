@@ -1,4 +1,4 @@
-"""Computes the logprobs of exact ids under a teacher model, on a server or in this process."""
+"""Computes the logprobs of given ids under a teacher model, on a server or in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Teacher(Protocol):
         """Logprob of each token given those before it, over its kept set: float32 [L]; the first is NaN.
 
         Raises:
-            RunStopped: the logprobs cannot be computed, and the run cannot go on without them.
+            RunStopped: the logprobs cannot be computed, and the run cannot continue without them.
         """
 
     async def close(self) -> None:
@@ -40,18 +40,19 @@ class LocalTeacher:
     """A frozen model in this process."""
 
     def __init__(self, config: TeacherConfig) -> None:
-        """Load the model; raises `ModelError` if it cannot be found."""
+        """Load the model. Raises `ModelError` if it cannot be found."""
         from verbatim.models.head import CausalLM
         from verbatim.models.loading import load_model
 
         self._model = CausalLM(load_model(config.model, device=config.device))
-        self._one_at_a_time = asyncio.Lock()  # else each call runs on a thread of its own, with activations in memory
+        # Otherwise many calls would run on threads at once, each with its activations in memory.
+        self._one_at_a_time = asyncio.Lock()
 
     async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
         """See `Teacher.logprobs`.
 
         Raises:
-            RunStopped: an id outside the teacher's vocabulary.
+            RunStopped: an id is outside the teacher's vocabulary.
         """
         try:
             ids = check_ids(token_ids, self._model.vocab_size, "token_ids")
@@ -76,22 +77,22 @@ class LocalTeacher:
         return scored
 
     async def close(self) -> None:
-        """Do nothing: there are no connections."""
+        """Do nothing, as there are no connections."""
 
 
 class ServerTeacher:
-    """A teacher on a vLLM server, queried with exact ids: through the token endpoint (`--enable-scale-out`), or else
-    through `/completions`, which other servers with vLLM's `prompt_logprobs` have too.
+    """A teacher on a vLLM server, which is queried with exact ids: through the token endpoint (`--enable-scale-out`),
+    or else through `/completions`, which works with any server that has vLLM's `prompt_logprobs`.
 
-    Prompt logprobs are those of temperature 1, so only samples of temperature 1 can be scored. Transient failures are
-    retried, up to `ATTEMPTS` attempts in all.
+    Prompt logprobs are always at temperature 1, so only tokens sampled at temperature 1 can be scored. Transient
+    failures are retried, with up to `ATTEMPTS` attempts in all.
     """
 
     def __init__(self, config: TeacherConfig) -> None:
-        """Prepare the client; the first request connects."""
+        """Prepare the client, which connects on the first request."""
         self._config = config
         base = str(config.base_url).rstrip("/")
-        root = base.removesuffix("/v1")  # the token endpoint is not below /v1
+        root = base.removesuffix("/v1")  # the path of the token endpoint does not begin with /v1
         self._completions = f"{base[len(root) :]}/completions"
         self._has_token_endpoint: bool | None = None
         self._client = HttpClient(
@@ -103,11 +104,11 @@ class ServerTeacher:
         )
 
     async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
-        """See `Teacher.logprobs`; at temperature 1 and over the whole vocabulary only.
+        """See `Teacher.logprobs`. Only supports temperature 1 and the whole vocabulary.
 
         Raises:
-            RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids; or the
-                tokens were drawn from kept sets.
+            RunStopped: the server cannot be reached, refuses the request, or answers without the logprobs of these ids,
+            or the tokens were sampled from kept sets.
         """
         assert temperature == 1.0, "the configuration admits no other temperature"
         if kept_sets is not None:
@@ -137,7 +138,7 @@ class ServerTeacher:
             self._has_token_endpoint = answer is not None
             if answer is not None:
                 return answer
-        # Servers refuse max_tokens = 0; the one generated token is ignored.
+        # Servers refuse max_tokens = 0, so one token is sampled and ignored.
         body = encode({"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1})
         answer = await self._client.ask("POST", self._completions, body, read_json)
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -149,7 +150,8 @@ class ServerTeacher:
 
 
 _MISSING = (401, 403, 404, 405, 501)
-"""Statuses that mean "no such route": API gateways in front of a server may answer an unknown route with 401 or 403."""
+"""Statuses that mean that the route does not exist. API gateways in front of a server may answer an unknown route with
+401 or 403."""
 
 
 def _read_unless_missing(answer: HttpResponse) -> Any:
@@ -157,5 +159,5 @@ def _read_unless_missing(answer: HttpResponse) -> Any:
 
 
 def make_teacher(config: TeacherConfig) -> Teacher:
-    """The configured teacher: a server if `base_url` is set, else a model in this process."""
+    """Make the configured teacher: a server if `base_url` is set, or else a model in this process."""
     return LocalTeacher(config) if config.base_url is None else ServerTeacher(config)

@@ -11,10 +11,11 @@ from verbatim.inference.sampler import SampleRequest
 
 
 def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
-    """The ids as an int32 array [L].
+    """Check ids and return them as an int32 array [L].
 
     Raises:
-        RecordError: no ids, not a list of integers, or an id outside the vocabulary (names position and value).
+        RecordError: there are no ids, they are not a list of integers, or an id is outside the vocabulary; the message
+            has its position and value.
     """
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
@@ -34,7 +35,7 @@ def check_version(version: int) -> None:
     """Refuse an invalid policy version.
 
     Raises:
-        UsageError: a negative version, or one beyond int32.
+        UsageError: the version is negative or does not fit into int32.
     """
     if not 0 <= version < INT32_END:
         raise UsageError(f"policy version {version!s:.80}; expected an integer in [0, 2**31)")
@@ -44,14 +45,14 @@ def check_temperature(temperature: float) -> None:
     """Refuse a temperature at which logprobs are undefined or overflow.
 
     Raises:
-        RecordError: not above 0, too close to 0, or too large.
+        RecordError: the temperature is not above 0, too close to 0, or too large.
     """
     if not COLDEST <= temperature <= HOTTEST:
         raise RecordError(f"temperature = {temperature}; expected a number from {COLDEST} to {HOTTEST:.0f}")
 
 
 def refuse_stop_strings(request: SampleRequest) -> None:
-    """Refuse stop strings: a sampler handles ids and has no tokenizer to find a text with.
+    """Refuse stop strings, because a sampler handles only ids and has no tokenizer to find text with.
 
     Raises:
         RecordError: the request has stop strings.
@@ -67,8 +68,8 @@ def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int
     """Refuse a prompt without room for one more token, stop ids outside the vocabulary, and stop strings.
 
     Raises:
-        RecordError: an empty or too long prompt, an id outside the vocabulary (the message has position and value), or
-            stop strings.
+        RecordError: the prompt is empty or too long, an id is outside the vocabulary (the message has its position and
+            value), or there are stop strings.
     """
     refuse_stop_strings(request)
     prompt = check_ids(request.prompt_ids, vocab_size, "prompt_ids")

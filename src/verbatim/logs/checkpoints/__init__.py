@@ -1,4 +1,4 @@
-"""Stores run folders and checkpoints, from which a run resumes as if it had never stopped."""
+"""Manages run folders and checkpoints, from which a run resumes as if it had never stopped."""
 
 from verbatim.logs.checkpoints.find import find_checkpoint
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER, holding

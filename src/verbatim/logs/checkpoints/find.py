@@ -11,15 +11,15 @@ from verbatim.logs.checkpoints.store import Checkpoint, CheckpointStore
 
 
 def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:
-    """An undamaged checkpoint of a run.
+    """Find an undamaged checkpoint of a run.
 
     Args:
         run: The run folder.
-        which: "latest": the newest undamaged one; "best": that of the best evaluation (`checkpoint.keep_best`); or a
-            step, such as "40".
+        which: "latest" for the newest undamaged checkpoint, "best" for that of the best evaluation
+            (`checkpoint.keep_best`), or a step, such as "40".
 
     Raises:
-        UsageError: there is no such checkpoint, or it is damaged; the message lists those that exist.
+        UsageError: there is no such checkpoint, or it is damaged; the message lists the existing checkpoints.
         CheckpointError: all checkpoints are damaged, or they cannot be read.
     """
     store = CheckpointStore(run / "checkpoints", read_only=True)

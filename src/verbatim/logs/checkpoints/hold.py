@@ -1,7 +1,7 @@
 """Locks a run folder for one process per role.
 
-The folder is locked before the configuration is checked, so that a second command on the same folder is refused at
-once. If a check fails, it is released, and a folder that was new is left as it was found.
+The folder is locked before the configuration is checked, so that a second command on the same folder is refused
+immediately. If a check fails, the folder is released and, if the run was new, restored to its previous state.
 """
 
 from __future__ import annotations
@@ -28,48 +28,49 @@ from verbatim.logs.checkpoints.stored_config import CONFIG
 RUNS = Path("runs")
 LATEST = "latest"
 BEST, TEMPORARY_BEST = "best", ".best.tmp"
-"""The only link in a run folder, to the weights of the best evaluation's checkpoint, and its name while it is being
-created."""
+"""The only symbolic link in a run folder, which points to the weights of the best evaluation's checkpoint, and its name
+while it is being created."""
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
-"""The roles of a run's processes. Each has its lock, such as `orchestrator.lock`, and log, `logs/orchestrator.log`."""
+"""The roles of a run's processes. Each role has its own lock and log, such as `orchestrator.lock` and
+`logs/orchestrator.log`."""
 LOCKS = (f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock")
 _ATTEMPTS = 20
-"""Attempts to hold a new folder while other processes keep creating and removing it."""
+"""Number of attempts to hold a new folder while other processes keep creating and removing it."""
 _LEAVING = 10.0
-"""Seconds to wait for the trainer of a killed run, which ends once it notices that its orchestrator has ended."""
+"""Seconds to wait for the trainer of a killed run, which exits once it notices that its orchestrator has ended."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Held:
-    """A folder that is locked for this process. Apart from the lock and the marker, nothing was written into it."""
+    """A folder that is locked for this process. Nothing but the lock and the marker has been written into it."""
 
     path: Path
     """The folder."""
     lock: FolderLock
     """The lock of this process's role."""
     made: tuple[Path, ...] = ()
-    """The folder and its parents, as far as they did not exist before; the innermost first."""
+    """The folder and its parents that did not exist before, the innermost first."""
     is_new: bool = False
-    """True if the folder was not a run's before, so that `give_up` removes the marker."""
+    """True if the folder did not belong to a run before, so that `give_up` removes the marker."""
     _is_taken: bool = False
 
     def take(self) -> FolderLock:
-        """The lock, which the caller must release from now on."""
+        """Hand over the lock, which the caller must then release."""
         self._is_taken = True
         return self.lock
 
     def give_up(self) -> None:
-        """Release the folder, unless its lock was taken; a new folder is restored to what it was before."""
+        """Release the folder unless its lock was taken. A new folder is restored to its previous state."""
         if self._is_taken:
             return
-        if self.is_new:  # before the lock is released: afterwards another process may begin a run here
+        if self.is_new:  # while still locked, because afterwards another process may begin a run here
             unclaim(self.path)
             self.lock.remove()
         self.lock.release()
         for folder in self.made if self.is_new else ():
             try:
                 folder.rmdir()
-            except OSError:  # no longer empty: another process has put something into it
+            except OSError:  # not empty, because another process has written into it
                 return
 
 
@@ -77,21 +78,21 @@ def lock_of(path: Path, role: str) -> FolderLock:
     """Lock a run folder for a role.
 
     Raises:
-        UsageError: another process holds it.
+        UsageError: another process holds the lock.
     """
     return FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
 
 
 def hold_new(path: Path, role: str = ORCHESTRATOR) -> Held:
-    """Hold the folder of a new run, which is empty or does not exist.
+    """Hold the folder of a new run. The folder must be empty or not exist.
 
     Raises:
-        UsageError: the folder contains a run, or files that no run made; it is in use, or cannot be written to.
+        UsageError: the folder contains a run or other files, is in use, or cannot be written to.
     """
     for _ in range(_ATTEMPTS):
         try:
             return _hold_new(path, role)
-        except UsageError as error:  # the process that created the folder may give it up and remove it meanwhile
+        except UsageError as error:  # the process that created the folder may have given it up and removed it
             if not isinstance(error.__context__, FileNotFoundError):
                 raise
     return _hold_new(path, role)
@@ -101,10 +102,10 @@ def _hold_new(path: Path, role: str) -> Held:
     _refuse_a_run(path)
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     is_new = not is_claimed(path)
-    # Accept the lock file of a process that is just giving the folder up; the lock below decides.
+    # Accept the lock file of a process that is just giving up the folder; the lock below decides.
     claim(path, but=[name for name in LOCKS if is_lock_file(path / name)])
     held = Held(path=path, lock=lock_of(path, role), made=made, is_new=is_new)
-    try:  # check again: before it was locked, another process may have begun a run in the folder, or given it up
+    try:  # check again, as another process may have begun a run in the folder, or given it up, before it was locked
         _refuse_a_run(path)
         held.is_new |= not is_claimed(path)
         claim(path, but=(held.lock.path.name,))
@@ -115,11 +116,11 @@ def _hold_new(path: Path, role: str) -> Held:
 
 
 def hold_old(path: Path, role: str) -> Held:
-    """Hold the folder of a run that is resumed.
+    """Hold the folder of a run to resume.
 
     Raises:
-        UsageError: nothing proves that a run made the folder; one of its files is a link, through which the run would
-            write or remove files elsewhere; it is in use, or cannot be written to.
+        UsageError: the folder has no valid marker of a run, contains a link (through which the run would write or
+            remove files elsewhere), is in use, or cannot be written to.
     """
     require_ours(path)
     for name in sorted(NAMES - {BEST, TEMPORARY_BEST}):
@@ -128,10 +129,10 @@ def hold_old(path: Path, role: str) -> Held:
 
 
 def hold_shared(path: Path, role: str) -> Held:
-    """Hold the folder of a new run for one of its processes, if they are started separately.
+    """Hold the folder of a new run for one of its processes, which are started separately.
 
     Raises:
-        UsageError: as `claim`; or another process of this role holds it.
+        UsageError: as for `claim`, or another process of this role holds the folder.
     """
     claim(path)
     return Held(path=path, lock=lock_of(path, role))
@@ -141,7 +142,7 @@ def folder_to_resume(config: RunConfig, name: str, resume: Path | None, root: Pa
     """The folder of a run to resume: `resume`, or else `config.run_dir`, or else the latest run of this name.
 
     Raises:
-        UsageError: the folder holds no run.
+        UsageError: there is no run in the folder.
     """
     path = resume or config.run_dir or root / name / LATEST
     if not holds_run(path):
@@ -154,7 +155,7 @@ def folder_to_resume(config: RunConfig, name: str, resume: Path | None, root: Pa
 
 
 def folder_to_join(config: RunConfig) -> Path:
-    """`config.run_dir`, which a run needs if its processes are started separately.
+    """Return `config.run_dir`, which a run needs if its processes are started separately.
 
     Raises:
         UsageError: it is not set.
@@ -169,9 +170,9 @@ def folder_to_join(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def holding(config: RunConfig, role: str, *, resume: bool | Path, joins: bool = False) -> Iterator[Held | None]:
-    """Hold the run folder while the block checks whether the run can start. At the end of the block it is given up,
-    unless a `RunFolder` has taken it. None for a new run without `run_dir`: its folder is created later, under a name
-    that no other process uses.
+    """Hold the run folder while the block checks whether the run can start. At the end of the block the folder is given
+    up, unless a `RunFolder` has taken it. Yields None for a new run without `run_dir`, whose folder is created later,
+    with a name that no other process uses.
 
     Args:
         config: The run's configuration, with its name.
@@ -179,7 +180,7 @@ def holding(config: RunConfig, role: str, *, resume: bool | Path, joins: bool = 
         resume, joins: As for `RunFolder.open`.
 
     Raises:
-        UsageError: as `RunFolder.open`, except for the comparison with the stored configuration.
+        UsageError: as for `RunFolder.open`, except that the configurations are not compared.
     """
     held: Held | None = None
     if resume:
@@ -201,7 +202,7 @@ def holds_run(path: Path) -> bool:
 
 
 def refusal_of_a_run(path: Path) -> UsageError:
-    """The error for a new run in a folder that already holds one."""
+    """The error for a new run in a folder that already contains a run."""
     return UsageError(
         f"{path} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
     )

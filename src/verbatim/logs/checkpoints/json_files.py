@@ -13,12 +13,12 @@ from verbatim.core.formats import content_of, stamped
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON value atomically: after a crash or power failure the file has the old or the new value."""
+    """Write a JSON value atomically. After a crash or power failure, the file has either the old or the new value."""
     write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
-    """The JSON value in a file.
+    """Read the JSON value in a file.
 
     Args:
         path: The file.
@@ -36,7 +36,7 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file together with its format number, which `core.formats.FORMATS` has for its name."""
+    """Write a JSON file with its format number, which is listed in `core.formats.FORMATS` under the file's name."""
     write_json(path, stamped(path.name, content))
 
 
@@ -44,7 +44,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read the content that `write_record` wrote.
 
     Raises:
-        CheckpointError: as `read_json`.
+        CheckpointError: as for `read_json`.
         FormatError: the file has a different format number, or none.
     """
     return content_of(path.name, read_json(path), path)

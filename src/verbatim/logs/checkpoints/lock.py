@@ -1,4 +1,4 @@
-"""Locks a folder for one process per role; the operating system releases the lock when the process ends."""
+"""Locks a folder for one process per role. The operating system releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ANOTHER_FOLDER = "choose another folder with --run-dir FOLDER (in Python run_dir
 
 
 class FolderLock:
-    """Holds a lock file in a folder. The file contains this process's id, for the error message of other processes.
+    """Holds a lock file in a folder. The file contains this process's id, so that other processes can show it in an
+    error.
 
     Args:
         folder: An existing folder.
@@ -32,7 +33,7 @@ class FolderLock:
         self._open()
         until = time.monotonic() + patience
         while not self._acquire():
-            if self._was_removed():  # its holder removed it before releasing it: lock a new file
+            if self._was_removed():  # its holder removed the file before releasing the lock, so lock a new file
                 self._file.close()
                 self._open()
             elif time.monotonic() >= until:
@@ -65,18 +66,18 @@ class FolderLock:
         return not self._was_removed()
 
     def _was_removed(self) -> bool:
-        """True if the path no longer leads to the open file: other processes would lock another file."""
+        """True if the path no longer leads to the open file, so that other processes would lock another file."""
         try:
             return not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except OSError:
             return True
 
     def remove(self) -> None:
-        """Remove the file while it is locked; a process that waits for the lock then creates a new file."""
+        """Remove the file while it is locked. A process that waits for the lock then creates a new file."""
         self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Release the lock; the file stays, unless `remove` was called."""
+        """Release the lock. The file stays unless `remove` was called."""
         self._file.close()
 
 
@@ -90,7 +91,7 @@ def is_lock_file(path: Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """True if a process holds this lock file; does not change the file."""
+    """True if a process holds this lock file. Does not change the file."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

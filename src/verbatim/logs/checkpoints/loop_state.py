@@ -19,11 +19,11 @@ from verbatim.logs.checkpoints.json_files import read_json, read_record, write_r
 
 STATE = "orchestrator.json"
 POOLS = ("easy", "hard")
-"""Pools with a file each; an example in neither is in the normal pool."""
+"""The difficulty pools that have a file each. An example that is in neither of them is in the normal pool."""
 
 
 def write_loop_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write `Orchestrator.state_dict()` into a checkpoint's folder. `write_manifest` syncs the files later."""
+    """Write `Orchestrator.state_dict()` into a checkpoint's folder. The files are synced later, by `write_manifest`."""
     dispatcher = state["dispatcher"]
     schedule = dispatcher["schedule"]
     pools = dict(schedule["pools"])
@@ -38,7 +38,7 @@ def read_loop_state(folder: Path) -> dict[str, Any]:
     """Read the state that `write_loop_state` wrote.
 
     Raises:
-        CheckpointError: a file, which is named, is missing, damaged, or of another version.
+        CheckpointError: a file is missing, damaged, or of another version; the message names it.
     """
     state = read_record(folder / STATE)
     try:

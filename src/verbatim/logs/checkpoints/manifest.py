@@ -19,26 +19,26 @@ from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 MANIFEST = "manifest.json"
 _OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Error numbers that mean a problem of the reading process (permissions, open files, memory), not damage."""
+"""Error numbers that mean a problem of the reading process (permissions, open files, memory) instead of damage."""
 
 
 def write_manifest(folder: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest and sync the folder's content. The caller syncs the parent, after it has renamed the folder.
+    """Write the manifest and sync the folder's content. The caller syncs the parent after it has renamed the folder.
 
     Args:
         folder: A folder that is complete except for the manifest.
-        more: Further keys of the manifest.
+        more: Additional keys of the manifest.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     entries = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
     }
-    sync_tree(folder)  # before the manifest: a manifest on disk must not promise files that are not
+    sync_tree(folder)  # before the manifest, which must not be on disk before the files that it lists
     write_record(folder / MANIFEST, {**(more or {}), "files": entries})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a sealed folder.
+    """Read the manifest of a sealed folder.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable, or of another version.
@@ -47,7 +47,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def listed_files(folder: Path) -> set[str]:
-    """The files that Verbatim wrote into a sealed folder, as relative paths: the manifest and all files that it lists.
+    """Relative paths of the files that Verbatim wrote into a sealed folder: the manifest and all files that it lists.
     Empty if the manifest cannot be read."""
     try:
         return {MANIFEST, *read_manifest(folder)["files"]}
@@ -56,11 +56,11 @@ def listed_files(folder: Path) -> set[str]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """A sentence on the first missing or changed file of a sealed folder; None if all files are intact.
+    """Describe the first missing or changed file of a sealed folder; None if all files are intact.
 
     Raises:
-        CheckpointError: the files cannot be checked: no permission, or too many open files.
-        FormatError: another version of Verbatim sealed the folder.
+        CheckpointError: the files cannot be checked, for lack of permission, memory or file descriptors.
+        FormatError: the folder was sealed by another version of Verbatim.
     """
     try:
         manifest = read_manifest(folder)
@@ -75,7 +75,7 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has a different SHA-256 than when it was written"
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(error, FormatError) and error.number is not None:  # a valid file of another version
+        if isinstance(error, FormatError) and error.number is not None:  # a valid manifest of another version
             raise
         if isinstance(cause, OSError) and cause.errno in _OF_THE_READER:
             raise CheckpointError(f"{folder} cannot be read: {describe(cause)}") from cause

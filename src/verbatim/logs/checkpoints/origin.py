@@ -1,4 +1,4 @@
-"""Reads and writes `forked_from.json`: the run that a fork comes from, the step, and the changed keys.
+"""Reads and writes `forked_from.json`, which has the run and step that a fork comes from, and the changed keys.
 
 ```
 {"format": 1, "run": "/data/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
@@ -18,15 +18,16 @@ from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 ORIGIN = "forked_from.json"
 FORKING = ".forking"
-"""A file that exists while a fork's folder is being filled; it lists the files that the fork writes."""
+"""Name of a file that exists while a fork's folder is being filled. It lists the files that the fork writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The origin of a fork, for information only: the fork works without the other run, which may have been deleted."""
+    """The origin of a fork. It is for information only: the fork does not need the original run, which may have been
+    deleted."""
 
     run: str
-    """Absolute path of the folder of the run that was forked, at the time of the fork."""
+    """Absolute path of the original run's folder at the time of the fork."""
     step: int
     """The step of the checkpoint at which the fork begins."""
     fresh: tuple[str, ...] = ()
@@ -34,7 +35,7 @@ class Origin:
     changes: tuple[str, ...] = ()
     """The changed keys of the configuration, as "key: before -> after", without secrets."""
     forked_from: Origin | None = None
-    """The origin of that run, if it is a fork too."""
+    """The origin of the original run, if that is a fork too."""
 
     def in_short(self) -> dict[str, Any]:
         """Run, step and changed keys, as plain JSON values."""
@@ -47,10 +48,10 @@ def write_origin(run: Path, origin: Origin) -> None:
 
 
 def read_origin(run: Path) -> Origin | None:
-    """The origin of the run in this folder; None if it is not a fork.
+    """Read the origin of the run in this folder; None if it is not a fork.
 
     Raises:
-        CheckpointError: the file is damaged, or of another version.
+        CheckpointError: the file is damaged or of another version.
     """
     path = run / ORIGIN
     if not path.exists():

@@ -1,6 +1,6 @@
 """Proves that a folder belongs to a run, so that other people's files are never removed or replaced.
 
-A run begins in an empty folder, and first writes a marker, `verbatim_run.json`, into it:
+A run begins in an empty folder, and first of all writes a marker, `verbatim_run.json`, into it:
 
 ```
 {"format": 1, "id": "5f0c...", "names": ["alarms.jsonl", "best", "checkpoints", "config.toml", ...]}
@@ -42,26 +42,26 @@ NAMES = frozenset({
 })  # fmt: skip
 """Files and folders that a run creates in its folder."""
 _OF_THE_DISK = frozenset({"lost+found"})
-"""Entries that a file system creates in its root: a mounted empty disk counts as empty."""
+"""Entries that a file system creates in its root. They are ignored, so that a newly mounted disk counts as empty."""
 OF_A_BEGINNING = frozenset({MARKER, "orchestrator.lock", "trainer.lock", "logs", *_OF_THE_DISK})
-"""Entries of a run folder that may exist before the stored configuration does."""
+"""Entries of a run folder that may exist before its configuration is stored."""
 _HALF_WRITTEN = re.compile(rf"\.{re.escape(MARKER)}\.[0-9a-f]{{16}}")
-"""The name of a marker while it is being written."""
+"""Matches the name of a marker while it is being written."""
 _MOST_NAMED = 3
 """Maximum number of unexpected files that an error names."""
 _MOST_BYTES = 1 << 16
-"""Bytes to read of a marker: a longer file is not one."""
+"""Maximum bytes to read of a marker; a longer file is not valid."""
 
 
 def claim(path: Path, but: Iterable[str] = ()) -> None:
-    """Mark a folder as a run's. It is created if missing; otherwise it must be empty, or marked already.
+    """Mark a folder as belonging to a run. It is created if missing; otherwise it must be empty or already marked.
 
     Args:
         path: The folder.
-        but: Names that are ignored when checking that the folder is empty: the caller's lock.
+        but: Names to ignore when checking that the folder is empty, such as the caller's lock.
 
     Raises:
-        UsageError: the folder is neither empty nor a run's, or cannot be written to.
+        UsageError: the folder is neither empty nor marked, or cannot be written to.
     """
     passed = {*_OF_THE_DISK, *but}
     with _naming(path):
@@ -73,7 +73,9 @@ def claim(path: Path, but: Iterable[str] = ()) -> None:
             )
             if not there:
                 _write(path)
-            elif (problem := _problem(path)) is not None:  # check again: another process may have marked it meanwhile
+            elif (
+                problem := _problem(path)
+            ) is not None:  # check again, as another process may have marked it meanwhile
                 raise UsageError(
                     f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
                     f"found {first_of(there, _MOST_NAMED)}. A new run takes an empty folder; {ANOTHER_FOLDER}"
@@ -88,12 +90,12 @@ def is_claimed(path: Path) -> bool:
 
 def refuse_what_is_not_of_a_beginning(path: Path) -> None:
     """Refuse a folder that has a marker and no stored configuration, but more files than a run writes before its
-    configuration. A run was killed at its start, or the marker was copied, and someone else has added the files.
+    configuration. Someone else has added these files, after a run was killed at its start or the marker was copied.
 
     Raises:
         UsageError: there are such files; the message names them.
     """
-    if not is_claimed(path) or (path / FORKING).exists():  # a fork lists what it writes
+    if not is_claimed(path) or (path / FORKING).exists():  # a fork lists the files that it writes
         return
     there = sorted(
         name
@@ -108,7 +110,7 @@ def refuse_what_is_not_of_a_beginning(path: Path) -> None:
 
 
 def unclaim(path: Path) -> None:
-    """Undo `claim`, for a folder into which nothing else was written."""
+    """Undo `claim` for a folder into which nothing else was written."""
     (path / MARKER).unlink(missing_ok=True)
 
 
@@ -116,7 +118,7 @@ def require_ours(path: Path) -> None:
     """Refuse a folder without a valid marker.
 
     Raises:
-        UsageError: there is none; the message has the reason.
+        UsageError: there is no valid marker; the message has the reason.
     """
     problem = _problem(path)
     if problem is not None:
@@ -132,7 +134,7 @@ def require_writable(path: Path) -> None:
     """Create a folder for runs, and check early that it can be written to.
 
     Raises:
-        UsageError: it cannot be created or written to.
+        UsageError: the folder cannot be created or written to.
     """
     with _naming(path):
         make_folder(path)
@@ -140,7 +142,7 @@ def require_writable(path: Path) -> None:
 
 
 def remove_from(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders from a run folder; missing ones are ignored."""
+    """Remove these files and folders from a run folder. Missing ones are ignored."""
     for name in names:
         assert name in NAMES, name
         path = folder / name
@@ -151,15 +153,15 @@ def remove_from(folder: Path, names: Iterable[str]) -> None:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove all files of a run, and the folder if it is empty then."""
+    """Remove all files of a run, and its folder if that is then empty."""
     remove_from(folder, sorted(NAMES))
-    (folder / MARKER).unlink(missing_ok=True)  # last: if this is interrupted, the rest still counts as a run's
+    (folder / MARKER).unlink(missing_ok=True)  # last, so that if this is interrupted, the rest still belongs to a run
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def _problem(path: Path) -> str | None:
-    """The reason why a folder has no valid marker; None: it has one."""
+    """The reason why a folder has no valid marker; None if it has one."""
     marker = path / MARKER
     try:
         with open_regular(marker) as file:
@@ -179,8 +181,8 @@ def _problem(path: Path) -> str | None:
 
 
 def _write(path: Path) -> None:
-    """Write the marker. Both processes of a run may do so at once: the first one's marker stays, because a hard link,
-    unlike a rename, does not replace an existing file."""
+    """Write the marker. If both processes of a run do so at once, the first marker stays, because a hard link, unlike a
+    rename, does not replace an existing file."""
     content = stamped(MARKER, {"id": secrets.token_hex(16), "names": sorted(NAMES)})
     temporary = path / f".{MARKER}.{secrets.token_hex(8)}"
     try:
@@ -197,7 +199,8 @@ def _write(path: Path) -> None:
 
 
 def _probe(path: Path) -> None:
-    """Check that the folder can be written to. With some bytes, because an empty file can be created on a full disk."""
+    """Check that the folder can be written to. Some bytes are written, because an empty file can be created even on a
+    full disk."""
     with tempfile.TemporaryFile(dir=path) as probe:
         probe.write(bytes(1 << 16))
 

@@ -65,7 +65,7 @@ from verbatim.logs.checkpoints.stored_config import (
 logger = logging.getLogger(__name__)
 
 PRECISION = "precision.json"
-"""The dtype that `dtype = "auto"` selected, and the reason."""
+"""File with the dtype that `dtype = "auto"` selected, and the reason."""
 _LEFT = {
     ORCHESTRATOR: (
         ".trainer_state",
@@ -81,8 +81,8 @@ _LEFT = {
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }
-"""Files that a killed process may leave incomplete, by role; the next process of that role removes them. By role,
-because the other process of the run may be writing its own."""
+"""Files that a killed process may leave incomplete, by role. They are removed only by the next process of the same
+role, because the other process of the run may be writing its own."""
 
 
 class RunFolder:
@@ -99,7 +99,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         """Metrics, one line per step."""
         self.alarms = path / "alarms.jsonl"
-        """Alarms, one line for each that was raised or cleared."""
+        """Alarms, with one line each time an alarm is raised or cleared."""
         self.trajectories = path / "trajectories"
         """Trajectories with the outcomes of their tokens, one Parquet file per step."""
         self.evaluations = path / "evaluations"
@@ -112,7 +112,7 @@ class RunFolder:
         self.final = path / "final"
         """The trained model, a Hugging Face folder."""
         self.best = path / BEST
-        """A link to the weights of the best evaluation's checkpoint."""
+        """A symbolic link to the weights of the best evaluation's checkpoint."""
         self._lock = lock or lock_of(path, role)
         self._role = role
         self.toml = ""
@@ -120,7 +120,7 @@ class RunFolder:
         self._new = self._stamped = False
         self._beginning: tuple[str, ...] = ()
         self.is_withdrawn = False
-        """True once `withdraw` has removed the run: there is nothing to resume."""
+        """True once `withdraw` has removed the run, so that there is nothing to resume."""
 
     @classmethod
     def open(
@@ -131,12 +131,12 @@ class RunFolder:
         Args:
             config: The run's configuration, with its name.
             role: This process's role, `ORCHESTRATOR` or `TRAINER`.
-            resume: False: a new run; True: the latest run of this name; a path: the run in this folder.
+            resume: False for a new run; True to resume the latest run of this name; or the folder of the run to resume.
             joins: True if the other process of a new run is started separately.
-            held: The folder, if `holding` holds it already.
+            held: The folder, if `holding` already holds it.
 
         Raises:
-            UsageError: as `create`, `resume` and `join`.
+            UsageError: as for `create`, `resume` and `join`.
         """
         name = str(config.name)
         if resume:
@@ -160,15 +160,16 @@ class RunFolder:
         """Create the folder of a new run: `config.run_dir`, or else `root/name/{time stamp}`.
 
         Args:
-            config: The run's configuration. It is stored last: a folder without it does not count as a run.
-            name: Name of the folder below `root`.
-            now: The time for the time stamp.
+            config: The run's configuration. It is stored last, because a folder counts as a run once it has a
+                configuration.
+            name: Name of the folder in `root`.
+            now: The time to use in the time stamp.
             root: The folder of all runs.
             beginning: Writes initial files into the folder (for a fork: the checkpoint), and returns their names.
             held: As for `open`.
 
         Raises:
-            UsageError: `run_dir` already contains a run, or files that no run made, or cannot be written to.
+            UsageError: `run_dir` already contains a run or other files, or cannot be written to.
         """
         if config.run_dir is not None:
             held = held or hold_new(config.run_dir)
@@ -187,7 +188,8 @@ class RunFolder:
 
         folder = cls._open(path, ORCHESTRATOR, begin, held)
         folder._new, folder._stamped = True, config.run_dir is None
-        # Folders from which the configuration's modules were imported: next to a TOML file that is not part of the run.
+        # Modules of the configuration may have been imported from folders next to its TOML file, outside of the run
+        # folder.
         if folders := folders_beside():
             write_record(path / MODULE_FOLDERS, {"folders": folders})
         return folder
@@ -210,14 +212,14 @@ class RunFolder:
         Raises:
             UsageError: there is no such run, it is in use, it cannot be written to, or its stored configuration is
                 damaged and no checkpoint has a copy.
-            CheckpointError: the configuration has another model, or fewer steps than are done.
+            CheckpointError: the configuration has another model, or a `max_steps` below the number of finished steps.
         """
         held = held or hold_old(folder_to_resume(config, name, folder, root), role)
         return cls._open(held.path, role, lambda found: found._compare_config(config), held)
 
     @classmethod
     def join(cls, config: RunConfig, *, role: str, held: Held | None = None) -> RunFolder:
-        """Open `config.run_dir` for a run whose processes are started separately; the first one creates it.
+        """Open `config.run_dir` for a run whose processes are started separately. The first of them creates the folder.
 
         Raises:
             UsageError: `run_dir` is not set, the run has checkpoints already, or the other process has a different
@@ -228,7 +230,7 @@ class RunFolder:
 
     @classmethod
     def _open(cls, path: Path, role: str, begin: Callable[[RunFolder], None], held: Held | None = None) -> RunFolder:
-        """Lock the folder, then let `begin` prepare it; released if that fails."""
+        """Lock the folder, and let `begin` prepare it. The lock is released if that fails."""
         found = cls(path, role, None if held is None else held.take())
         try:
             found.remove_left_overs(role)
@@ -240,27 +242,27 @@ class RunFolder:
 
     @staticmethod
     def stored_tables(config: RunConfig, resume: bool | Path, root: Path = RUNS) -> Mapping[str, Any] | None:
-        """The stored configuration of a run to resume, as TOML tables, or its copy in the newest checkpoint; None if
-        there is no such run, which `resume` then refuses.
+        """The stored configuration of a run to resume, as TOML tables, or its copy in the newest checkpoint. None if
+        there is no such run, so that `resume` will fail.
 
         Args:
             config: The given configuration, with its name.
-            resume: True: the latest run of this name; a path: the run in this folder.
+            resume: True for the latest run of this name, or the folder of a run.
             root: The folder of all runs.
         """
         path = resume if isinstance(resume, Path) else config.run_dir or root / str(config.name) / LATEST
         return stored_tables(path)
 
     def log(self, role: str) -> Path:
-        """The log file of a role, readable by its owner only; creates the file and its folder."""
+        """The log file of a role, which only its owner can read. Creates the file and its folder."""
         folder = self.path / "logs"
         folder.mkdir(exist_ok=True)
         make_private(folder / f"{role}.log")
         return folder / f"{role}.log"
 
     def link_latest(self) -> None:
-        """Point `latest` to this run. Called once the run can be resumed: a run that fails earlier must not hide the
-        one before it."""
+        """Point `latest` to this run. Called once the run can be resumed, because a run that fails earlier must not
+        hide the previous one."""
         if not self._stamped:
             return
         link = self.path.with_name(LATEST)
@@ -268,7 +270,7 @@ class RunFolder:
             logger.warning("%s is not a link that Verbatim made, and is left alone; the run is in %s", link, self.path)
             return
         if link.is_symlink() and os.readlink(link) == self.path.name:
-            sync(link.parent)  # a process that was killed may have created the link without syncing it
+            sync(link.parent)  # a killed process may have created the link without syncing it
             return
         temporary = self.path.with_name(f".{LATEST}-{self.path.name}")
         temporary.unlink(missing_ok=True)
@@ -276,8 +278,8 @@ class RunFolder:
         rename(temporary, link)
 
     def link_best(self, step: int | None) -> None:
-        """Point `best` to the weights of this step's checkpoint; None removes the link. A failure is only logged: the
-        link is a convenience, and the checkpoint exists without it."""
+        """Point `best` to the weights of this step's checkpoint; None removes the link. A failure is only logged,
+        because the link is merely a convenience."""
         temporary = self.path / TEMPORARY_BEST
         try:
             if step is None:
@@ -307,7 +309,7 @@ class RunFolder:
             remove_from(self.path, sorted(NAMES - OF_A_BEGINNING))
 
     def remove_left_overs(self, role: str) -> None:
-        """Remove incomplete files of a killed process of this role."""
+        """Remove incomplete files that a killed process of this role left behind."""
         remove_from(self.path, (*_LEFT[role], _temporary_config(role)))
 
     def close(self) -> None:
@@ -321,7 +323,7 @@ class RunFolder:
         self.close()
 
     def _store(self, toml: str) -> None:
-        # A temporary name per role, because both processes of a run may write it at once.
+        # The temporary name depends on the role, because both processes of a run may write the file at once.
         write_file(self.path / CONFIG, toml.encode(), temporary=self.path / _temporary_config(self._role), private=True)
         self.toml = toml
 
@@ -332,7 +334,7 @@ class RunFolder:
         self.toml = dump_config(config)
         temporary = self.path / _temporary_config(self._role)
         try:
-            # A hard link fails if the file exists, where a rename would replace the other process's configuration.
+            # A hard link fails if the file exists, whereas a rename would replace the other process's configuration.
             with naming(self.path / CONFIG):
                 write_private(temporary, self.toml.encode())
             sync(temporary)
@@ -341,13 +343,13 @@ class RunFolder:
         except FileExistsError:
             self.agree(config, self._stored())
         finally:
-            temporary.unlink(missing_ok=True)  # the stored file is a second link to it
+            temporary.unlink(missing_ok=True)  # the stored file is another hard link to it
 
     def agree(self, config: RunConfig, other: str) -> None:
-        """Refuse a configuration that differs from that of the run's other process, whose configuration is stored.
+        """Refuse a configuration that differs from the one that the run's other process has stored.
 
         Raises:
-            UsageError: they differ; the message has every key that does.
+            UsageError: the configurations differ; the message lists the keys.
         """
         if changes := changed_keys(config, other):
             self._store(other)
@@ -358,7 +360,7 @@ class RunFolder:
             ) from None
 
     def _stored(self) -> str:
-        """The stored configuration as TOML; a damaged file is restored from the newest checkpoint with a copy."""
+        """The stored configuration as TOML. A damaged file is restored from the newest checkpoint that has a copy."""
         path = self.path / CONFIG
         damage = damage_of_stored(path)
         if damage is None:
@@ -409,7 +411,7 @@ def _temporary_config(role: str) -> str:
 
 
 def _make_stamped(parent: Path, now: datetime) -> Path:
-    """Create `parent/{time stamp}` for this process alone; with a suffix `-2`, `-3`, ... within the same second."""
+    """Create `parent/{time stamp}` for this process alone. If it exists, the suffix `-2`, `-3`, ... is added."""
     require_writable(parent)
     for left in parent.glob(f".{LATEST}-*"):  # temporary links of runs that were killed in `link_latest`
         name = left.name.removeprefix(f".{LATEST}-")

@@ -1,12 +1,12 @@
-"""Stores checkpoints as complete and verified folders.
+"""Stores checkpoints as folders that are complete and can be verified.
 
 ```
 checkpoints/
     step_000025/            manifest.json (size and SHA-256 of every file, lengths of the logs), and the run's files
     step_000050/
     .writing-step_000075/   being written; renamed when it is complete and on disk
-    step_000060.damaged-1/  was found damaged when the run was resumed from the one before
-    step_000070.kept-1/     was to be removed, but contains files that its manifest does not list
+    step_000060.damaged-1/  was damaged, so that the run was resumed from an earlier checkpoint
+    step_000070.kept-1/     was not removed, because it contains files that its manifest does not list
 ```
 """
 
@@ -41,13 +41,13 @@ from verbatim.logs.checkpoints.manifest import MANIFEST, find_damage, listed_fil
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
-"""A checkpoint's folder with the weights."""
+"""Name of the folder with the weights in a checkpoint."""
 BEST = "best"
-"""The manifest's key for the best evaluation so far: a table with its `step`."""
+"""Key in the manifest for the best evaluation so far, a table with its `step`."""
 LOGS = "logs"
-"""The manifest's key for the lengths of the logs at a checkpoint; a resumed run cuts the logs to them."""
+"""Key in the manifest for the lengths of the logs at the checkpoint. A resumed run truncates the logs to them."""
 _WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
-"""Prefixes of folders that are not checkpoints: while being written, replaced or deleted. See `_clean`."""
+"""Prefixes of folders that are not checkpoints, because they are being written, replaced or deleted. See `_clean`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Checkpoint:
     """A complete checkpoint."""
 
     step: int
-    """Number of steps done when it was written."""
+    """Number of steps done when the checkpoint was written."""
     folder: Path
     """The checkpoint's folder."""
 
@@ -71,9 +71,9 @@ class CheckpointStore:
     Args:
         folder: The folder of all checkpoints; created if missing.
         keep_last: Number of newest checkpoints to keep.
-        keep_every: Also keep checkpoints whose step is a multiple of this.
+        keep_every: If given, checkpoints whose step is a multiple of this are kept too.
         held: Steps whose checkpoints are not removed for now, because they are being uploaded.
-        read_only: Do not remove incomplete checkpoints, which another process may be writing.
+        read_only: True to leave incomplete checkpoints alone, because another process may be writing them.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class CheckpointStore:
     def writing(
         self, step: int, logs: Mapping[str, Any] | None = None, best: Mapping[str, Any] | None = None
     ) -> Iterator[Path]:
-        """A folder that becomes the checkpoint of this step when the block ends without an error. From then on the
-        checkpoint survives a power failure.
+        """Yield a folder that becomes the checkpoint of this step when the block ends without an error. From then on
+        the checkpoint survives a power failure.
 
-        A checkpoint of the same step is replaced. If the block raises, the folder is removed.
+        An existing checkpoint of the same step is replaced. If the block raises, the folder is removed.
 
         Args:
             step: Number of finished steps.
@@ -109,7 +109,7 @@ class CheckpointStore:
             best: The best evaluation so far, with its `step`, as plain JSON values. That step's checkpoint is kept.
 
         Raises:
-            CheckpointNotWritten: a write failed (disk full, no permission); the message has path and reason.
+            CheckpointNotWritten: a write failed (disk full, no permission); the message has the path and the reason.
         """
         name = f"step_{step:06d}"
         temporary = self.folder / f"{_WRITING}{name}"
@@ -127,12 +127,12 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 raise self.refused(step, error) from error
             raise
-        # Last: old checkpoints are removed only when the new one is in place.
+        # Last, because old checkpoints are removed only when the new one is in place.
         self._retire({step, best["step"]} if best is not None else {step})
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint of another run, with hard links where the file system has them: files of a checkpoint are
-        never modified in place."""
+        """Copy a checkpoint of another run, by hard links if the file system has them. This is safe because the files
+        of a checkpoint are never modified in place."""
         name = f"step_{checkpoint.step:06d}"
         temporary = self.folder / f"{_WRITING}{name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -141,7 +141,7 @@ class CheckpointStore:
         _put_in_place(temporary, self.folder / name)
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
-        """The error for a checkpoint that could not be written; lines of `error` after the first come last."""
+        """The error for a checkpoint that could not be written. Lines of `error` after the first are put at the end."""
         why, _, quoted = describe(error, self.folder).partition("\n")
         return CheckpointNotWritten(
             f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
@@ -158,10 +158,10 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """The newest undamaged checkpoint; None if the run has no checkpoints.
 
-        A damaged checkpoint is logged with the damaged file, and the one before it is tried.
+        If a checkpoint is damaged, a warning names the damaged file, and the previous checkpoint is tried.
 
         Raises:
-            CheckpointError: there are checkpoints, and all of them are damaged.
+            CheckpointError: there are checkpoints, but all of them are damaged.
         """
         damages = []
         for step in reversed(self.steps()):
@@ -180,8 +180,8 @@ class CheckpointStore:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints newer than the one that the run resumes from: they are damaged, and the run would replace
-        them."""
+        """Rename checkpoints that are newer than the one that the run resumes from, because they are damaged and the
+        run would otherwise replace them."""
         for newer in self.steps():
             if newer > step:
                 aside = keep_aside(self.folder / f"step_{newer:06d}")
@@ -193,14 +193,16 @@ class CheckpointStore:
         return dict(found) if isinstance(found, dict) else {}
 
     def set_logs(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Replace the stored lengths of the logs, after damaged logs were cut further back."""
+        """Replace the stored lengths of the logs after damaged logs were truncated further."""
         folder = self.folder / f"step_{step:06d}"
         write_record(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
 
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation that was last given to `writing` or `mark_best`; None: there was none."""
+        """The best evaluation that was last given to `writing` or `mark_best`; None if there was none."""
         for step in reversed(self.steps()):
-            with contextlib.suppress(CheckpointError):  # a damaged manifest: use the one before, which may be older
+            with contextlib.suppress(
+                CheckpointError
+            ):  # if a manifest is damaged, use the previous one, which may be outdated
                 found = read_manifest(self.folder / f"step_{step:06d}").get(BEST)
                 return found if isinstance(found, dict) and type(found.get("step")) is int else None
         return None
@@ -217,12 +219,12 @@ class CheckpointStore:
                 continue
             try:
                 self.remove(step)
-            except OSError as error:  # the new checkpoint is complete: a leftover old one is no reason to fail
+            except OSError as error:  # the new checkpoint is complete, so this is no reason to fail
                 logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint. One with files that its manifest does not list, which are the user's, is kept as
-        `step_000025.kept-1`.
+        """Remove a checkpoint. If it contains files that its manifest does not list, they belong to the user, and are
+        kept in `step_000025.kept-1`.
 
         Raises:
             OSError: the operating system refused.
@@ -237,8 +239,8 @@ class CheckpointStore:
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename `temporary` to `final`. An old `final` is moved aside first, since a rename cannot replace a folder with
-    files; if the process is killed in between, `_clean` moves it back."""
+    """Rename `temporary` to `final`. An old `final` is moved aside first, because a rename cannot replace a folder with
+    files. If the process is killed in between, `_clean` moves it back."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if not files_below(final) <= (ours := listed_files(final)):
@@ -256,7 +258,8 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove incomplete folders of a killed process; restore a checkpoint that was moved aside but not replaced yet."""
+    """Remove incomplete folders of a killed process, and restore a checkpoint that was moved aside but not yet
+    replaced."""
     for path in folder.iterdir():
         if path.name.startswith(_REPLACED):
             final = folder / path.name.removeprefix(_REPLACED)

@@ -1,4 +1,4 @@
-"""Reads the configuration stored in a run folder, finds its copies in checkpoints, and compares it with another one."""
+"""Reads the configuration stored in a run folder, finds its copies in checkpoints, and compares configurations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ CONFIG = "config.toml"
 
 
 def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConfig:
-    """Load a configuration; if the file is a run folder's and damaged, the error has the command that restores it.
+    """Load a configuration. If it is the damaged file of a run folder, the error has the command that restores the
+    file.
 
     Args:
         file: The configuration file.
-        load: Calls `load_config`.
+        load: Loads a file with `load_config`.
 
     Raises:
-        ConfigError: as `load_config`; or the file of a run folder is cut off.
+        ConfigError: as for `load_config`, or the file of a run folder is truncated.
     """
     try:
         loaded = load(file)
@@ -47,17 +48,18 @@ def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConf
 
 
 def newest_copy(path: Path) -> Path | None:
-    """The undamaged copy of the configuration in the newest checkpoint that has one; None: there is no copy."""
+    """The undamaged copy of the configuration in the newest checkpoint that has one; None if there is none."""
     copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
     return next((copy for copy in copies if damage_of_config(copy) is None and not was_changed(copy)), None)
 
 
 def damage_of_config(path: Path) -> str | None:
-    """A sentence on the damage of a stored configuration, or None. Keys of other Verbatim versions are not damage."""
+    """Describe the damage of a stored configuration; None if it is intact. Keys of other Verbatim versions are not
+    damage."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        if is_machine_fault(error):  # no descriptors, no memory: the file may be intact
+        if is_machine_fault(error):  # no descriptors or no memory, so the file may be intact
             raise
         return f"it cannot be read: {error.strerror or error}"
     except RecursionError:
@@ -68,14 +70,14 @@ def damage_of_config(path: Path) -> str | None:
 
 
 def damage_of_stored(path: Path) -> str | None:
-    """A sentence on the damage of a run folder's configuration, or None. A file that was cut off between two keys is
-    still valid TOML, so it is compared with its copy too."""
+    """Describe the damage of a run folder's configuration; None if it is intact. A file that is truncated between two
+    keys is still valid TOML, so it is also compared with its copy."""
     return damage_of_config(path) or _missing_end(path)
 
 
 def _missing_end(path: Path) -> str | None:
-    """A sentence if a run folder's configuration is only the beginning of its copy in the newest checkpoint, else
-    None."""
+    """Describe the damage if a run folder's configuration is only the beginning of its copy in the newest checkpoint;
+    None otherwise."""
     copy = newest_copy(path.parent)
     if copy is None:
         return None
