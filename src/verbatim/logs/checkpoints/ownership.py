@@ -73,9 +73,7 @@ def claim(path: Path, but: Iterable[str] = ()) -> None:
             )
             if not there:
                 _write(path)
-            elif (
-                problem := _problem(path)
-            ) is not None:  # check again, as another process may have marked it meanwhile
+            elif (problem := _problem(path)) is not None:  # check again: another process may have marked it meanwhile
                 raise UsageError(
                     f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
                     f"found {first_of(there, _MOST_NAMED)}. A new run takes an empty folder; {ANOTHER_FOLDER}"

@@ -200,9 +200,8 @@ class CheckpointStore:
     def best(self) -> dict[str, Any] | None:
         """The best evaluation that was last given to `writing` or `mark_best`; None if there was none."""
         for step in reversed(self.steps()):
-            with contextlib.suppress(
-                CheckpointError
-            ):  # if a manifest is damaged, use the previous one, which may be outdated
+            # If a manifest is damaged, use the previous one, which may be outdated.
+            with contextlib.suppress(CheckpointError):
                 found = read_manifest(self.folder / f"step_{step:06d}").get(BEST)
                 return found if isinstance(found, dict) and type(found.get("step")) is int else None
         return None

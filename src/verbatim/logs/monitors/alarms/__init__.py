@@ -1,4 +1,4 @@
-"""Alarms: rules that read a window of a run's steps and report problems, their causes, and the key to change."""
+"""Alarms: rules that read a window of a run's steps, and report problems with their cause and the key to change."""
 
 from verbatim.logs.monitors.alarms.engine import AlarmRow, AlarmWatch
 from verbatim.logs.monitors.alarms.rule import Finding, Rule, StepFigures, Window

@@ -1,4 +1,4 @@
-"""Finds the cause of breaks and the advice against them, from the reasons that rollouts have recorded."""
+"""Finds the causes of breaks, and what to do about them, from the reasons that rollouts have recorded."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from verbatim.models.renderers import BreakReason
 from verbatim.rollouts.loop import rendered_anew
 
 _SHOWN = 2
-"""Number of reasons that an alarm names, the most common ones."""
+"""Maximum number of reasons that an alarm names, the most common first."""
 KEYS: Mapping[BreakReason, str] = {
     **dict.fromkeys((BreakReason.CONTROL_TOKEN, BreakReason.OTHER_END, BreakReason.OPEN_THOUGHT), "warm_start.steps"),
     BreakReason.THOUGHT_DROPPED: "orchestrator.renderer.thinking_retention",
     BreakReason.FORMAT_UNKNOWN: "orchestrator.renderer.name",
     BreakReason.HISTORY_TEMPLATE: "orchestrator.renderer.history",
 }
-"""The key that a reason's advice ends with; the alarm adds its present value."""
+"""The key at the end of a reason's advice, to which the alarm adds its current value."""
 CAUSE = "the chat template rewrites history, or the environment changes messages that were sampled"
-"""The cause if no reason was recorded, as when an external agent program sends the prompts."""
+"""The cause to report if no reason was recorded, for example because an external agent program sends the prompts."""
 ADVICE = "`verbatim doctor RUN` shows the tokens and the reason"
 
 
 def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
-    """Cause and advice for an environment's rollouts of the latest step: the most common reasons with their number of
-    turns, and what to change for each, with the prompt tokens that this saves."""
+    """Cause and advice for the rollouts of an environment in the latest step: the most common reasons with their number
+    of turns, and what to change for each, with the number of prompt tokens that this saves."""
     noted = [
         (reason, trajectory.turns[turn].num_prompt_tokens)
         for trajectory in (outcome.trajectory for outcome in window.outcomes)

@@ -1,6 +1,6 @@
-"""The conditions of the alarms: each reads a window and returns a level; at level 1 the alarm is raised.
+"""The conditions of the alarms. Each reads a window and returns a level; at level 1 the alarm is raised.
 
-`table.py` has their thresholds, texts and evidence.
+`table.py` defines their thresholds, texts and evidence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from verbatim.logs.monitors.alarms.rule import (
 def mismatch_kl(window: Window, *, bound: FinitePositive, steps: PositiveInt) -> Iterator[Sight]:
     """The mismatch KL between sampler and trainer is above `bound`, as the median of the last steps.
 
-    A few bad batches do not raise the alarm: more than half of the steps must be above. In recipes that learn, the
-    average is below 0.005; at times their policies degrade for up to eight steps and recover.
+    A few bad batches do not raise the alarm, because at least half of the steps must be above. In recipes that learn,
+    the average is below 0.005, though at times their policies degrade for up to eight steps and recover.
     """
     if (value := window.median("mismatch_kl", steps)) is not None:
         yield Sight(level=value / bound, values={"value": value}, why=_why_off_policy(window))
@@ -57,7 +57,8 @@ def kept_set_bytes(window: Window, *, bound: FinitePositive, steps: PositiveInt)
 
 
 def _why_off_policy(window: Window) -> str:
-    """The cause that other metrics suggest; the causes are in order of certainty, and the first that applies counts."""
+    """The cause that other metrics suggest. The causes are ordered by certainty, and the first that applies is
+    returned."""
     canary, allowed = window.metric("weights/canary") or 0.0, window.metric("weights/canary_allowed") or 0.0
     asked, age = window.setting("orchestrator.max_async_level") or 0, window.metric("staleness/mean") or 0.0
     at_first = window.first[0].metrics.get("mismatch_kl", 0.0) if window.first else 0.0
@@ -74,8 +75,8 @@ def _why_off_policy(window: Window) -> str:
 def staleness(window: Window, *, beyond: NonNegativeFloat, dropped: Fraction, steps: PositiveInt) -> Iterator[Sight]:
     """Rollouts are older than configured, or too many are dropped because of their age.
 
-    With `max_async_level = k`, rollouts are k steps old; an episode that takes several steps makes them older by as
-    many. Their mean age may be `beyond` steps above k.
+    With `max_async_level = k`, rollouts are k steps old, plus the number of steps that their episodes take. Their mean
+    age may exceed k by `beyond` steps.
     """
     asked = float(window.setting("orchestrator.max_async_level") or 0)
     age = window.median("staleness/mean", steps)
@@ -96,8 +97,8 @@ def staleness(window: Window, *, beyond: NonNegativeFloat, dropped: Fraction, st
 
 
 _STILL_RISES = 0.05
-"""The p-value below which the reward counts as still rising. Larger than `change.SURE`, so that a run that still learns
-does not raise the alarm."""
+"""The p-value below which the reward counts as still rising. It is larger than `change.SURE`, so that a run that still
+learns does not raise the alarm."""
 
 
 def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps: PositiveInt) -> Iterator[Sight]:
@@ -105,7 +106,7 @@ def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps
     `solved`), and the reward no longer rises.
 
     Entropy falls in every run that learns, to a hundredth or less in recipes that reach a success of 1. It is a problem
-    only if the run no longer gains from it. In modes other than "rl" the policy is to match a teacher's entropy, so the
+    only if the reward no longer improves. In modes other than "rl" the policy should match a teacher's entropy, so the
     condition does not apply.
     """
     before, now = window.median_at_first("entropy", steps), window.median("entropy", steps)
@@ -126,10 +127,11 @@ def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps
 
 
 def _is_mastered(window: Window, count: int, env: str | None = None) -> bool:
-    """True if the reward seems to be at its maximum, even if success does not show it: since the first steps it rose by
-    at least one standard deviation of their rollouts, and less than a quarter of that deviation is left.
+    """True if the reward seems to be at its maximum, even if success does not show it: since the first steps, it has
+    risen by at least their standard deviation, and the standard deviation has fallen to less than a quarter.
 
-    Example: rewards between 0 and 0.5, with a mean of 0.3 and a deviation of 0.1 at first, are all 0.5 now.
+    Example: the rewards, which are between 0 and 0.5, first had a mean of 0.3 and a standard deviation of 0.1, and now
+    are all 0.5.
     """
     names = ("reward/mean", "reward/std") if env is None else ("reward", "reward_std")
     was, spread = (window.median_at_first(name, count, env) for name in names)
@@ -139,19 +141,19 @@ def _is_mastered(window: Window, count: int, env: str | None = None) -> bool:
     return now >= was + spread and not are_equal((was, was + spread)) and left < spread / 4
 
 
-# -- calls that are not read, and prompts that do not extend what was sampled
+# -- calls that cannot be read, and prompts that do not extend the sampled tokens
 
 
 _FEW_ROLLOUTS = 8
-"""Minimum number of rollouts, or later turns, in a step for these conditions."""
+"""Minimum number of rollouts, or of turns after the first, in a step for these conditions to apply."""
 
 
 def tool_format(window: Window, *, share: Fraction, gone: Fraction, steps: PositiveInt) -> Iterator[Sight]:
     """Tools are offered, but their calls cannot be read.
 
-    Three cases are detected in each environment, over the last steps: `share` of the rollouts have text that looks like
-    calls but no readable call (the parser does not fit the model); `share` of the turns have calls that are all
-    unreadable (the model has lost the format); and the share of rollouts with calls has fallen by `gone` since the
+    Three cases are detected in each environment, over the last steps. `share` of the rollouts have text that looks like
+    calls but no readable call, so the parser does not fit the model. Or `share` of the turns have calls that are all
+    unreadable, so the model has lost the format. Or the share of rollouts with calls has fallen by `gone` since the
     first steps, without a gain in reward. A model that never used tools does not raise the alarm.
     """
     for env in window.envs:
@@ -176,9 +178,10 @@ def prompt_breaks(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
     """Prompts break: in each of the last steps, more than `share` of the turns after the first do not extend an earlier
     turn.
 
-    Breaks count if the run's first steps had them too: then a template or an environment causes them. Breaks that
-    appear later count if at least half of the last completion is missing from the prompt. Other late breaks come from
-    the policy, which samples tokens that a message cannot represent; they become separate samples and usually stop.
+    Breaks count if the run's first steps had them too, because then a template or an environment causes them. Breaks
+    that appear later count if at least half of the previous completion is missing from the prompt. Other late breaks
+    come from the policy, which samples tokens that a message cannot represent. These turns become separate samples, and
+    such breaks usually stop.
 
     Only the agent that speaks first counts, because a sub-agent's conversation may start from scratch at each call. The
     condition does not apply to the strategy "branching", for which breaks cost nothing.
@@ -198,13 +201,13 @@ def prompt_breaks(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
         )
 
 
-# -- rollouts that are sampled and teach nothing
+# -- rollouts that are sampled but teach nothing
 
 
 _OF_ERRORS = ("error", "stale", "cancelled", "lost_worker", "lost_replica", "empty")
-"""Reasons for dropping rollouts that are failures, not decisions of a filter or an advantage."""
+"""Reasons for dropping rollouts that are failures instead of decisions of a filter or an advantage."""
 _GROUPS = 20
-"""Number of groups to expect of an environment before its share is judged."""
+"""Number of groups that an environment should have had before its share is judged."""
 
 
 def everything_filtered(
@@ -214,7 +217,7 @@ def everything_filtered(
 
     At least `rollouts` completed rollouts and `steps` steps are counted, because the rewards of a few groups may be
     equal by chance. If success is `solved` or more, or all rewards are at their maximum, equal rewards are the result
-    of learning. Rollouts that failed or are too old have separate alarms.
+    of learning. There are separate alarms for rollouts that failed or are too old.
     """
     for env in window.envs:
         found = _fewest_steps(window, steps, rollouts, [step.of(env).get("completed", 0.0) for step in window.steps])
@@ -244,7 +247,8 @@ def everything_filtered(
 
 
 def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
-    """At most `left` of an environment's examples are still sampled; the others are in the easy or the hard pool."""
+    """At most the share `left` of an environment's examples are still sampled. The others are in the easy or the hard
+    pool."""
     metrics = window.steps[-1].metrics if window.steps else {}
     for env in (name[len("pool/") : -len("/normal")] for name in metrics if re.fullmatch("pool/.*/normal", name)):
         pools = {f"pool/{env}/{pool}": metrics.get(f"pool/{env}/{pool}", 0.0) for pool in ("normal", "easy", "hard")}
@@ -261,9 +265,9 @@ def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
 def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) -> Iterator[Sight]:
     """One of several environments has few or no rollouts that can be trained, while others are trained.
 
-    An environment should get its `ratio` of the groups; it starves at `share` of that. The window has at least `steps`
-    steps, and enough of them to expect 20 groups: independent draws give a quarter of that or less once in 14,000
-    windows. Rollouts that a filter dropped have a separate alarm.
+    An environment should get its `ratio` of the groups, and starves at `share` of that. The window has at least `steps`
+    steps, and enough to expect 20 groups of the environment. If groups are sampled independently, a quarter of that or
+    less occurs by chance once in 14,000 windows. There is a separate alarm for rollouts that a filter dropped.
     """
     ratios = {
         str(env.get("name") or env.get("id") or env.get("import_path")): float(env.get("ratio", 1.0))
@@ -291,7 +295,8 @@ def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) 
 
 
 def _fewest_steps(window: Window, steps: int, enough: float, amounts: Sequence[float]) -> Sequence[StepFigures]:
-    """The fewest latest steps, but at least `steps`, whose amounts add up to `enough`; empty if all are not enough."""
+    """The smallest number of latest steps, but at least `steps`, whose amounts add up to `enough`; empty if there are
+    too few."""
     totals = enumerate(accumulate(reversed(amounts)), start=1)
     count = next((count for count, total in totals if count >= steps and total >= enough), 0)
     return window.steps[-count:] if count else ()
@@ -302,8 +307,8 @@ def _total(steps: Sequence[StepFigures], env: str, name: str) -> float:
 
 
 def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, steps: PositiveInt) -> Iterator[Sight]:
-    """The same error ended `share` of an environment's rollouts in the last steps, and at least `rollouts` of them. At
-    the start of a run, the steps done so far are counted.
+    """The same error ended `share` of an environment's rollouts in the last steps, and at least `rollouts` rollouts. At
+    the start of a run, only the steps done so far are counted.
 
     Two errors are the same if they differ only in numbers and quoted values.
     """
@@ -333,16 +338,16 @@ def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, st
         )
 
 
-# -- sampler or trainer has nothing to do
+# -- a sampler or a trainer that has nothing to do
 
 
 def sampler_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, steps: PositiveInt) -> Iterator[Sight]:
-    """The sampler is idle for `share` of the time and for `seconds` of a step, as medians of the last steps. The
-    absolute bound is there because waiting costs little if steps are short.
+    """The sampler is idle for `share` of the time and for `seconds` of a step, as medians of the last steps. The bound
+    in seconds is needed because waiting costs little if steps are short.
 
     The condition does not apply if the two sides take turns (`max_async_level = 0`, or one device for both), or in mode
-    "sft", in which a teacher plays the episodes and the sampler only the evaluations. If the trainer waits as much,
-    neither side is the bottleneck, and `trainer_idle` reports it.
+    "sft", in which a teacher plays the episodes and the sampler only plays the evaluations. If the trainer waits as
+    much, neither side is the bottleneck, and `trainer_idle` reports it.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("sampler", "trainer"))
     if own is not None and window.setting("orchestrator.training_mode") != "sft":
@@ -352,8 +357,8 @@ def sampler_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
 def trainer_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, steps: PositiveInt) -> Iterator[Sight]:
     """The trainer is idle for `share` of the time and for `seconds` of a step, as medians of the last steps.
 
-    If filters dropped most rollouts, the trainer waits because it has little to train, not because the sampler is slow.
-    So its work is extrapolated to all rollouts: its seconds divided by the trained share of the tokens.
+    If filters drop most rollouts, the trainer waits because it has little to train, not because the sampler is slow.
+    Its work is therefore extrapolated to all rollouts, by dividing its seconds by the trained share of the tokens.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("trainer", "sampler"))
     if own is not None:
@@ -363,9 +368,10 @@ def trainer_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
 
 
 def _waits(window: Window, side: str, share: float, seconds: float, count: int) -> Sight | None:
-    """The sight for a side that waits; None if the sides take turns or nothing was measured.
+    """The sight for a side that waits; None if the two sides take turns or nothing was measured.
 
-    The shares are of `time/step`, from one finished step to the next, which includes evaluations and checkpoints.
+    Shares are relative to `time/step`, the time from one finished step to the next, including evaluations and
+    checkpoints.
     """
     if not window.setting("orchestrator.max_async_level") or window.metric("time/sampler_asleep") is not None:
         return None
@@ -390,6 +396,6 @@ def _waits(window: Window, side: str, share: float, seconds: float, count: int) 
 def _waited(
     wait: float, step: float, work: float = 0.0, rollouts: float = 0.0, tokens: float = 0.0, trained: float = 1.0
 ) -> float:
-    """Seconds of a step that a side would have waited if the tokens of all rollouts had been trained: `work` seconds
-    for `trained` tokens are extrapolated to `rollouts * tokens`."""
+    """Seconds that a side would have waited in a step if the tokens of all rollouts had been trained. `work`, the
+    seconds for `trained` tokens, is extrapolated to `rollouts * tokens` tokens."""
     return max(0.0, min(wait, step - work * rollouts * tokens / trained))

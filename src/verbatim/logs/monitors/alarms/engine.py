@@ -1,5 +1,5 @@
-"""Runs the alarms: keeps the window of the run that conditions read, turns their results into findings with the texts
-of the table, and raises and clears each alarm once."""
+"""Runs the alarms. It keeps the window of the run that conditions read, turns their results into findings with the
+texts of the table, and raises and clears each alarm once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from verbatim.logs.monitors.alarms.rule import HOLD, Figures, Finding, Rule, Sig
 logger = logging.getLogger(__name__)
 
 KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 48, 16, 32
-"""Maximum numbers of latest steps, first steps, and evaluations per environment in a window."""
+"""Maximum number of latest steps, of first steps, and of evaluations per environment in a window."""
 TRAINING_STEPS = 5
-"""Number of training steps that an evaluation is compared with."""
+"""Number of training steps with which an evaluation is compared."""
 CLEAR_AFTER = 5
-"""Number of consecutive steps without a finding after which an alarm is cleared; a rule may override it."""
+"""Number of consecutive steps without a finding after which an alarm is cleared. A rule may override it."""
 _SHOWN = 5
 """Maximum number of trajectories that a finding names."""
 
@@ -48,23 +48,24 @@ class AlarmRow:
     """An alarm in the table `ALARMS`: a rule as data. `_Texts` fills in its message templates."""
 
     name: str
-    """The alarm's name; its configuration table is [monitor.alarms.NAME]."""
+    """Name of the alarm, and of its configuration table, [monitor.alarms.NAME]."""
     function: Callable[..., Iterable[Sight]]
-    """The condition: `function(window, **parameters)`; its keyword arguments are the parameters."""
+    """The condition, called as `function(window, **parameters)`. Its keyword arguments are the parameters."""
     parameters: Mapping[str, Any]
     """Default thresholds and window lengths."""
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The smallest and the largest value of a parameter with which the alarm can be raised at all."""
+    """The smallest and the largest value of a parameter for which the alarm can be raised at all, by parameter name."""
     message: str
     """One sentence: the observation, with its numbers."""
     why: Mapping[str, Why] | Why
-    """Cause and advice. If there are several, by `Sight.why`, with "" as the fallback."""
+    """Cause and advice. If there are several, they are chosen by `Sight.why`, with "" as the fallback."""
     evidence: Sequence[str] = ()
     """Metrics of the step that show the problem."""
     trajectories: Callable[[Sequence[TrajectoryOutcome], Sight], Sequence[TrajectoryOutcome]] | None = None
-    """Selects outcomes that show the problem, from those of the sight's environment or the run; the first are named."""
+    """Selects outcomes that show the problem from those of the sight's environment or of the run. The first ones are
+    named in the alarm."""
     on_evaluations: bool = False
-    """True: checked after each evaluation. False: after each step."""
+    """True if the alarm is checked after each evaluation instead of after each step."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """The findings in a window."""
@@ -86,8 +87,8 @@ class AlarmRow:
 
 
 class _Texts(string.Formatter):
-    """Fills the placeholders of texts. A name is one of the values; otherwise, with a dot it is a configuration key,
-    which is shown with its present value, and without a dot it is a metric of the step.
+    """Fills the placeholders of texts. A placeholder is the name of one of the values, or of a metric of the step. A
+    name with a dot that is not one of the values is a configuration key, which is shown with its current value.
 
     >>> window = Window(steps=[StepFigures(step=1, metrics={"time/step": 2.5})], config={"trainer": {"lr": 0.1}})
     >>> _Texts(window, {"share": 0.25}).format("{share:.0%} of {time/step:.1f} s; lower {trainer.lr}")
@@ -105,7 +106,7 @@ class _Texts(string.Formatter):
 
 @dataclass(kw_only=True)
 class _Raised:
-    """An alarm that has been raised and not cleared. Fields as in `Alarm`."""
+    """An alarm that has been raised and not yet cleared. The fields are those of `Alarm`."""
 
     name: str
     env: str | None
@@ -119,8 +120,9 @@ class _Raised:
 class AlarmWatch:
     """Calls the rules after each step or evaluation, and returns the alarms that are raised and cleared.
 
-    There is one alarm for each rule and environment. It is raised at the first finding of level 1, and cleared after
-    `clear_after` consecutive calls of the rule without a finding of level `HOLD` or more. Meanwhile it is not repeated.
+    There is one alarm for each rule and environment. It is raised at the first finding of level 1 or more, and cleared
+    after `clear_after` consecutive calls of the rule without a finding of level `HOLD` or more. In between it is not
+    repeated.
 
     Args:
         rules: The rules by alarm name.
@@ -138,7 +140,7 @@ class AlarmWatch:
         self._raised: dict[tuple[str, str | None], _Raised] = {}
         self._failed: set[str] = set()
         self.on_stop: Callable[[Alarm], None] | None = None
-        """Called with each alarm that is to end the run, when it is raised."""
+        """Called when an alarm that ends the run is raised."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> list[Alarm]:
         """The alarms that a step raises and clears."""
@@ -151,7 +153,7 @@ class AlarmWatch:
         return self.observe(figures, outcomes)
 
     def observe(self, figures: StepFigures, outcomes: Sequence[TrajectoryOutcome] = ()) -> list[Alarm]:
-        """`on_step` with figures that have been computed already, for example to replay a recorded run."""
+        """Like `on_step`, but with figures that are already computed, for example to replay a recorded run."""
         self._steps.append(figures)
         if len(self._first) < KEPT_FIRST:
             self._first.append(figures)
@@ -166,7 +168,8 @@ class AlarmWatch:
     def _judge(
         self, step: int, outcomes: Sequence[TrajectoryOutcome] = (), *, evaluated: str | None = None
     ) -> list[Alarm]:
-        """Call the rules for steps, or for evaluations if `evaluated` is an environment, and compare their findings."""
+        """Call the rules for steps, or for evaluations if `evaluated` is an environment. Returns the resulting
+        alarms."""
         window = Window(
             steps=tuple(self._steps),
             first=tuple(self._first),
@@ -183,8 +186,8 @@ class AlarmWatch:
         return alarms
 
     def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding] | None:
-        """Call a rule. If it raises an exception or returns an invalid value, that is logged once, and the result is
-        None, which neither raises nor clears an alarm."""
+        """Call a rule. If it raises an exception or returns an invalid value, this is logged once and the result is
+        None, so that no alarm is raised or cleared."""
         try:
             found = rule(window)
             findings = [found] if isinstance(found, Finding) else list(found or ())
@@ -193,7 +196,7 @@ class AlarmWatch:
                 raise ComponentError(f"it returned {type(wrong).__name__}, expected Finding, a list of them, or None")
         except Exception:
             if name not in self._failed:
-                logger.exception("alarm %s failed; the run goes on, and this is not reported again", name)
+                logger.exception("alarm %s failed; the run continues, and this is not reported again", name)
             self._failed.add(name)
             return None
         return findings
@@ -201,7 +204,7 @@ class AlarmWatch:
     def _compare(
         self, name: str, step: int, findings: Mapping[str | None, Finding], evaluated: str | None
     ) -> Iterator[Alarm]:
-        """The alarms of one rule that its findings raise and clear."""
+        """The alarms that the findings of one rule raise and clear."""
         envs = [env for kind, env in self._raised if kind == name]
         for env in dict.fromkeys([*findings, *envs]):
             found, raised = findings.get(env), self._raised.get((name, env))
@@ -221,11 +224,12 @@ class AlarmWatch:
                         cause=raised.cause,
                         advice=raised.advice,
                         env=env,
-                        message=f"what was raised at step {raised.step} is no longer seen",
+                        message=f"the problem reported at step {raised.step} is no longer seen",
                     )
 
     def _raise(self, name: str, step: int, found: Finding) -> Alarm:
-        """Raise an alarm. Its texts may quote environments' errors and go to services, so secrets are removed."""
+        """Raise an alarm. Secrets are removed, because the texts may quote errors of environments and are sent to
+        services."""
         message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
         self._raised[name, found.env] = _Raised(name=name, env=found.env, step=step, advice=advice, cause=cause)
         alarm = Alarm(
@@ -244,7 +248,7 @@ class AlarmWatch:
         return alarm
 
     def _is_absent(self, env: str | None) -> bool:
-        """True if the latest step has rollouts, but none of this environment: its alarms then keep their state."""
+        """True if the latest step has rollouts, but none of this environment, so that its alarms keep their state."""
         return env is not None and bool(self._steps) and bool(self._steps[-1].envs) and env not in self._steps[-1].envs
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,7 +261,7 @@ class AlarmWatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`. Raised alarms whose rules no longer exist are dropped."""
+        """Restore the state returned by `state_dict`. Raised alarms whose rules no longer exist are dropped."""
         self._first = _rows(state["first"])
         self._steps = deque(_rows(state["steps"]), maxlen=KEPT_STEPS)
         self._evaluations = {
@@ -270,7 +274,8 @@ class AlarmWatch:
 
 
 def _columns(steps: Collection[StepFigures]) -> dict[str, Any]:
-    """Steps as columns, so that each name is stored once; None: the step has no such figure."""
+    """Convert steps to columns, so that each name is stored once. A value of None means that the step has no such
+    figure."""
     envs = dict.fromkeys(env for figures in steps for env in figures.envs)
     return {
         "step": [figures.step for figures in steps],
@@ -303,5 +308,5 @@ def _row(columns: Mapping[str, Sequence[float | None]], index: int) -> dict[str,
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The finite values, rounded to six digits as in a checkpoint, so that a resumed run sees the same values."""
+    """The finite values, rounded to six digits as in checkpoints, so that a resumed run sees the same values."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Measures a step's rollouts for each environment: their behaviour, outcomes and rewards; and selects the rollouts that
+"""Measures the behaviour, outcomes and rewards of a step's rollouts for each environment, and selects the rollouts that
 show the problem of an alarm."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from verbatim.rollouts.episode_stats import failure_kind
 from verbatim.rollouts.loop import TOOLS_OFFERED
 
 LOOKED_AT = 128
-"""Maximum number of trajectories per environment whose tokens and texts are read, to bound the time."""
+"""Maximum number of trajectories per environment whose tokens and texts are read, to limit the time."""
 _TOKENS = 512
-"""Number of tokens at the end of a turn that are read for repetition."""
+"""Number of tokens at the end of a turn in which repetition is measured."""
 _TOOLS = 32
-"""Number of tools per environment with figures: those called most."""
+"""Maximum number of tools per environment that have figures, those called most."""
 _KINDS = 5
-"""Number of kinds of errors per environment that are kept: the most common ones."""
+"""Maximum number of kinds of errors per environment that are kept, the most common ones."""
 _LIKE_A_CALL = re.compile(
     r"<tool_call|<\|?tool_?calls?|<function|<invoke|\[TOOL_CALLS\]|<\|python_tag\|>"
     r"|[\"'](arguments|parameters)[\"']\s*:"
@@ -37,12 +37,13 @@ _LIKE_A_CALL = re.compile(
 
 
 def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, float]]:
-    """Figures by environment and name; means of no values are left out. Names:
+    """Figures by environment and name. Means over no values are left out. The names:
 
-    - `rollouts`, `failed`, `completed`, `trained`: number of all rollouts, of those that failed, that did not fail, and
-      that have a trained token; `untrained/{reason}`: number of those without one, by reason
-    - `success`: from the metrics; `full_reward`: share with a reward of at least 1, which equals `success` if the
-      environment does not define success
+    - `rollouts`, `failed`, `completed`, `trained`: number of all rollouts, of those that failed, of those that did not
+    fail, and of those that have a trained token; `untrained/{reason}`: number of those without a trained token, by
+    reason
+    - `success`: the metric; `full_reward`: share with a reward of at least 1, which equals `success` if the environment
+    does not define success
     - `reward`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means over the
       completed rollouts; `reward_std`: standard deviation; `truncated`: share that ended at a length limit
     - `repetition`: share of 4-grams that have occurred before in the same turn
@@ -50,8 +51,8 @@ def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryO
     - `offered`: number of rollouts that were offered tools; among those, `called`: share with a readable call;
       `unread`: share of the turns whose calls are all unreadable; `call_like`: share without a readable call whose text
       looks like one
-    - `later_turns`: number of turns, after the first, of the agent that spoke first; `broken`: share of them that
-      break; `rewritten`: share of them that break and lose at least half of the completion before
+    - `later_turns`: number of turns after the first of the agent that spoke first; `broken`: share of them that break;
+    `rewritten`: share of them that break and lose at least half of the previous completion
     """
     found = {}
     for env in dict.fromkeys(outcome.trajectory.env for outcome in outcomes):
@@ -69,7 +70,8 @@ def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryO
 
 
 def error_counts(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, int]]:
-    """Number of failed rollouts by environment and kind of error: the message without numbers and quoted values."""
+    """Number of failed rollouts by environment and kind of error, which is the message without numbers and quoted
+    values."""
     failed = [
         (outcome.trajectory.env, outcome.trajectory.error)
         for outcome in outcomes
@@ -82,7 +84,7 @@ def error_counts(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, i
 
 
 def main_reason(outcome: TrajectoryOutcome) -> str | None:
-    """The reason why no token of a trajectory was trained; None: at least one was."""
+    """The reason why no token of a trajectory was trained; None if at least one was trained."""
     tokens = outcome.num_tokens
     if tokens.get(TRAINED):
         return None
@@ -90,9 +92,9 @@ def main_reason(outcome: TrajectoryOutcome) -> str | None:
 
 
 def repetition(trajectory: TrajectoryRecord) -> float | None:
-    """The share of a trajectory's 4-grams that have occurred before in the same turn; None: it has no 4-grams.
+    """The share of a trajectory's 4-grams that occurred before in the same turn; None if there are no 4-grams.
 
-    Example: the turn 1 2 3 4 1 2 3 4 has five 4-grams, and the last one has occurred before: 0.2.
+    Example: the turn 1 2 3 4 1 2 3 4 has five 4-grams, of which the last occurred before, so the result is 0.2.
     """
     pieces = [turn.completion_ids[-_TOKENS:].tolist() for turn in trajectory.turns]
     grams = [list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False)) for ids in pieces]
@@ -104,15 +106,15 @@ class Groups:
     """Rewards and groups of trajectories, for correlations within groups."""
 
     def __init__(self, trajectories: Sequence[TrajectoryRecord]) -> None:
-        self._rewards = np.array([t.reward for t in trajectories], dtype=np.float64)  # None becomes NaN
+        self._rewards = np.array([t.reward for t in trajectories], dtype=np.float64)  # converts None to NaN
         _, self._group_of = np.unique([t.group_id for t in trajectories], return_inverse=True)
 
     def credit(self, values: Sequence[float | None]) -> float:
-        """The correlation of a value with the reward, both relative to the mean of their group; NaN if one of them is
-        constant within all groups, or there are no values. Trajectories without a value or reward are ignored.
+        """The correlation of a value with the reward, both relative to their mean in the group. NaN if one of them is
+        constant within all groups, or if there are no values. Trajectories without a value or reward are ignored.
 
-        Example: two groups with rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7: the value rises with the reward in one
-        and falls in the other, so the correlation is 0, though it would be 0.92 over all four.
+        Example: two groups have rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7. The value rises with the reward in one
+        group and falls in the other, so the correlation is 0, although it would be 0.92 over all four trajectories.
         """
         given = np.array(values, dtype=np.float64)
         kept = np.isfinite(self._rewards) & np.isfinite(given)
@@ -124,7 +126,7 @@ class Groups:
 
 
 def calls_of(trajectory: TrajectoryRecord) -> Counter[str]:
-    """Number of calls by tool name as the model wrote it; calls with invalid arguments count too."""
+    """Number of calls by tool name as the model wrote it. Calls with invalid arguments count too."""
     return Counter(call.name for turn in trajectory.turns for call in turn.tool_calls if call.name is not None)
 
 
@@ -158,7 +160,8 @@ def _outcome_figures(outcomes: Sequence[TrajectoryOutcome]) -> dict[str, float]:
 
 
 _BEFORE_A_BATCH = ("difficulty", "stale")
-"""Reasons for which rollouts are dropped before a batch is built. The metric `success` does not include them."""
+"""Reasons for which rollouts are dropped before a batch is built. The metric `success` does not include such
+rollouts."""
 
 
 def _reward(outcome: TrajectoryOutcome) -> float:
@@ -201,7 +204,7 @@ def _tool_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def _is_readable(calls: Iterable[object]) -> bool:
-    """True if a turn has a call whose name could be read, even if no such tool exists or the arguments are invalid."""
+    """True if a turn has a call whose name can be read, even if there is no such tool or the arguments are invalid."""
     return any(getattr(call, "name", None) is not None for call in calls)
 
 
@@ -220,8 +223,8 @@ def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
-    """For the agent that spoke first: the number of its turns after the first one, how many of them break, and how many
-    of those lose or change at least half of the completion before.
+    """For the agent that spoke first: the number of its turns after the first, the number of those that break, and the
+    number of those that also lose or change at least half of the previous completion.
 
     Other agents are ignored, because their conversations may start from scratch at each call.
     """
@@ -234,11 +237,11 @@ def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
     return max(0, len(own) - 1), broken, rewritten
 
 
-# -- the outcomes that show an alarm's problem, from those of its environment or the run; the clearest come first
+# -- select the outcomes that show an alarm's problem from those of its environment or the run; the clearest come first
 
 
 def furthest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes whose logprobs differ most between trainer and sampler, by the mean over their tokens."""
+    """Outcomes in descending order of the difference in logprobs between trainer and sampler, averaged over tokens."""
     known = [(moved, outcome) for outcome in outcomes if (moved := _moved(outcome)) is not None]
     return [outcome for _, outcome in sorted(known, key=lambda pair: -pair[0])]
 
@@ -253,7 +256,7 @@ def _moved(outcome: TrajectoryOutcome) -> float | None:
 
 
 def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes in the order of their age, sampled by the oldest policy first."""
+    """Outcomes from the oldest to the newest policy version that sampled them."""
     return sorted(
         (outcome for outcome in outcomes if outcome.trajectory.turns),
         key=lambda outcome: first_version(outcome.trajectory) or 0,
@@ -261,7 +264,7 @@ def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes that were offered tools but have no valid call; first those whose text looks like a call."""
+    """Outcomes that were offered tools but have no valid call. Those whose text looks like a call come first."""
     found = [
         outcome
         for outcome in outcomes
@@ -273,14 +276,14 @@ def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[
 
 
 def broken(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes with breaks, most breaks first."""
+    """Outcomes with breaks, in descending order of their number."""
     own = [outcome for outcome in outcomes if outcome.trajectory.error is None][:LOOKED_AT]
     counted = sorted(((own_breaks(outcome.trajectory)[1], outcome) for outcome in own), key=lambda pair: -pair[0])
     return [outcome for count, outcome in counted if count]
 
 
 def untrained(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes without a trained token; if the sight has a reason, only those with this reason."""
+    """Outcomes without a trained token, only those with the sight's reason if it has one."""
     reason = sight.values.get("reason")
     return [outcome for outcome in outcomes if (why := main_reason(outcome)) is not None and reason in (None, why)]
 
@@ -296,7 +299,7 @@ def failed(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def paid_without_success(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes with rewards below 1, highest first; then those with rewards of at least 1."""
+    """Outcomes with rewards below 1, then those with rewards of at least 1, each in descending order of the reward."""
     paid = [(outcome.trajectory.reward, outcome) for outcome in outcomes if outcome.trajectory.reward is not None]
     return [outcome for _, outcome in sorted(paid, key=lambda pair: (is_at_least(pair[0], 1.0), -pair[0]))]
 

@@ -1,4 +1,4 @@
-"""The conditions of the alarms about rewards and evaluations, as in `conditions.py`."""
+"""The conditions of the alarms about rewards and evaluations. See `conditions.py`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def reward_success_gap(
 ) -> Iterator[Sight]:
     """The reward of an environment rises while its success falls.
 
-    Both changes must be significant (`change.SURE`), relative to the run's first steps or to the steps about
-    `4 * steps` ago, and large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
+    Both changes must be significant (`change.SURE`), relative to the run's first steps or to the steps about `4 *
+    steps` ago. They must also be large: the reward must change by `rise` standard deviations of the rollouts, and the
+    success by `fall`.
     """
     names = ("reward", "success")
     for env in window.envs:
@@ -83,12 +84,13 @@ def reward_hacking(
     credit: Fraction,
     steps: PositiveInt,
 ) -> Iterator[Sight]:
-    """The reward of an environment rises while length, repetition or the use of one tool explodes, and is rewarded.
+    """The reward of an environment rises while length, repetition or the use of one tool explodes and is rewarded.
 
     All of the following must hold. The reward rose significantly (`change.SURE`), by `rise` standard deviations of the
     rollouts. The figure rose significantly and by a large amount, above both the run's first steps and the steps about
-    `4 * steps` ago; so neither slow growth nor a return after a dip counts. And within groups, rollouts with more of it
-    earn more, with a correlation of `credit`. A large amount is `growth` times the tokens per turn, an increase of the
+    `4 * steps` ago, so that neither slow growth nor a return after a dip counts. And within groups, the figure
+    correlates with the reward by at least `credit`. A large amount is `growth` times the tokens per turn, an increase
+    of the
     share of repeated 4-grams by `repetition`, or `tool_growth` times the calls of one tool and at least `tool_calls`
     more per rollout. If an evaluation's success, or the environment's own `is_success`, rises too, no alarm is raised.
     """
@@ -131,8 +133,8 @@ def reward_hacking(
 def _rise(
     window: Window, name: str, count: int, env: str, *, missing: float | None = None
 ) -> tuple[float, float] | None:
-    """The medians of a figure before (the highest, if there are two windows) and now; None: it has not risen
-    significantly above all of them."""
+    """The earlier median of a figure (the highest, if there are two earlier windows) and the current one. None if it
+    has not risen significantly above all earlier windows."""
     now, earlier = window.recent(name, count, env, missing=missing), window.earlier(name, count, env, missing=missing)
     if not now or not earlier or not all(rises(values, now) for values in earlier):
         return None
@@ -146,12 +148,12 @@ def _is_acquitted(window: Window, env: str, count: int) -> bool:
         (_, before), (_, last) = evaluations[-2:]
         if "success" in last and "success" in before:
             p, n = last["success"], max(1.0, last.get("episodes", 1.0))
-            # Two standard errors of the difference of two shares; 1 / n keeps the error above 0 for a share of 0 or 1.
+            # Two standard errors of the difference of two shares. 1 / n keeps the error above 0 for shares of 0 or 1.
             if p - before["success"] > 2 * math.sqrt(2 * max(p * (1 - p), 1 / n) / n):
                 return True
     both = window.together(("success", "full_reward"), count, env)
     if all(abs(success - full) < 0.02 for success, full in both):
-        return False  # the environment does not define success, so it is only a threshold on the reward
+        return False  # without a definition by the environment, success is only a threshold on the reward
     return _rise(window, "success", count, env) is not None
 
 
@@ -161,10 +163,11 @@ def _is_acquitted(window: Window, env: str, count: int) -> bool:
 def evaluation_flat(window: Window, *, rise: Fraction, evaluations: PositiveInt, solved: Fraction) -> Iterator[Sight]:
     """Training success rises over the last evaluations, but evaluation success does not.
 
-    Over the last `evaluations`, evaluation success has not risen by more than its standard error; training success has
-    risen by `rise` and by three standard errors; and it is now above evaluation success by three standard errors of
-    their difference, which happens by chance once in 700 evaluations if the policy is equally good at both. No alarm is
-    raised at an evaluation success of `solved` or more, which leaves little to gain.
+    Over the last `evaluations`, evaluation success has not risen by more than its standard error, while training
+    success has risen by `rise` and by three standard errors. In addition, training success is now above evaluation
+    success by three standard errors of their difference, which happens by chance once in 700 evaluations if the policy
+    is equally good at both. If evaluation success is `solved` or more, no alarm is raised, because there is little left
+    to gain.
     """
     for env, kept in window.evaluations.items():
         (began, first), (step, last) = kept[-evaluations:][0], kept[-1]
@@ -192,12 +195,12 @@ def evaluation_flat(window: Window, *, rise: Fraction, evaluations: PositiveInt,
 
 _Z95 = NormalDist().inv_cdf(0.975)
 _Evaluation = tuple[int, Figures]
-"""An evaluation's step and metrics."""
+"""Step and metrics of an evaluation."""
 
 
 def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeFloat) -> Iterator[Sight]:
-    """An evaluation's success or reward is significantly below that of the best evaluation before: success by `fall`,
-    or the reward by `reward_fall` standard deviations of an evaluation's rewards, the larger of the two evaluations'.
+    """An evaluation's success or reward is significantly below that of the best earlier evaluation: success by `fall`,
+    or the reward by `reward_fall` standard deviations. The standard deviation is the larger one of the two evaluations.
 
     The evaluations are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is best
     partly by luck, so the required significance grows with their number: the chance of a false alarm, for success and
@@ -212,14 +215,14 @@ def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeF
 
 
 def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float, most: float) -> Sight | None:
-    """The sight for the drop of a metric from the best evaluation to the last; None: not both measured it."""
+    """The sight for the drop of a metric from the best evaluation to the last; None unless both measured it."""
     known = [evaluation for evaluation in evaluations if _has(name, evaluation[1], most)]
     if len(known) < 2 or known[-1] is not evaluations[-1]:
         return None
     (*before, (_, last)) = known
     began, best = max(before, key=lambda evaluation: evaluation[1][name])
     was, now = best[name], last[name]
-    # If all rewards of each evaluation are equal, there is no deviation: the distance between the two is the scale.
+    # If all rewards within each evaluation are equal, the deviation is 0, so use the distance between the two instead.
     scale = max(one.get("reward/std", 0.0) for one in (best, last))
     scale = scale or abs(best.get("reward/mean", 0.0) - last.get("reward/mean", 0.0))
     (low, top), (bottom, high) = (_interval(one, name, scale) for one in (best, last))
@@ -254,21 +257,22 @@ def _why_dropped(best: Figures, last: Figures, failed: float) -> str:
 
 
 def _has(name: str, metrics: Figures, most: float) -> bool:
-    """True if an evaluation measured this metric. Failed episodes count as unsuccessful, so success is always valid;
-    the mean reward is of the other episodes only, so it is not valid if too many failed."""
+    """True if an evaluation has a valid value of this metric. Failed episodes count as unsuccessful, so success is
+    always valid. The mean reward leaves them out, so it is not valid if too many episodes failed."""
     failed = too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), most)
     return name in metrics and (name == "success" or failed is None)
 
 
 def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
-    """A metric's 95% interval: from the evaluation, or else computed as for independent episodes. If all n rewards are
-    equal, a share of z^2 / (n + z^2) may still be different ones (Wilson's interval for n of n), `scale` away."""
+    """A metric's 95% interval, from the evaluation, or else computed as for independent episodes. If all n rewards are
+    equal, a share of up to z^2 / (n + z^2) may still differ (Wilson's interval for n of n), assumed to be `scale`
+    away."""
     value, start = evaluation[name], name.removesuffix("/mean")
     if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
         return evaluation[f"{start}/low"], evaluation[f"{start}/high"]
     count = max(1.0, evaluation.get("episodes", 1.0))
     if name == "success":
-        rounded = (value * count + 2) / (count + 4)  # as Agresti and Coull: a share of 0 or 1 has a width too
+        rounded = (value * count + 2) / (count + 4)  # Agresti and Coull, so that shares of 0 and 1 have a width too
         half = _Z95 * math.sqrt(rounded * (1 - rounded) / (count + 4))
     elif evaluation.get("reward/std") == 0:
         half = scale * _Z95**2 / (count + _Z95**2)

@@ -1,4 +1,4 @@
-"""Defines the protocol of an alarm's rule: it reads a window of the run's steps and returns findings."""
+"""Defines the protocol of alarm rules, which read a window of the run's steps and return findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from verbatim.core.trajectories import TrajectoryOutcome
 
 Figures = Mapping[str, float]
-"""Values by name; finite values only."""
+"""Finite values by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class StepFigures:
     """Number of failed rollouts by environment and kind of error."""
 
     def of(self, env: str | None) -> Figures:
-        """The figures of an environment, empty if it has no rollouts; for None, the step's metrics."""
+        """The figures of an environment (empty if it has no rollouts), or the step's metrics if `env` is None."""
         return self.metrics if env is None else self.envs.get(env, {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The latest and the first steps of a run, and its evaluations, after the latest step.
+    """The latest steps, the first steps and the evaluations of a run, as of the latest step.
 
     Example: reading the metric `loss` of three steps.
 
@@ -47,20 +47,20 @@ class Window:
     """
 
     steps: Sequence[StepFigures]
-    """The latest steps, oldest first. At most 48."""
+    """The latest steps, at most 48, oldest first."""
     first: Sequence[StepFigures] = ()
-    """The first steps of the run, oldest first. At most 16."""
+    """The first steps of the run, at most 16, oldest first."""
     evaluations: Mapping[str, Sequence[tuple[int, Figures]]] = field(default_factory=dict)
-    """By environment, step and metrics of each evaluation, oldest first, at most 32. The metrics include training
-    success in the five steps before the evaluation, `TRAINING`, and its standard error, `TRAINING_ERROR`."""
+    """Step and metrics of each evaluation by environment, at most 32, oldest first. The metrics include training
+    success in the five steps before the evaluation (`TRAINING`) and its standard error (`TRAINING_ERROR`)."""
     outcomes: Sequence[TrajectoryOutcome] = ()
-    """Outcomes of the latest step: the trajectories of its batch, and those dropped before it."""
+    """Outcomes of the latest step: the trajectories of its batch, and those that were dropped before it was built."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration as plain values, without secrets."""
 
     @property
     def step(self) -> int:
-        """Number of steps done; 0: before the first."""
+        """Number of steps done; 0 before the first step."""
         return self.steps[-1].step if self.steps else 0
 
     @property
@@ -69,19 +69,20 @@ class Window:
         return list(dict.fromkeys(env for figures in self.steps for env in figures.envs))
 
     def metric(self, name: str, env: str | None = None) -> float | None:
-        """A metric of the latest step, or a figure of an environment in it; None if it has no finite value."""
+        """A metric of the latest step, or a figure of an environment in that step; None if it has no finite value."""
         return self.steps[-1].of(env).get(name) if self.steps else None
 
     def recent(self, name: str, count: int, env: str | None = None, *, missing: float | None = None) -> list[float]:
-        """The values of a metric in the last `count` steps, oldest first; empty if the window has fewer steps, or fewer
-        than half of them have a value. With an environment, the steps are those with rollouts of it; `missing` replaces
-        a figure that is missing in one of them."""
+        """The values of a metric in the last `count` steps, oldest first. Empty if the window has fewer steps, or if
+        fewer than half of them have a value. With an environment, only steps with rollouts of it count, and `missing`
+        replaces a figure that one of them does not have."""
         return [value for (value,) in self.together((name,), count, env, missing=missing)]
 
     def together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[tuple[float, ...]]:
-        """`recent` for several metrics: their values in those of the last `count` steps that have all of them.
+        """Like `recent`, but for several metrics: their values in those of the last `count` steps that have all of
+        them.
 
         Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the first and the last have both a and b:
         [(1, 2), (5, 6)].
@@ -89,7 +90,7 @@ class Window:
         return _rows(_having(self.steps, env)[-count:], names, count, env, missing)
 
     def median(self, name: str, count: int, env: str | None = None) -> float | None:
-        """The median of `recent`; None if that is empty."""
+        """The median of `recent`; None if there are no values."""
         return median(self.recent(name, count, env))
 
     def median_at_first(self, name: str, count: int, env: str | None = None) -> float | None:
@@ -107,9 +108,9 @@ class Window:
     def earlier_together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[list[tuple[float, ...]]]:
-        """`earlier` for several metrics: the values to compare `together` with.
+        """Like `earlier`, but for several metrics: the values to compare `together` with.
 
-        Example: "b" has no values in the run's first steps, so the values of both are from the later stretch only.
+        Example: "b" has no value in the run's first step, so the values of both metrics are only from later steps.
 
             >>> figures = [{"a": 1.0}, {"a": 2.0, "b": 3.0}, {"a": 4.0, "b": 5.0}]
             >>> steps = [StepFigures(step=n, metrics=metrics) for n, metrics in enumerate(figures)]
@@ -136,7 +137,7 @@ class Window:
         return found
 
     def now(self, key: str) -> str:
-        """A configuration key with its present value, for advice.
+        """A configuration key with its current value, for advice.
 
         >>> Window(steps=[], config={"trainer": {"optim": {"lr": 0.0008}}}).now("trainer.optim.lr")
         'trainer.optim.lr (now 0.0008)'
@@ -148,35 +149,35 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule's result for one step, about one environment or the whole run."""
+    """The result of a rule for one step, about one environment or the whole run."""
 
     message: str
     """One sentence: the observation, with its numbers."""
     cause: str
     """The most common cause."""
     advice: str
-    """The key to change, with its present value (`Window.now`), and what to try."""
+    """The key to change, with its current value (`Window.now`), and what to try."""
     level: float = 1.0
-    """The value relative to the threshold. At 1 or more the alarm is raised; at `HOLD` or more, an alarm that has been
-    raised is not cleared."""
+    """The value relative to the threshold. At 1 or more the alarm is raised. At `HOLD` or more, a raised alarm is not
+    cleared."""
     evidence: Figures = field(default_factory=dict)
     """Metrics that show the problem, by name."""
     env: str | None = None
-    """The environment with the problem; None: the whole run."""
+    """The environment with the problem; None for the whole run."""
     trajectory_ids: tuple[str, ...] = ()
     """Trajectories of this step that show the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """The result of a condition of `ALARMS` for one step: a `Finding` without its texts."""
+    """The result of a condition in `ALARMS` for one step: a `Finding` without its texts."""
 
     level: float
     """As in `Finding`."""
     env: str | None = None
     """As in `Finding`."""
     why: str = ""
-    """The key in `AlarmRow.why` of the cause that applies."""
+    """Key of the applicable cause in `AlarmRow.why`."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values for the placeholders of the texts, in addition to parameters and evidence."""
     evidence: Figures = field(default_factory=dict)
@@ -186,14 +187,14 @@ class Sight:
 TRAINING, TRAINING_ERROR = "training/success", "training/success_error"
 """Names of training success and its standard error in an evaluation's metrics."""
 TOOL, UNTRAINED = "tool/", "untrained/"
-"""Prefixes of figures: calls of a tool, and rollouts that were not trained for a reason."""
+"""Prefixes of figures: calls of a tool, and rollouts that were not trained, by reason."""
 HOLD = 0.7
-"""The level below which an alarm counts as calm and can be cleared. Below 1, so that a value that swings around the
+"""The level below which a raised alarm can be cleared. It is below 1, so that a value that fluctuates around the
 threshold raises the alarm only once."""
 
 
 class Rule(Protocol):
-    """The condition of one alarm: a function, or a frozen dataclass whose fields are the parameters. It has no state.
+    """The condition of one alarm: a function, or a frozen dataclass whose fields are the parameters. It is stateless.
 
     A rule is called after each step, or after each evaluation if it has the attribute `on_evaluations = True`. Its
     attribute `clear_after` (by default 5 steps, or 1 evaluation) is the number of consecutive calls with a level below
@@ -201,15 +202,15 @@ class Rule(Protocol):
     """
 
     def __call__(self, window: Window, /) -> Iterable[Finding] | Finding | None:
-        """The findings in a window: at most one per environment, and one for the whole run."""
+        """The findings in a window: at most one per environment, and at most one for the whole run."""
 
 
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
-    """`TRAINING` and `TRAINING_ERROR` of these steps, for the same environment, or for all if it is not trained.
+    """`TRAINING` and `TRAINING_ERROR` of these steps, for this environment, or for all if it is not trained.
 
-    The error is the larger of two: that of the mean over the steps, and that of a share of all their rollouts. Example:
-    successes of 0.4 and 0.6 in two steps of 50 rollouts: 0.5, with an error of max(0.1 / sqrt(2), sqrt(0.25 / 100)) =
-    0.071.
+    The error is the larger of two estimates: the error of the mean over the steps, and that of a share of all their
+    rollouts. Example: successes of 0.4 and 0.6 in two steps of 50 rollouts give 0.5, with an error of max(0.1 /
+    sqrt(2), sqrt(0.25 / 100)) = 0.071.
     """
     for name in (f"success/{env}", "success"):
         if values := [figures.metrics[name] for figures in steps if name in figures.metrics]:
@@ -230,7 +231,7 @@ def error_of_share(share: float, count: float) -> float:
 
 
 def over(value: float, bound: float) -> float:
-    """A value relative to its bound: 1 at the bound. A bound of 0 does not divide by zero."""
+    """A value relative to its bound, which is 1 at the bound. Does not divide by zero if the bound is 0."""
     return value / max(bound, 1e-9)
 
 
@@ -240,15 +241,15 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def _having(steps: Sequence[StepFigures], env: str | None) -> Sequence[StepFigures]:
-    """The steps with rollouts of an environment; for None, all steps."""
+    """The steps with rollouts of an environment, or all steps if it is None."""
     return [figures for figures in steps if env is None or env in figures.envs]
 
 
 def _rows(
     steps: Sequence[StepFigures], names: Sequence[str], count: int, env: str | None, missing: float | None
 ) -> list[tuple[float, ...]]:
-    """The values of the steps that have all names; empty if there are fewer than `count` steps, or fewer than half of
-    `count` have all of them."""
+    """The values of the steps that have all names. Empty if there are fewer than `count` steps, or if fewer than half
+    of `count` steps have all names."""
     rows: list[tuple[Any, ...]] = [tuple(own.of(env).get(name, missing) for name in names) for own in steps]
     found = [row for row in rows if None not in row]
     return found if len(steps) >= count and 2 * len(found) >= count else []

@@ -1,7 +1,7 @@
 """The built-in alarms, one row each.
 
-In the texts `{dropped:.0%}` is a value of the condition or a parameter, `{time/step:.1f}` a metric of the step, and
-`{trainer.optim.lr}` a configuration key, which is shown with its present value.
+In the texts, `{dropped:.0%}` is a value of the condition or a parameter, `{time/step:.1f}` is a metric of the step, and
+`{trainer.optim.lr}` is a configuration key, which is shown with its current value.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from verbatim.logs.monitors.alarms.rule import TOOL
 
 _WINDOW = {"steps": (1, KEPT_STEPS)}
 _COMPARES = {"steps": (1, KEPT_STEPS // 2)}
-"""Limits for an alarm that compares steps with as many earlier ones."""
+"""Limits for an alarm that compares steps with the same number of earlier steps."""
 _COMPARES_RANKS = {"steps": (7, KEPT_STEPS // 2)}
-"""Limits for an alarm with a rank test. With 6 steps, no change is significant: all 6 are above 6 others by chance once
-in C(12, 6) = 924 times, which is more often than `change.SURE`, once in 1,000."""
+"""Limits for an alarm with a rank test. With 6 steps no change is significant: by chance, all 6 are above 6 others once
+in C(12, 6) = 924 times, which is more often than once in 1,000 (`change.SURE`)."""
 
 _OFF_POLICY = {
     "other weights": Why(
-        cause="the sampler does not hold the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
+        cause="the sampler does not have the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
         "canary",
         advice="lower {inference.canary_tolerance}, so that the run stops there, and check the sampler's log for "
         "weights that were not loaded",
     ),
     "cut distribution": Why(
-        cause="tokens are sampled from a distribution cut by top_p, top_k or min_p, and scored under the full one",
+        cause="tokens are sampled from a distribution cut by top_p, top_k or min_p, but scored under the full "
+        "distribution",
         advice="remove {orchestrator.sampling.accept_truncation_mismatch} and use a sampler that returns the kept ids "
         "(the embedded one), or remove top_p, top_k and min_p",
     ),
@@ -36,12 +37,13 @@ _OFF_POLICY = {
         advice="lower {orchestrator.max_async_level} or {orchestrator.max_off_policy_steps}",
     ),
     "precision": Why(
-        cause="sampler and trainer compute the same tokens differently, already at the first step, before any update",
+        cause="sampler and trainer compute different logprobs for the same tokens, even at the first step, "
+        "before any update",
         advice="compare {trainer.dtype} with the precision of the sampler (inference.torch.dtype, "
         "inference.vllm.dtype); with a mixture of experts, record its routing",
     ),
     "optimizer steps": Why(
-        cause="every optimizer step on a batch but the first is off-policy",
+        cause="every optimizer step on a batch except the first is off-policy",
         advice="set {trainer.optimizer_steps_per_batch} to 1, or lower {trainer.optim.lr}",
     ),
     "": Why(
@@ -84,21 +86,21 @@ _ROWS = (
             for kind, seen, advice in (
                 (
                     "tokens_per_turn",
-                    "the tokens of a turn went from {was:.0f} to {now:.0f}",
+                    "the tokens per turn went from {was:.0f} to {now:.0f}",
                     'set {orchestrator.length_penalty.type} to "tokens" with a target, lower '
-                    "{orchestrator.sampling.max_tokens}, and take length out of the reward",
+                    "{orchestrator.sampling.max_tokens}, and remove length from the reward",
                 ),
                 (
                     "repetition",
-                    "the repeated share of 4-grams went from {was:.0%} to {now:.0%}",
-                    "keep the filter `repetition`, lower {orchestrator.sampling.max_tokens}, and take what is repeated "
-                    "out of the reward",
+                    "the share of repeated 4-grams went from {was:.0%} to {now:.0%}",
+                    "keep the filter `repetition`, lower {orchestrator.sampling.max_tokens}, and stop rewarding the "
+                    "repeated text",
                 ),
                 (
                     TOOL,
-                    "the calls of the tool {tool} went from {was:.1f} to {now:.1f} for each rollout",
-                    "pay for the result instead of for calls, or pay less for each of them with "
-                    '{orchestrator.length_penalty.type} = "turns"; bound them by max_turns',
+                    "the calls of the tool {tool} went from {was:.1f} to {now:.1f} per rollout",
+                    "reward the result instead of the calls, or penalise each call with "
+                    '{orchestrator.length_penalty.type} = "turns"; limit them by max_turns',
                 ),
             )
         },
@@ -113,8 +115,8 @@ _ROWS = (
         "{success before:.2f} to {success:.2f} (medians of {steps} steps)",
         why=Why(
             cause="the reward can be earned without solving the task",
-            advice="read these episodes, and change what `score` rewards; {parts}the run can go on from a checkpoint "
-            "before the two diverged",
+            advice="read these episodes, and change what `score` rewards; {parts}the run can continue from a "
+            "checkpoint before the two diverged",
         ),
         trajectories=figures.paid_without_success,
     ),
@@ -124,12 +126,12 @@ _ROWS = (
         parameters={"rise": 0.1, "evaluations": 4, "solved": 0.9},
         limits={"evaluations": (1, KEPT_EVALUATIONS)},
         on_evaluations=True,
-        message="from step {began} to {step} the success of training rose from {success of training before:.2f} to "
-        "{success of training:.2f}, and that of the evaluation of {env} went from "
+        message="from step {began} to {step} training success rose from {success of training before:.2f} to "
+        "{success of training:.2f}, while evaluation success on {env} went from "
         "{success of evaluation before:.2f} to {success of evaluation:.2f}",
         why=Why(
             cause="the policy memorises the training examples, or earns a reward that the evaluation does not give",
-            advice="take more or other training examples, and go on from an earlier checkpoint "
+            advice="use more or other training examples, and continue from an earlier checkpoint "
             "({checkpoint.keep_every}); {orchestrator.eval.interval} sets how often the policy is evaluated",
         ),
     ),
@@ -138,22 +140,23 @@ _ROWS = (
         function=reward_conditions.evaluation_drop,
         parameters={"fall": 0.1, "reward_fall": 0.2},
         on_evaluations=True,
-        message="the {what} of the evaluation of {env} fell from {was:.3g} at step {began}, its best, to {now:.3g} "
+        message="the {what} in the evaluation of {env} fell from {was:.3g}, its best, at step {began}, to {now:.3g} "
         "(95% intervals {intervals})",
         why={
             "failed": Why(
-                cause="{failed_share:.0%} of its episodes failed, {failed_before:.0%} of the best one's",
+                cause="{failed_share:.0%} of its episodes failed, and {failed_before:.0%} of those of the best "
+                "evaluation",
                 advice="check the errors of these episodes (evaluations/ in the run folder); the policy may be fine",
             ),
             "training": Why(
-                cause="the policy learns the training examples at the cost of others: the success of training did not "
-                "fall ({training_before:.2f} to {training/success:.2f})",
-                advice="go on from the checkpoint at step {began} or before ({checkpoint.keep_every}) with more or "
+                cause="the policy learns the training examples at the cost of others: training success did not fall "
+                "({training_before:.2f} to {training/success:.2f})",
+                advice="continue from the checkpoint at step {began} or before ({checkpoint.keep_every}) with more or "
                 "other training examples, or lower {trainer.optim.lr}",
             ),
             "": Why(
-                cause="updates have made the policy worse; alarms of the steps since then have details",
-                advice="go on from the checkpoint at step {began} or before ({checkpoint.keep_every}) and lower "
+                cause="updates have made the policy worse; alarms of the steps since then may show why",
+                advice="continue from the checkpoint at step {began} or before ({checkpoint.keep_every}) and lower "
                 "{trainer.optim.lr} or {trainer.optim.max_grad_norm}",
             ),
         },
@@ -218,7 +221,7 @@ _ROWS = (
         function=conditions.kept_set_bytes,
         parameters={"bound": 1000.0, "steps": 8},
         limits=_WINDOW,
-        message="kept sets take {value:,.0f} bytes for each trained token, the median of {steps} steps; the bound is "
+        message="kept sets take {value:,.0f} bytes per trained token, the median of {steps} steps; the bound is "
         "{bound:,.0f}",
         why=Why(
             cause="top_p and min_p keep many ids where the distribution is flat",
@@ -254,7 +257,7 @@ _ROWS = (
             "gone": Why(
                 seen="{called:.0%} of the rollouts of {env} have a readable call; in the first steps {before:.0%} had "
                 "one, and the reward has not risen",
-                cause="the policy has unlearned to call tools",
+                cause="the policy has unlearned how to call tools",
                 advice="go back to a checkpoint before that and lower {trainer.optim.lr}; check what rollouts without "
                 "calls are rewarded for",
             ),
@@ -282,14 +285,14 @@ _ROWS = (
         "as {reason}; success is {success:.2f}",
         why={
             "filter:zero_advantage": Why(
-                cause="all rollouts of a group earn the same, so no advantage differs from 0",
-                advice="give partial reward or take examples that are solved sometimes; raise "
+                cause="all rollouts of a group earn the same reward, so every advantage is 0",
+                advice="give partial reward or use examples that are sometimes solved; raise "
                 "{orchestrator.group_size}; or set {orchestrator.buffer.online_difficulty_filtering}",
             ),
             "difficulty": Why(
                 cause="the examples are too easy or too hard: online difficulty filtering drops groups of equal "
                 "rewards",
-                advice="take other examples, raise {orchestrator.group_size}, or keep examples in play with "
+                advice="use other examples, raise {orchestrator.group_size}, or keep examples in the normal pool with "
                 "{orchestrator.buffer.easy_threshold} and {orchestrator.buffer.hard_threshold}",
             ),
             "filter:gibberish": Why(
@@ -304,7 +307,7 @@ _ROWS = (
                 "the filter's threshold is raised",
             ),
             "filter:truncated": Why(
-                cause="nearly every rollout is cut off before its own end",
+                cause="nearly every rollout is cut off before it ends",
                 advice="raise {orchestrator.sampling.max_tokens}, {orchestrator.seq_len} or the environment's "
                 "max_turns; or remove the filter, so that rollouts that were cut off are trained",
             ),
@@ -313,9 +316,9 @@ _ROWS = (
             ),
             "missing_logprobs": Why(
                 cause="the server returns no logprobs",
-                advice="serve the model with one that does (`verbatim serve`, or {inference.backend})",
+                advice="use a server that returns them (`verbatim serve`, or {inference.backend})",
             ),
-            "": Why(cause="the reason {reason}", advice="check ledger/dropped/{reason}"),
+            "": Why(cause="rollouts are dropped for the reason {reason}", advice="check ledger/dropped/{reason}"),
         },
         trajectories=figures.untrained,
     ),
@@ -343,7 +346,8 @@ _ROWS = (
         function=conditions.environment_starves,
         parameters={"share": 0.25, "steps": 8},
         limits=_WINDOW,
-        message="{usable:.0f} rollouts of {env} in {counted} steps could be trained; its ratio gives it {expected:.0f}",
+        message="{usable:.0f} rollouts of {env} in {counted} steps could be trained; according to its ratio, "
+        "{expected:.0f} were expected",
         why={
             "failed": Why(
                 cause="{failed:.0f} of its {rollouts:.0f} rollouts failed",
@@ -369,7 +373,7 @@ _ROWS = (
         limits=_WINDOW,
         message="{count} of {total:.0f} rollouts of {env} in {counted} steps failed with: {kind}{others}",
         why={
-            kind: Why(cause="episodes of {env} fail at the same place", advice=advice)
+            kind: Why(cause="episodes of {env} fail in the same way", advice=advice)
             for kind, advice in (
                 (
                     "environment",
@@ -378,7 +382,7 @@ _ROWS = (
                 ("judge", "the judge gave no verdict: check its server, its prompt and its limits"),
                 (
                     "template",
-                    "the chat template failed: `verbatim doctor --template MODEL` plays it; see "
+                    "the chat template failed: `verbatim doctor --template MODEL` tests it; see "
                     "{orchestrator.renderer.name}",
                 ),
                 (
@@ -390,7 +394,7 @@ _ROWS = (
                     "raise {orchestrator.episode_timeout}, or shorten its episodes (max_turns); a tool that "
                     "hangs has {orchestrator.tool_timeout}",
                 ),
-                ("record", "the server's answer has no valid record of tokens: check its version and its options"),
+                ("record", "the server's response has no valid record of tokens: check its version and its options"),
                 (
                     "reward",
                     "score returned a reward that cannot be trained on: missing, infinite or not a number",
@@ -431,7 +435,7 @@ _ROWS = (
             ),
             "both wait": Why(
                 cause="the sampler waits as much: episodes wait for their tools, their judge or their environment",
-                advice=f"make these answer sooner, {_MORE}",
+                advice=f"make these faster, {_MORE}",
             ),
             "": Why(
                 cause="the sampler is the slower side, or single episodes take much longer than the rest",
@@ -443,5 +447,5 @@ _ROWS = (
 )
 
 ALARMS: Mapping[str, AlarmRow] = {row.name: row for row in _ROWS}
-"""The alarms by the name of their table, [monitor.alarms.NAME], whose keys are the parameters. All of them are on by
+"""The alarms by the name of their table, [monitor.alarms.NAME], whose keys are the parameters. All alarms are on by
 default."""
