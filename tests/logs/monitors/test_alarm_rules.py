@@ -434,7 +434,7 @@ def test_where_both_sides_wait_one_alarm_says_for_what():
     assert level("sampler_idle", both, config) == 0
     (found,) = findings("trainer_idle", both, config)
     assert found.level >= 1 and "episodes wait for their tools" in found.cause
-    assert found.advice.startswith("make these answer sooner, raise orchestrator.max_concurrent")
+    assert found.advice.startswith("make these faster, raise orchestrator.max_concurrent")
     one = steps_of({**BUSY, "time/trainer_idle": 17.0, "time/sampler_idle": 2.0}, count=8)
     (found,) = findings("trainer_idle", one, config)
     assert found.level >= 1 and found.cause.startswith("the sampler is the slower side")
@@ -625,7 +625,7 @@ def test_a_reward_drops_though_the_success_does_not():
     # 0.1 is half a deviation; its error is sqrt(2) 0.02 / 1.96 = 0.0144; a chance of 1/2000 is 3.29 of them
     assert found.level == pytest.approx(min(0.1 / (3.2905 * 0.02 * 2**0.5 / 1.95996), 0.1 / 0.04), rel=1e-4)
     assert found.message.startswith(
-        "the mean reward of the evaluation of game fell from 0.9 at step 0, its best, to "
+        "the mean reward in the evaluation of game fell from 0.9 (the best, at step 0) to "
         "0.8 (95% intervals 0.88 to 0.92 and 0.78 to 0.82)"
     )
 
@@ -678,7 +678,7 @@ def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():
         return only
 
     assert "updates have made the policy worse" in found().cause and "the checkpoint at step 10" in found().advice
-    assert found(failed=90).cause == "30% of its episodes failed, 0% of the best one's"
+    assert found(failed=90).cause == "30% of its episodes failed, and 0% of those of the best evaluation"
     window = measured(0.5, 0.8, 0.5)
     for _, metrics in window.evaluations["game"]:
         metrics |= {TRAINING: 0.8, TRAINING_ERROR: 0.02}

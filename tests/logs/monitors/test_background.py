@@ -85,7 +85,7 @@ def test_a_service_that_comes_later_hears_what_waited(caplog):
     service.close()
     assert heard == [0, 1, 2]
     (told,) = warnings(caplog)
-    assert told.startswith("Service: the record could not be opened, and is tried again every 0 s: ConnectionError")
+    assert told.startswith("Service: the record could not be opened; trying again every 0 s: ConnectionError")
 
 
 def test_a_service_that_never_comes_is_tried_a_last_time_at_the_end(caplog):
@@ -101,7 +101,7 @@ def test_a_service_that_never_comes_is_tried_a_last_time_at_the_end(caplog):
     assert not service.thread.is_alive()  # it has not waited for the next try
     assert len(tried) == 2
     first, last = warnings(caplog)
-    assert "is tried again every 1000000 s: ConnectionError: no" in first
+    assert "trying again every 1000000 s: ConnectionError: no" in first
     assert last == "Service: the record could not be opened, and the run goes on without it: ConnectionError: no"
 
 
@@ -125,9 +125,9 @@ def test_a_service_that_hangs_holds_up_nothing_and_no_more_memory_than_its_queue
     service.close()
     assert service.thread.is_alive()  # it still hangs, and was not waited for
     assert warnings(caplog) == [
-        "Service: 5 records wait for the service; further ones are dropped until it keeps up",
+        "Service: 5 records are waiting for the service; further ones are dropped until it catches up",
         "Service: did not finish within 0 seconds; type x",
-        "Service: 95 records were dropped: the service did not keep up",
+        "Service: 95 records were dropped because the service did not keep up",
     ]
     released.set()
     service.thread.join(HANGS)

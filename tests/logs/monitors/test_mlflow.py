@@ -140,7 +140,7 @@ def test_a_run_that_was_deleted_there_is_opened_anew(uri: str, tmp_path: Path, c
     monitor.on_step(1, {"loss": 1.0})
     monitor.close()
     assert Read(uri, tmp_path)["loss"] == [(1, 1.0)]
-    assert "no longer exists, and a new one is opened" in caplog.text
+    assert "no longer exists; opening a new one" in caplog.text
 
 
 def test_a_server_that_is_not_there_slows_nothing_and_tells_no_password(tmp_path: Path, caplog, monkeypatch):

@@ -165,7 +165,7 @@ def test_a_service_that_cannot_be_reached_is_a_warning_and_an_offline_record(
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == (
         "W&B: the service cannot be used (ConnectionError: 401 for key [redacted]); "
-        f"type `wandb sync {tmp_path}/wandb/*run-*` to upload what was recorded there"
+        f"type `wandb sync {tmp_path}/wandb/*run-*` to upload the data that was recorded there"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reports a run: on the console, as JSON lines and Parquet files, as a learning curve, and to services such as W&B."""
+"""Reports a run on the console, as JSON lines and Parquet files, as a learning curve, and to services such as W&B."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ MONITORS: Mapping[str, str] = {
     "tensorboard": "verbatim.logs.monitors.tensorboard:Tensorboard",
     "wandb": "verbatim.logs.monitors.wandb:Wandb",
 }
-"""Import path of each bundled service by the name of its table, [monitor.NAME]. The table's keys are the component's
-parameters; when the run starts, it is called with a `RunInfo` and returns a `Monitor`."""
+"""Import path of each bundled service, by the name of its table, [monitor.NAME]. The keys of the table are the
+parameters of the component. When the run starts, the component is called with a `RunInfo` and returns a `Monitor`."""
 
 __all__ = [
     "MONITORS",

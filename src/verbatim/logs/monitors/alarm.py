@@ -13,12 +13,12 @@ State = Literal["raised", "cleared"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A problem of a run, or the end of one."""
+    """A problem of a run that was detected, or that is over."""
 
     name: str
     """The kind of alarm, such as `entropy_collapse`."""
     step: int
-    """Number of steps done when the problem was detected; 0: before the first step."""
+    """Number of steps done when the problem was detected; 0 before the first step."""
     state: State
     """"raised", or "cleared": the problem raised under this name and environment is over."""
     message: str
@@ -30,13 +30,14 @@ class Alarm:
     evidence: Mapping[str, float] = field(default_factory=dict)
     """Metrics that show the problem, by name."""
     env: str | None = None
-    """The environment with the problem; None: the whole run."""
+    """The environment with the problem; None for the whole run."""
     trajectory_ids: tuple[str, ...] = ()
     """Trajectories that show the problem."""
 
     @property
     def metric(self) -> str:
-        """The metric's name in services. It includes the environment, so that two environments have two metrics.
+        """Name of the alarm's metric in services. It includes the environment, so that two environments have two
+        metrics.
 
         >>> Alarm(name="stale", step=3, state="raised", message="", cause="", advice="", env="game").metric
         'alarm/stale/game'
@@ -60,8 +61,8 @@ class Alarm:
 
 class Detector(Protocol):
     """Raises alarms. The run calls its detectors after each step and each evaluation, on the same thread as the
-    monitors, and passes the alarms to the monitors' `on_alarm`. An exception in a detector is logged, and the run
-    continues without that detector."""
+    monitors, and passes the alarms to the monitors' `on_alarm`. If a detector raises an exception, it is logged, and
+    the run continues without the detector."""
 
     def on_step(
         self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]
@@ -72,7 +73,7 @@ class Detector(Protocol):
         """The alarms of an evaluation. The arguments are those of `Monitor.on_eval`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The detector's state, as plain JSON values; stored in each checkpoint."""
+        """The state of the detector, as plain JSON values. It is stored in each checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`. Not called if the checkpoint has no state of this detector."""
+        """Restore the state returned by `state_dict`. Not called if the checkpoint has no state of this detector."""

@@ -22,7 +22,7 @@ class AlarmLog(JsonlLog, Monitor):
 
 
 def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
-    """The alarm in one record of `alarms.jsonl`, in the form that `read_log` returns.
+    """Convert a record of `alarms.jsonl`, as returned by `read_log`, to an alarm.
 
     Raises:
         KeyError, TypeError, ValueError: the record is not an alarm.
@@ -35,7 +35,7 @@ def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """The alarms in an `alarms.jsonl`, in order; empty if there is no such file.
+    """Read the alarms in an `alarms.jsonl`, in order; empty if there is no such file.
 
     Raises:
         UsageError: a line is not a JSON object.

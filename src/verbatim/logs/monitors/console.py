@@ -31,29 +31,29 @@ COLUMNS: tuple[Column, ...] = (
     ("trainer tok/s", "tokens_per_second", ".0f"),
     ("idle s", "time/trainer_idle", ".1f"),
 )
-"""Heading, metric and number format of each column. A column is left out until it has a value; values that are missing
-later are shown as -."""
+"""Heading, metric and number format of each column. A column is left out until it has a value. Later on, missing values
+are shown as -."""
 
 HEADER_EVERY = 20
 """Number of step lines between two headings."""
 
 SECONDS_BETWEEN = 5.0
-"""Minimum seconds between step lines on a terminal: the steps in between only move the bar."""
+"""Minimum seconds between step lines on a terminal. The steps in between only move the bar."""
 
 
 class Console(Monitor):
     """Prints steps, evaluations and alarms.
 
-    On a terminal, a live view below them shows the progress with the time left, the last evaluation, what sampler and
-    trainer wait for, and the latest alarm that has not cleared. Lines have as many columns as fit, and some quick steps
-    have no line. If the output is not a terminal, every step has a full line.
+    On a terminal, a live view below them shows the progress with the time left, the last evaluation, how long sampler
+    and trainer are idle, and the latest alarm that has not been cleared. Lines have as many columns as fit, and some
+    quick steps have no line. If the output is not a terminal, every step has a full line.
 
     Args:
         max_steps: Number of steps of the run.
         console: Where to print; standard output by default.
         first_step: Number of steps done before this process started (a resumed run).
-        now: A clock, in seconds.
-        alarms: Alarms raised by earlier processes of the run and not cleared; each is printed.
+        now: Returns the time in seconds.
+        alarms: Alarms that earlier processes of the run raised and did not clear. They are printed at the start.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Console(Monitor):
         self._last_line = self._now()
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Print one line with the main metrics of the evaluation; on a terminal, as many as fit."""
+        """Print one line with the main metrics of the evaluation, on a terminal as many as fit."""
         self._evals[env] = f"{env}  {'  '.join(_main_figures(metrics)) or 'no result'}  after step {step}"
         width = self.console.width if self.console.is_terminal else None
         self._print(eval_line(step, env, metrics, width), style="bold")
@@ -145,12 +145,12 @@ def known_columns(metrics: Metrics, shown: Sequence[Column] = ()) -> tuple[Colum
 
 
 def header(max_steps: int, columns: Sequence[Column], width: int | None = None) -> str:
-    """The columns' names, aligned with their values, as many as fit into the width."""
+    """The names of the columns, aligned with their values, as many as fit into the width."""
     return _fit([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, *_ in columns)], width)
 
 
 def step_line(step: int, max_steps: int, metrics: Metrics, columns: Sequence[Column], width: int | None = None) -> str:
-    """The line of one step: `3/100`, then the columns that fit into the width.
+    """The line of one step: the step (`3/100`), then the columns that fit into the width.
 
     >>> step_line(3, 100, {"reward/mean": 0.5}, COLUMNS[:3])
     '   3/100    0.500        -        -'
@@ -163,7 +163,7 @@ def step_line(step: int, max_steps: int, metrics: Metrics, columns: Sequence[Col
 
 
 def _fit(cells: Sequence[str], width: int | None) -> str:
-    """Join the first cells that fit into the width with two spaces; without a width, all of them."""
+    """Join the first cells that fit into the width by two spaces, or all cells if there is no width."""
     line = cells[0]
     for cell in cells[1:]:
         if width is not None and len(line) + 2 + len(cell) > width:
@@ -173,8 +173,8 @@ def _fit(cells: Sequence[str], width: int | None) -> str:
 
 
 def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -> str:
-    """The line of one evaluation: success with its interval, the reward unless it equals success, counts of examples
-    and episodes, reward parts, and turns, each if it has a value. The metrics log has the rest.
+    """The line of one evaluation: success with its interval, the reward unless it equals success, the number of
+    examples and episodes, reward parts, and turns. Missing values are left out. The metrics log has all others.
 
     >>> eval_line(20, "game", {"success": 0.91, "success/low": 0.85, "success/high": 0.95, "turns": 2.5, "lr": 0.1,
     ...                        "examples": 15, "episodes": 30, "failed": 0})
@@ -197,14 +197,14 @@ def _main_figures(metrics: Metrics) -> list[str]:
 
 
 def _interval(name: str, metrics: Metrics) -> str:
-    """A metric's interval as text: from `success/low` and `success/high`, or `reward/low` and `reward/high`."""
+    """A metric's interval as text, from `success/low` and `success/high`, or `reward/low` and `reward/high`."""
     family = name.removesuffix("/mean")
     low, high = metrics.get(f"{family}/low", math.nan), metrics.get(f"{family}/high", math.nan)
     return "" if math.isnan(low) or math.isnan(high) else f" [{number(low)}, {number(high)}]"
 
 
 def what_waits(metrics: Metrics) -> str:
-    """What sampler, trainer and orchestrator waited for in the last step; empty if nothing is known.
+    """Text on how long sampler, trainer and orchestrator waited in the last step; empty if nothing is known.
 
     >>> what_waits({"time/step": 10.0, "time/sampler_idle": 1.0, "time/trainer_idle": 6.0, "time/wait_for_batch": 2.0,
     ...             "queue/groups_in_flight": 3})

@@ -9,7 +9,7 @@ from verbatim.core.texts import cut
 
 
 def message_text(message: Mapping[str, Any], longest: int) -> str:
-    """A message as text: its content, then its tool calls written as Python calls, cut after `longest` characters.
+    """A message as text: its content, then its tool calls in Python syntax, cut after `longest` characters.
 
     >>> message_text({"role": "assistant", "content": "", "tool_calls": [
     ...     {"id": "1", "type": "function", "function": {"name": "guess", "arguments": {"number": 8}}}]}, 100)
@@ -27,7 +27,7 @@ def message_text(message: Mapping[str, Any], longest: int) -> str:
 
 
 def conversation_text(messages: Iterable[Mapping[str, Any]], longest: int) -> str:
-    """All messages, each below its role, cut after `longest` characters in total.
+    """All messages as text, each below its role, cut after `longest` characters in total.
 
     >>> print(conversation_text([{"role": "user", "content": "go"}, {"role": "assistant", "content": "gone"}], 100))
     [user]

@@ -1,4 +1,4 @@
-"""Prints a run as JSON lines for programs: an object for each step, evaluation and alarm, and for the end."""
+"""Prints a run as JSON lines for programs: an object for each step, evaluation and alarm, and one for the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JsonLines(Monitor):
     numbers.
 
     Args:
-        stream: Where to print; each line is flushed. If its reader closes the pipe, printing stops and the run
+        stream: Where to print. Each line is flushed. If the reader closes the pipe, printing stops and the run
             continues.
     """
 

@@ -20,14 +20,14 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LogMark:
-    """The length of a log at some moment. The log only grows, so everything before a mark stays unchanged."""
+    """The length of a log at some moment. The log only grows, so the part before a mark never changes."""
 
     size: int = 0
     """Length in bytes."""
     records: int = 0
     """Length in lines."""
     crc32: int = 0
-    """CRC-32 of these bytes. It can be continued with the next line, without reading the file again."""
+    """CRC-32 of these bytes. It can be updated with the next line without reading the file again."""
 
     def after(self, line: bytes) -> LogMark:
         """The mark after one more line."""
@@ -35,14 +35,15 @@ class LogMark:
 
 
 class JsonlWriter:
-    """Appends records, each completely or not at all. An incomplete last line of a killed process is cut off first.
+    """Appends records, each completely or not at all. If a killed process has left an incomplete last line, it is first
+    cut off.
 
     NaN and infinities, which JSON does not have, are written as the strings "NaN", "Infinity" and "-Infinity", which
     `float()` reads back.
 
     Args:
         path: The file; created, with its folder, if missing.
-        mark: The length of the file; None: measured by reading it.
+        mark: The length of the file; None to measure it by reading the file.
     """
 
     def __init__(self, path: Path, mark: LogMark | None = None) -> None:
@@ -60,7 +61,7 @@ class JsonlWriter:
         """Append one record. Values are JSON values, or numpy scalars and arrays.
 
         Raises:
-            OSError: the write failed; no part of the record is in the file.
+            OSError: the write failed. No part of the record is in the file.
             TypeError, ValueError, RecursionError: the record is not JSON.
         """
         line = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
@@ -68,7 +69,7 @@ class JsonlWriter:
             self._cut_back()
         left = memoryview(line)
         try:
-            while left:  # os.write may write only a part, for example on a disk that is almost full
+            while left:  # os.write may write only part of the line, for example if the disk is almost full
                 left = left[os.write(self._descriptor, left) :]
         except BaseException:
             self._is_torn = True
@@ -77,7 +78,7 @@ class JsonlWriter:
         self.mark = self.mark.after(line)
 
     def sync(self) -> LogMark:
-        """Wait until all records are on disk; returns the mark of the last one.
+        """Wait until all records are on disk. Returns the mark after the last one.
 
         Raises:
             OSError: the write failed.
@@ -86,7 +87,7 @@ class JsonlWriter:
         return self.mark
 
     def close(self) -> None:
-        """Sync and close the file. May be called more than once."""
+        """Sync and close the file. May be called repeatedly."""
         if self._descriptor < 0:
             return
         try:
@@ -112,7 +113,7 @@ class JsonlLog:
 
 
 def measure(path: Path, size: int | None = None) -> LogMark:
-    """The mark at the end of a file, or after its first `size` bytes; a missing file counts as empty."""
+    """The mark at the end of a file, or after its first `size` bytes. A missing file counts as empty."""
     found, records, crc = 0, 0, 0
     if not path.exists():
         return LogMark()
@@ -123,7 +124,7 @@ def measure(path: Path, size: int | None = None) -> LogMark:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file. An incomplete last line is left out: its writer is at work, or was killed.
+    """Read the records of a file. An incomplete last line is ignored, because its writer is at work or was killed.
 
     Raises:
         UsageError: there is no such file, or a line is not a JSON object.
@@ -144,14 +145,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_log(path: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The records of a run's log, without their format number.
+    """Read the records of a run's log, without their format numbers.
 
     Args:
         path: The file.
         kind: The log's key in `FORMATS`.
 
     Raises:
-        UsageError: as `read_jsonl`.
+        UsageError: as for `read_jsonl`.
         FormatError: a line has a different format number, or none.
     """
     for number, record in enumerate(read_jsonl(path), start=1):
@@ -159,7 +160,7 @@ def read_log(path: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def refuse_other_log(path: Path) -> None:
-    """Refuse to append to a log of another Verbatim version. In a resumed run a damaged log has been replaced before.
+    """Refuse to append to a log of another Verbatim version. In a resumed run, damaged logs have already been replaced.
 
     Args:
         path: The log, whose name is a key in `FORMATS`.
@@ -172,7 +173,7 @@ def refuse_other_log(path: Path) -> None:
 
 
 def _cut_torn_line(path: Path) -> LogMark:
-    """Cut a file after its last complete line; returns the mark of that line."""
+    """Cut a file after its last complete line. Returns the mark after that line."""
     mark = LogMark()
     if path.is_file():
         with path.open("rb") as lines:

@@ -36,7 +36,7 @@ class Curve:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """The panels to draw: one each for reward and success, or a single one if the two are equal everywhere."""
+        """The panels to draw: one for reward and one for success, or a single one if the two are equal everywhere."""
         success = Panel(name="success", train=self.successes, evals=self.evals)
         is_share = all(0 <= value <= 1 for _, value in self.rewards if math.isfinite(value))
         if is_share and not self.eval_rewards and not self.successes:
@@ -55,11 +55,11 @@ class Panel:
     evals: Mapping[str, Points]
     """Points of evaluations, by environment."""
     train_name: str = ""
-    """The metric's name in training; empty: `name`."""
+    """The metric's name in training; empty if it is `name`."""
 
 
 def read_curve(metrics_path: Path) -> Curve:
-    """The curve of a run, from the file of its `MetricsLog`.
+    """Read the curve of a run from the file of its `MetricsLog`.
 
     Raises:
         UsageError: there is no such file, or it is not a metrics log.
@@ -84,8 +84,9 @@ def _points_by_env(evals: Mapping[str, Rows], name: str) -> dict[str, Points]:
 
 
 def reward_is_success(metrics: Mapping[str, Any]) -> bool:
-    """True if the mean reward of a step or an evaluation equals its success: each reward is 1 for a successful episode
-    and 0 otherwise. Failed episodes of an evaluation are unsuccessful but have no reward, so they are factored out.
+    """True if the mean reward of a step or an evaluation equals its success, which is the case if each reward is 1 for
+    a successful episode and 0 otherwise. Failed episodes of an evaluation are unsuccessful but have no reward, so they
+    are factored out.
 
     >>> reward_is_success({"success": 0.5, "reward/mean": 0.625, "episodes": 10, "failed": 2})
     True
@@ -94,7 +95,8 @@ def reward_is_success(metrics: Mapping[str, Any]) -> bool:
     """
     reward, success = (float(metrics.get(name, "nan")) for name in ("reward/mean", "success"))
     ended = 1 - float(metrics.get("failed", 0)) / max(1.0, float(metrics.get("episodes", 1)))
-    return not abs(reward * ended - success) > 1e-6  # also True if one is NaN: then there is only one value to show
+    # Also True if one of them is NaN, because then there is only one value to show.
+    return not abs(reward * ended - success) > 1e-6
 
 
 def reward_parts(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -112,14 +114,14 @@ def reward_parts(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None) -> None:
-    """Draw training and evaluations, with the first and last evaluation labelled, and the best constant policy. If
+    """Draw training and evaluations, with labels at the first and the last evaluation, and the best constant policy. If
     reward and success differ, each has its own axes.
 
     Args:
         curve: The points; NaN leaves a gap.
-        path: The PNG; written atomically.
+        path: The PNG, which is written atomically.
         title: The title above the axes.
-        best_constant: Success of the best policy that ignores its observations, by environment, as a dashed line.
+        best_constant: Success of the best policy that ignores its observations, by environment; drawn as a dashed line.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -128,7 +130,8 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
     from matplotlib.figure import Figure
 
     panels = curve.panels
-    figure = Figure(figsize=(8, 4.5 if len(panels) == 1 else 7.5), layout="constrained")  # no pyplot: no global state
+    # Without pyplot, which has global state.
+    figure = Figure(figsize=(8, 4.5 if len(panels) == 1 else 7.5), layout="constrained")
     for panel, axes in zip(panels, figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], strict=True):
         _draw_panel(axes, panel, best_constant or {} if panel.name == "success" else {})
     figure.axes[-1].set(xlabel="step")
@@ -138,8 +141,8 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
 
 
 class LearningCurve(Monitor):
-    """Draws the curve after each evaluation and at the end; not after each step, because a drawing takes as long as a
-    small step. Without matplotlib, logs one warning and draws nothing."""
+    """Draws the curve after each evaluation and at the end. It is not drawn after each step, because that takes as long
+    as a small step. Without matplotlib, one warning is logged and nothing is drawn."""
 
     def __init__(
         self, metrics_path: Path, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None
@@ -152,7 +155,8 @@ class LearningCurve(Monitor):
             logger.warning("no %s for this run: matplotlib is not installed; type: %s", path.name, install)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Draw the curve from the log. This monitor comes after the `MetricsLog`, which has written the evaluation."""
+        """Draw the curve from the metrics log. The `MetricsLog` comes before this monitor and has already written the
+        evaluation."""
         self._draw()
 
     def close(self) -> None:

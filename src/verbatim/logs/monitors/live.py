@@ -1,4 +1,5 @@
-"""Draws the bottom of a terminal while a command runs: a progress bar for each stage of work, and a few lines."""
+"""Draws a live view at the bottom of a terminal while a command runs: a progress bar for each stage of work, and a few
+lines."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from rich.text import Text
 
 _REFRESHES_PER_SECOND = 2
 _MARGIN = 5
-"""Columns to leave empty on the right. A terminal that echoes ^C at the end of a full line wraps to a new line, which
-would remain on the screen."""
+"""Number of columns to leave empty on the right. If a terminal echoes ^C at the end of a full line, it wraps to a new
+line, which would remain on the screen."""
 _REMEMBERED = 50
-"""Number of latest updates over which the speed is measured. Many, so that an evaluation between two steps does not
-change the time left by much."""
+"""Number of latest updates over which the speed is measured. It is large, so that an evaluation between two steps does
+not change the time left by much."""
 
 
 class ProgressStage:
@@ -29,12 +30,12 @@ class ProgressStage:
 
     Args:
         what: The label in front of the bar.
-        total: Number of items; None: unknown.
+        total: Number of items; None if unknown.
         done: Number of items done before this process started.
-        count: Returns the number of items done, for work that does not call `update`; called at each refresh.
-        side_by_side: True if items run concurrently, as episodes do. The first ones to end are the shortest and say
-            little about the speed, so the time left is unknown until half of them have ended.
-        now: A clock, in seconds.
+        count: Returns the number of items done. Called at each refresh, for work that does not call `update`.
+        side_by_side: True if items run concurrently, as episodes do. The first items to end are the shortest and say
+            little about the speed, so the time left is unknown until half of the items have ended.
+        now: Returns the time in seconds.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class ProgressStage:
         self._marks: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
 
     def update(self, done: int, note: str = "") -> None:
-        """Set the number of items done, and a note behind the count."""
+        """Set the number of items done, and a note to show after the count."""
         self.done, self.note = done, note
         self._marks.append((self._now(), done))
 
     def begin(self) -> None:
-        """Measure the speed from now on, unless items have been done already: before, the work was waiting."""
+        """Measure the speed from now on, because the work has been waiting until now. Has no effect if items are
+        already done."""
         if not self._marks:
             self._first = (self._now(), self.done)
 
@@ -75,9 +77,10 @@ class ProgressStage:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds left, at the speed of the latest updates; None: unknown.
+        """Estimated seconds left, at the speed of the latest updates; None if unknown.
 
-        Example: 4 of 10 items are done, and the last 3 took 2 seconds each: 12 seconds, and one second later 11.
+        Example: if 4 of 10 items are done and the last 3 took 2 seconds each, 12 seconds are left, and one second later
+        11.
         """
         if self.total is None or not self._marks or (self._side_by_side and 2 * self.done < self.total):
             return None
@@ -89,14 +92,14 @@ class ProgressStage:
 
 
 class LiveView:
-    """The bars of all open stages, one below the other, and further lines below them.
+    """The bars of all open stages, one below the other, followed by further lines.
 
     Other output to the console appears above the view. If the console is not a terminal, nothing is drawn.
 
     Args:
         console: Where to draw.
-        lines: Returns the lines below the bars, each a label and a text; called at each refresh.
-        now: A clock, in seconds.
+        lines: Returns the lines below the bars, each a label and a text. Called at each refresh.
+        now: Returns the time in seconds.
     """
 
     def __init__(
@@ -134,8 +137,9 @@ class LiveView:
         return stage
 
     def close(self, stage: ProgressStage) -> None:
-        """Remove a stage's bar; with the last one the view ends and the terminal is restored. Other stages may have
-        waited for this one (the run's steps for the sampler's start), so their speed is measured from now on."""
+        """Remove a stage's bar. When the last one is removed, the view ends and the terminal is restored. Other stages
+        may have waited for this one (the run's steps wait for the sampler to start), so their speed is measured from
+        now on."""
         self._stages.remove(stage)
         for other in self._stages:
             other.begin()
@@ -146,7 +150,7 @@ class LiveView:
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
     ) -> Iterator[ProgressStage]:
-        """A stage that is open while the block runs. With `count`, its items run concurrently."""
+        """Open a stage for the duration of the block. With `count`, its items run concurrently."""
         stage = self.open(what, total, count=count, side_by_side=count is not None)
         try:
             yield stage

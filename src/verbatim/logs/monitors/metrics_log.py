@@ -38,12 +38,13 @@ class MetricsLog(JsonlLog, Monitor):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run's metrics, in order. Raises as `read_log`."""
+    """Read the records of a run's metrics, in order. Raises the same errors as `read_log`."""
     return read_log(path, METRICS)
 
 
 def read_history(path: Path) -> tuple[Rows, dict[str, Rows]]:
-    """The metrics of a run's steps, and of its evaluations by environment, in order. Raises as `read_log`."""
+    """Read the metrics of a run's steps, and of its evaluations by environment, in order. Raises the same errors as
+    `read_log`."""
     steps: Rows = []
     evals: dict[str, Rows] = {}
     for record in read_metrics(path):

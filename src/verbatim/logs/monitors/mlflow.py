@@ -32,27 +32,27 @@ RUN_ID = "mlflow_run_id"
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """MLflow's status for each final state of a run."""
 _BATCH, _PARAMS = 1000, 100
-"""Maximum number of metrics, and of parameters, in one request: limits of MLflow's API."""
+"""Maximum number of metrics, and of parameters, in one request, as limited by MLflow's API."""
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
-"""Maximum lengths of a parameter and of a tag."""
+"""Maximum length of a parameter, and of a tag, in characters."""
 _MOST_TABLES = 80
-"""Number of tables, the newest ones, that the run's tag lists; more would exceed the length of a tag."""
+"""Maximum number of tables listed in the run's tag, the newest ones. More would exceed the length of a tag."""
 _TABLES = "mlflow.loggedArtifacts"
-"""The tag in which MLflow's pages look up a run's tables."""
+"""Name of the tag that MLflow's pages read to find a run's tables."""
 _FOREIGN = re.compile(r"[^\w\-. :/]")
-"""Characters that MLflow does not accept in names."""
+"""Matches characters that MLflow does not accept in names."""
 _CLIENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
-"""Environment variables to set for the client if they are not set: no telemetry, and time limits short enough that a
-server that does not answer is given up before `Background`'s limits."""
+"""Environment variables for the client, unless already set: no telemetry, and timeouts short enough that the client
+gives up on an unresponsive server before the timeouts of `Background`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mlflow(ServiceSettings):
-    """[monitor.mlflow]: opens a run in an experiment on an MLflow server, or in a database.
+    """[monitor.mlflow]: opens a run in an experiment on an MLflow server or in a database.
 
     Raises:
         UsageError: mlflow is not installed, or does not support the tracking URI.
@@ -62,10 +62,10 @@ class Mlflow(ServiceSettings):
     experiment: str
     """The experiment; created if it does not exist."""
     name: str | None = None
-    """The name of the MLflow run; the run's name by default."""
+    """The name of the MLflow run; by default the name of this run."""
     tracking_uri: str | None = None
-    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`; by default MLFLOW_TRACKING_URI, else
-    MLflow's own default, the database `mlflow.db` in the working directory."""
+    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`. By default MLFLOW_TRACKING_URI, or
+    else MLflow's own default, the database `mlflow.db` in the working directory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +98,7 @@ class _Record:
     client: MlflowClient
     run_id: str
     is_new: bool
-    """True if this process created the run; False if it continues one."""
+    """True if this process created the MLflow run; False if it continues an existing run."""
     tables: list[str]
     """Files of the run's tables."""
 
@@ -106,8 +106,8 @@ class _Record:
         self._logged: dict[str, int] = {}
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """Log metrics, unless an earlier process of the run logged this step: MLflow would keep both values. The
-        history of the first metric, which every report of its kind has, tells which steps have been logged."""
+        """Log metrics, unless an earlier process of the run logged this step, because MLflow would keep both values.
+        Which steps have been logged is found in the history of the first metric, which every report of its kind has."""
         mark = next(iter(metrics))
         if mark not in self._logged:
             history = [] if self.is_new else self.client.get_metric_history(self.run_id, _key(mark))
@@ -122,8 +122,8 @@ class _Record:
 
 
 class MlflowMonitor(ServiceMonitor[_Record]):
-    """Writes one MLflow run: all metrics, quantiles of each distribution (MLflow has no histograms), and tables of
-    trajectories as `trajectories/step-000010.json`."""
+    """Writes one MLflow run: all metrics, quantiles of each distribution (because MLflow has no histograms), and tables
+    of trajectories such as `trajectories/step-000010.json`."""
 
     service = "MLflow"
     retry_seconds = 60.0
@@ -170,11 +170,11 @@ class MlflowMonitor(ServiceMonitor[_Record]):
     def _open(self) -> _Record:
         for name, value in _CLIENT.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # here, on the thread, because the import takes seconds
+        from mlflow import MlflowClient  # imported here, on the thread, because it takes seconds
 
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        # Hide urllib3's warnings of each retry on this thread: the outcome is reported once, by `Background`.
+        # Hide urllib3's warnings about each retry on this thread, because `Background` reports the outcome once.
         own = threading.current_thread().name
         logging.getLogger("urllib3.connectionpool").addFilter(lambda record: record.threadName != own)
         client = MlflowClient(tracking_uri=self._settings.uri)
@@ -196,7 +196,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
         except Exception as error:
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            warn("MLflow", f"the run {run_id} no longer exists, and a new one is opened: {reason(error)}")
+            warn("MLflow", f"the run {run_id} no longer exists; opening a new one: {reason(error)}")
             return None
         client.update_run(run_id, status="RUNNING")
         tables = [table["path"] for table in json.loads(run.data.tags.get(_TABLES, "[]"))]
@@ -211,7 +211,8 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
     @staticmethod
     def _log_params(record: _Record, params: Mapping[str, str]) -> None:
-        """Log new parameters. MLflow does not allow changes; after a resume, config.json has the current values."""
+        """Log new parameters. MLflow does not allow changing them, so after a resume only config.json has the current
+        values."""
         from mlflow.entities import Param
 
         found = [Param(name, value) for name, value in params.items()]
@@ -220,9 +221,9 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
 
 def _key(name: str) -> str:
-    """A name that MLflow accepts: letters, digits and `_-. :/`.
+    """Convert a name to one that MLflow accepts, with letters, digits and `_-. :/` only.
 
     >>> _key("errors/tool (late)")
     'errors/tool _late_'
     """
-    return _FOREIGN.sub("_", name)[:250]  # MLflow's limit
+    return _FOREIGN.sub("_", name)[:250]  # the limit of MLflow

@@ -22,26 +22,26 @@ Metrics = Mapping[str, float]
 """Values by metric name. A value may be NaN (nothing to average) or infinite."""
 
 Distributions = Mapping[str, Sequence[float]]
-"""By name, one value for each rollout of a batch, including filtered rollouts."""
+"""Values for all rollouts of a batch, including filtered ones, by name."""
 NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
 
 
 class Monitor(Protocol):
-    """Observes a run, without influence on it. If a monitor fails, the run continues.
+    """Observes a run without influencing it. If a monitor fails, the run continues.
 
-    A monitor has at least one of these methods and may leave out the others; a subclass inherits empty ones. The
-    methods are called one at a time, and the run waits for each.
+    A monitor has at least one of these methods and may leave out the others. A subclass inherits empty ones. The
+    methods are called one at a time, and the run waits for each call.
     """
 
-    # Each method has an explicit return: mypy treats a protocol's method without a statement as abstract.
+    # Each method has an explicit return, because mypy treats a protocol's method without a statement as abstract.
 
     def on_start(self, config: Mapping[str, Any]) -> None:
-        """The run starts or is resumed. Called before the other methods, with the whole configuration as plain values,
-        without secrets."""
+        """Called first, when the run starts or is resumed, with the whole configuration as plain values, without
+        secrets."""
         return
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """A step is done: its batch has been trained. Steps count from 1."""
+        """Called when a step is done, that is, its batch has been trained. Steps are counted from 1."""
         return
 
     def on_trajectories(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
@@ -50,20 +50,21 @@ class Monitor(Protocol):
         return
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """The policy was evaluated on one environment after this step; step 0: before the first."""
+        """Called when the policy has been evaluated on one environment after this step; step 0 is before the first
+        step."""
         return
 
     def on_alarm(self, alarm: Alarm) -> None:
-        """An alarm was raised or cleared, after the step or the evaluation that showed it."""
+        """Called when an alarm is raised or cleared, after the step or evaluation that caused this."""
         return
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """This process of the run ends. The summary is that of `verbatim.run.ending`; `state` is "finished", "stopped"
-        or "failed"."""
+        """Called when this process of the run ends. The summary is that of `verbatim.run.ending`. Its `state` is
+        "finished", "stopped" or "failed"."""
         return
 
     def close(self) -> None:
-        """Release resources. The last call."""
+        """Release resources. Called last."""
         return
 
 
@@ -71,7 +72,7 @@ METHODS = ("on_start", "on_step", "on_trajectories", "on_eval", "on_alarm", "on_
 
 
 def fault_of(monitor: object) -> str | None:
-    """A clause that explains why an object, or the instances of a class, are not monitors; None: they are.
+    """A clause that explains why an object, or the instances of a class, are not monitors; None if they are.
 
     >>> class Typo:
     ...     def on_stepp(self, step, metrics, distributions): ...
@@ -95,12 +96,12 @@ on_alarm, on_end, close'
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """Facts about a run that a monitor component gets when the run starts."""
+    """Facts about a run, which a monitor component receives when the run starts."""
 
     name: str
     """The run's name."""
     folder: Path
-    """The run folder; a monitor stores there what it needs when the run is resumed."""
+    """The run folder, where a monitor may store the data that it needs when the run is resumed."""
     config: Mapping[str, Any]
     """The whole configuration as plain values, without secrets."""
     first_step: int = 0
@@ -108,12 +109,12 @@ class RunInfo:
 
 
 OpenMonitor = Callable[[RunInfo], Monitor]
-"""A monitor component with its parameters set; called when the run starts."""
+"""A monitor component whose parameters are set. It is called when the run starts."""
 
 
 def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
-    """Start monitors, given by the names of their tables. If one raises, or does not return a monitor, that is logged,
-    and the run continues without it."""
+    """Start the monitors, given by the names of their tables. If one raises, or does not return a monitor, this is
+    logged and the run continues without it."""
     monitors = []
     for name, component in components.items():
         try:
@@ -132,7 +133,8 @@ def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[M
 
 
 class Monitors:
-    """Several monitors as one. An exception in one of them is logged with its traceback, and the run continues."""
+    """Combines several monitors into one. An exception in one of them is logged with its traceback, and the run
+    continues."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self.monitors = tuple(monitors)
@@ -168,7 +170,8 @@ class Monitors:
                     raise TypeError(f"{answer.__qualname__} is async and has not run; expected a plain function: def")
             except Exception as error:  # a full disk or a plotting library must not cost hours of training
                 self.num_failures += 1
-                from_machine = is_machine_fault(error)  # such as a full disk: one line is enough, no traceback
+                # For a machine fault, such as a full disk, one line without a traceback is enough.
+                from_machine = is_machine_fault(error)
                 logger.error(
                     "monitor %s failed; the run goes on without its report%s",
                     type(monitor).__name__,

@@ -25,9 +25,9 @@ class Restored:
     mark: LogMark
     """The end of the log."""
     fault: str | None = None
-    """A sentence on what was wrong with the log; None: nothing."""
+    """A sentence that describes the fault of the log; None if there was none."""
     earlier: Mapping[int, LogMark] = field(default_factory=dict)
-    """After a fault: the corrected marks of the checkpoints, by step, because the log is shorter now."""
+    """Corrected marks of the checkpoints by step, if the log became shorter because of a fault."""
 
 
 @dataclass(kw_only=True)
@@ -37,13 +37,13 @@ class _ReadableLog:
     mark: LogMark = field(default_factory=LogMark)
     """The end of the copied lines."""
     steps: set[int] = field(default_factory=set)
-    """Steps that have a line."""
+    """The steps that have a line."""
     last_line: int = 0
     """Line number of the last line that was kept."""
     unreadable: list[int] = field(default_factory=list)
-    """Numbers of lines that are not records."""
+    """Line numbers of the lines that are not records."""
     earlier: dict[int, LogMark] = field(default_factory=dict)
-    """As in `Restored`."""
+    """See `Restored.earlier`."""
     is_prefix: bool = True
     """True if the kept lines are the beginning of the log, so that it can be cut in place."""
 
@@ -57,27 +57,29 @@ def restore(
     checkpoints: Iterable[int] = (),
     every_step: bool = False,
 ) -> Restored:
-    """Cut a log back to a checkpoint, because the steps after it will be done again.
+    """Truncate a log to its length at a checkpoint, because the steps after the checkpoint will be done again.
 
-    If the log differs from what it was at the checkpoint, the readable lines are copied to a new file, and the damaged
-    one is renamed to `{name}.damaged-{number}`.
+    If the log no longer has its content at the checkpoint, the readable lines are copied to a new file, and the damaged
+    file is renamed to `{name}.damaged-{number}`.
 
     Args:
         path: The log.
-        step: The checkpoint's step; 0 empties the log.
-        mark: The log's mark at the checkpoint; None: the checkpoint has none, because the log was not written then.
-        is_record: Returns True for a JSON value that is a record of this log; a record has an int `step`.
-        checkpoints: Steps of all checkpoints, whose marks are corrected after a fault.
-        every_step: True if the log has a line for each step, so that a missing step is a fault even without a mark.
+        step: The step of the checkpoint; 0 to empty the log.
+        mark: The log's mark at the checkpoint; None if the checkpoint has none, because the log was not written at the
+            time.
+        is_record: Returns True if a JSON value is a record of this log. Records have an integer `step`.
+        checkpoints: The steps of all checkpoints, whose marks are corrected after a fault.
+        every_step: True if the log must have a line for each step, so that a missing step is a fault even without a
+            mark.
 
     Raises:
-        OSError: the log can neither be cut nor renamed.
+        OSError: the log can be neither truncated nor renamed.
     """
     if step == 0:
         mark = LogMark()
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise PermissionError(errno.EPERM, "it is a pipe, a socket or a device")  # opening one may block forever
+            raise PermissionError(errno.EPERM, "it is a pipe, a socket or a device")  # opening it may block forever
         if mark is not None and measure(path, mark.size) == mark:
             if path.exists() and path.stat().st_size > mark.size:
                 os.truncate(path, mark.size)
@@ -116,7 +118,7 @@ def _copy(
             for number, line in enumerate(lines, start=1):
                 record = _parse(line)
                 if record is None or not is_record(record):
-                    if line.endswith(b"\n"):  # an incomplete last line is not damage: its writer was killed
+                    if line.endswith(b"\n"):  # an incomplete last line is not damage, because its writer was killed
                         kept.unreadable.append(number)
                 elif record["step"] <= step:
                     kept.is_prefix &= kept.last_line == number - 1
@@ -143,7 +145,8 @@ def _what_is_wrong(path: Path, kept: _ReadableLog, step: int, mark: LogMark | No
     left = kept.mark.records
     absent = [number for number in range(1, step + 1) if number not in kept.steps] if every_step else []
     is_short = bool(absent) if mark is None else left < mark.records
-    # After the last kept line, an unreadable line matters only if records are missing: it may be of a later step.
+    # After the last kept line, an unreadable line only matters if records are missing, because it may be of a later
+    # step.
     unreadable = [number for number in kept.unreadable if is_short or number < kept.last_line]
     if mark is None and not absent and not unreadable:
         return None

@@ -11,12 +11,12 @@ from verbatim.core.trajectories import TrajectoryOutcome
 from verbatim.logs.monitors.conversation import conversation_text
 
 LONGEST = 10_000
-"""Maximum characters of the conversation in a row."""
+"""Maximum number of characters of the conversation in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """One trajectory, as services show it."""
+    """One trajectory, as shown by services."""
 
     step: int
     env: str
@@ -24,14 +24,14 @@ class SampleRow:
     trajectory_id: str
     reward: float | None
     advantage: float | None
-    """The trajectory's advantage; None: its turns have their own, or none was computed."""
+    """The trajectory's advantage; None if its turns have their own, or if none was computed."""
     outcome: str
     """"trained", the reason why nothing was trained, or the outcomes of the tokens with their counts."""
     stop_reason: str
     turns: int
     sampled_tokens: int
     conversation: str
-    """The messages as text, without secrets; control characters are escaped."""
+    """The messages as text, without secrets and with escaped control characters."""
 
 
 COLUMNS = tuple(f.name for f in fields(SampleRow))
@@ -43,7 +43,7 @@ def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int,
     Args:
         step: The step. Step 1 and each multiple of `interval` have a table.
         outcomes: The step's trajectories.
-        count: Number of rows in a table; 0: no tables.
+        count: Number of rows in a table; 0 for no tables.
         interval: Number of steps between two tables.
     """
     if count == 0 or not (step == 1 or step % interval == 0):
@@ -52,7 +52,7 @@ def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int,
 
 
 def chosen(outcomes: Iterable[TrajectoryOutcome], count: int) -> list[TrajectoryOutcome]:
-    """Trajectories at even distances in the order of their rewards, highest first; those without a reward come last.
+    """Select evenly spaced trajectories from the order by reward, highest first. Those without a reward come last.
 
     Equal rewards are ordered by trajectory id, so that the same step always gives the same rows.
     """

@@ -1,4 +1,5 @@
-"""What monitors that report to an external service share: parameters, a thread for the service, and the record's id."""
+"""Code shared by monitors that report to an external service: parameters, a thread for the service, and the record's
+id."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from verbatim.logs.monitors.samples import SampleRow, sample_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """Parameters of all services.
+    """Parameters that all services have.
 
     Raises:
         UsageError: the service's package is not installed, or a parameter is out of range.
@@ -30,7 +31,7 @@ class ServiceSettings:
     package: ClassVar[str]
     """Name of the service's Python package, of the extra that installs it, and of the table [monitor.PACKAGE]."""
     samples: int = 4
-    """Number of trajectories in a step's table; 0: no tables."""
+    """Number of trajectories in a step's table; 0 for no tables."""
     sample_interval: int = 10
     """Number of steps between two tables."""
 
@@ -44,18 +45,18 @@ class ServiceSettings:
 
 
 class ServiceMonitor(Monitor, Generic[Handle]):
-    """Reports a run to a service. The methods return at once, except `close`, which waits until all reports are sent or
-    the time limits are reached.
+    """Reports a run to a service. The methods return immediately, except `close`, which waits until all reports are
+    sent or the timeouts are reached.
 
-    Subclasses implement the methods below. They are called on the thread of `Background`, with the open record and the
-    time of the report in seconds since 1970. The thread starts in the constructor: a subclass sets its own attributes
-    before it calls this one.
+    Subclasses implement the abstract methods. They are called on the thread of `Background`, with the open record and
+    the time of the report in seconds since 1970. The thread starts in this constructor, so a subclass has to set its
+    own attributes before it calls it.
     """
 
     service: ClassVar[str]
-    """The service's name, in front of warnings."""
+    """Name of the service, used as the prefix of warnings."""
     retry_seconds: ClassVar[float | None] = None
-    """As in `Background`."""
+    """The `retry_seconds` of `Background`."""
 
     def __init__(self, settings: ServiceSettings, run: RunInfo) -> None:
         self._run, self._tables = run, settings
@@ -111,7 +112,7 @@ class ServiceMonitor(Monitor, Generic[Handle]):
     def _log_metrics(
         self, record: Handle, at: float, step: int, prefix: str, metrics: Metrics, distributions: Distributions
     ) -> None:
-        """Send metrics, with the prefix in front of their names, and distributions, as histograms or quantiles."""
+        """Send metrics, with `prefix` before their names, and distributions, as histograms or quantiles."""
 
     @abstractmethod
     def _log_table(self, record: Handle, at: float, step: int, rows: Sequence[SampleRow]) -> None:
@@ -119,15 +120,15 @@ class ServiceMonitor(Monitor, Generic[Handle]):
 
     @abstractmethod
     def _log_alarm(self, record: Handle, at: float, alarm: Alarm) -> None:
-        """Send an alarm's text, and its metric `Alarm.metric`, which is 1 while the alarm is raised."""
+        """Send the text of an alarm, and its metric `Alarm.metric`, which is 1 while the alarm is raised."""
 
     @abstractmethod
     def _log_end(self, record: Handle, at: float, summary: Mapping[str, Any]) -> None:
-        """Send the final results, and how the run ended."""
+        """Send the final results, and the state in which the run ended."""
 
 
 def known_id(path: Path) -> str | None:
-    """The id of the service's record, from a file in the run folder, so that a resumed run continues the same record;
-    None if there is no such file, or it is damaged."""
+    """Read the id of the service's record from a file in the run folder, so that a resumed run continues the same
+    record. None if there is no such file, or if it is damaged."""
     found = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
     return found if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found) else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER = "tensorboard"
-"""Name of the event files' folder within the run folder."""
+"""Name of the folder with the event files in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Tensorboard(ServiceSettings):
 
 
 class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
-    """Writes one folder of event files: all metrics, a histogram of each distribution, and trajectories as text."""
+    """Writes event files into one folder: all metrics, a histogram of each distribution, and trajectories as text."""
 
     service = "TensorBoard"
 
@@ -74,12 +74,12 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         _add_text(record, step, at, "trajectories", [list(COLUMNS), *shown])
 
     def _log_alarm(self, record: EventFileWriter, at: float, alarm: Alarm) -> None:
-        """Write the alarm's metric, and its text under the metric's name with `/text`."""
+        """Write the alarm's metric, and its text under the name of the metric followed by `/text`."""
         self._log_metrics(record, at, alarm.step, "", {alarm.metric: float(alarm.state == "raised")}, NO_DISTRIBUTIONS)
         _add_text(record, alarm.step, at, f"{alarm.metric}/text", literal(alarm.text))
 
     def _log_end(self, record: EventFileWriter, at: float, summary: Mapping[str, Any]) -> None:
-        """Write the final results as text, and the end of the session for the HPARAMS page."""
+        """Write the final results as text, and the end of the session for TensorBoard's HPARAMS page."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
@@ -105,7 +105,8 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         return f"metrics missing from {self._folder} are in {self._run.folder}/metrics.jsonl"
 
     def _description(self, prefix: str, name: str) -> str | None:
-        """A metric's meaning and unit for its first value, None for later ones: TensorBoard reads only the first."""
+        """A metric's meaning and unit for its first value. None for later values, because TensorBoard only reads the
+        first."""
         metric = None if prefix + name in self._described else about(name)
         self._described.add(prefix + name)
         if metric is None:
@@ -120,7 +121,7 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         first = self._run.first_step
         cut_events(self._folder, first)
         writer = EventFileWriter(str(self._folder), max_queue_size=100, flush_secs=10)
-        # A session start makes a TensorBoard that is already open drop the steps that will be done again.
+        # A session start makes an open TensorBoard drop the steps that will be done again.
         writer.add_event(Event(wall_time=time.time(), step=first + 1, session_log=SessionLog(status=SessionLog.START)))
         config = json.dumps(self._run.config, indent=2, default=str)
         _add_text(writer, first, time.time(), "config", literal(config))
@@ -144,7 +145,7 @@ def _add_text(writer: EventFileWriter, step: int, at: float, name: str, content:
 
 
 def cut_events(folder: Path, step: int) -> None:
-    """Remove events after a step from a folder's event files, because the steps after it will be done again."""
+    """Remove the events after a step from the event files in a folder, because the later steps will be done again."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -161,7 +162,7 @@ def cut_events(folder: Path, step: int) -> None:
 
 
 def literal(text: str) -> str:
-    """Markdown that shows a text unchanged: an indented code block.
+    """Markdown that shows a text unchanged, as an indented code block.
 
     >>> literal("# <b>\\nx")
     '    # <b>\\n    x'

@@ -1,4 +1,4 @@
-"""Draws a run's learning curve as text for terminals: without colour, 79 columns by default."""
+"""Draws a run's learning curve as text for terminals, without colour, with 79 columns by default."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Marks:
     """The characters of a plot."""
 
     evals: str
-    """Marks of evaluations, one per environment; they repeat if there are more environments."""
+    """Marks of evaluations, one per environment. They are reused if there are more environments."""
     constant: str
     """The line of the best constant policy."""
     axes: tuple[str, str, str, str]
-    """The y axis at a label, the y axis elsewhere, the corner, the x axis."""
+    """Characters of the y axis at a label, of the y axis elsewhere, of the corner, and of the x axis."""
     line: str | None
-    """The training curve; None: braille characters, each with two columns and four rows of dots."""
+    """The character of the training curve; None for braille characters, each with two columns and four rows of dots."""
 
 
 UNICODE = Marks(evals="●▲■◆", constant="┄", axes=("┤", "│", "└", "─"), line=None)
@@ -46,17 +46,17 @@ def text_curve(
     width: int = 79,
     height: int = 13,
 ) -> str:
-    """A plot with training as a curve, evaluations as marks, and the best constant policy as a dashed line.
+    """Draw a plot with training as a curve, evaluations as marks, and the best constant policy as a dashed line.
 
-    If reward and success differ, each has its own plot, for training and evaluations. Values that are not finite are
-    left out; without finite values the text is empty.
+    If reward and success differ, each has its own plot. Values that are not finite are left out. If there are no finite
+    values, the text is empty.
 
     Args:
         curve: The points.
         best_constant: As for `learning_curve.draw_curve`.
-        marks: The characters; `ASCII` for terminals without Unicode.
+        marks: The characters to use; `ASCII` for terminals without Unicode.
         width: Number of columns, including labels; at least 40.
-        height: Number of rows of a plot, without the x axis.
+        height: Number of rows of each plot, without the x axis.
 
     Returns:
         Lines of at most `width` columns, and the legend.
@@ -84,7 +84,7 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """Size and x range shared by the plots."""
+    """The size and the x range of all plots."""
 
     marks: Marks
     width: int
@@ -92,7 +92,7 @@ class _Frame:
     steps: tuple[int, int]
 
     def drawn(self, panel: Panel, best_constant: Mapping[str, float]) -> str:
-        """A plot with its axes and legend. The y axis is from 0 to 1, unless a value lies outside."""
+        """A plot with its axes and legend. The y axis ranges from 0 to 1, unless a value is outside of that."""
         evals = {env: points for env, points in panel.evals.items() if points}
         constants = {env: value for env, value in best_constant.items() if env in evals}
         values = [value for points in (panel.train, *evals.values()) for _, value in points]
@@ -123,11 +123,11 @@ class _Frame:
         return "\n".join([*lines, *self._legend(panel, evals, constants, margin)])
 
     def _draw_line(self, cells: list[list[str]], points: Sequence[Point], low: float, high: float) -> None:
-        """Draw a line through the means of the points in each column of dots."""
+        """Draw a line through the mean of the points in each column of dots."""
         across, down = (2, 4) if self.marks.line is None else (1, 1)
         columns, rows = across * len(cells[0]), down * self.height
         means = column_means(points, self.steps, columns)
-        # `high` is at the centre of the first row of cells and `low` at that of the last one, as for marks.
+        # As for marks, `high` is at the centre of the first row of cells, and `low` at the centre of the last row.
         dots = [(x, (high - mean) / (high - low) * (rows - down) + (down - 1) // 2) for x, mean in means]
         for x, y in _joined(dots):
             row, column = y // down, x // across
@@ -176,7 +176,7 @@ def _column(step: int, steps: tuple[int, int], columns: int) -> int:
 
 
 def column_means(points: Sequence[Point], steps: tuple[int, int], columns: int) -> list[Point]:
-    """The mean of the points in each column that has points; the columns divide the steps from first to last.
+    """The mean of the points in each column that has points. The columns divide the steps from first to last.
 
     >>> column_means([(1, 0.0), (2, 1.0), (9, 3.0)], (1, 9), 3)
     [(0, 0.5), (2, 3.0)]
@@ -188,7 +188,7 @@ def column_means(points: Sequence[Point], steps: tuple[int, int], columns: int) 
 
 
 def _joined(points: Sequence[tuple[int, float]]) -> Iterable[tuple[int, int]]:
-    """The dots of straight lines between neighbouring points: one for each column and row that a line crosses.
+    """The dots of straight lines between neighbouring points: one dot for each column and row that a line crosses.
 
     >>> list(_joined([(0, 0.0), (1, 2.0)]))
     [(0, 0), (0, 1), (1, 1), (1, 2)]

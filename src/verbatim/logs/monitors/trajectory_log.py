@@ -16,9 +16,9 @@ from verbatim.core.types import Trajectory
 from verbatim.logs.monitors.jsonl import JsonlLog, read_log
 
 TRAJECTORIES = "trajectories"
-"""The folder with a run's outcome files."""
+"""Name of the folder with a run's outcome files."""
 EVALUATIONS = "evaluations"
-"""The folder with the outcome files of evaluation episodes."""
+"""Name of the folder with the outcome files of evaluation episodes."""
 
 
 class TrajectoryLog(JsonlLog):
@@ -29,16 +29,18 @@ class TrajectoryLog(JsonlLog):
 
 
 def trajectory_line(step: int, trajectory: TrajectoryRecord) -> dict[str, Any]:
-    """The record of a trajectory. Arrays stay arrays: `plain` converts them to lists when the record is written."""
+    """The record of a trajectory. Arrays stay arrays, because `plain` converts them to lists when the record is
+    written."""
     return stamped(LINES, {"step": step, "trajectory": trajectory_to_json(trajectory)})
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Step and trajectory of each trajectory in a run folder, its `trajectories`, a Parquet file, or a JSONL file.
+    """Read the trajectories, each with its step, from a run folder, its `trajectories` folder, a Parquet file or a
+    JSONL file.
 
     Raises:
         FormatError: a file has a different format number, or none.
-        UsageError: there are no trajectories, a file is a link or damaged, or pyarrow is needed and not installed.
+        UsageError: there are no trajectories, a file is a link or damaged, or pyarrow is needed but not installed.
     """
     if path.is_dir() or path.suffix == ".parquet":
         files = path / TRAJECTORIES
@@ -58,10 +60,10 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
 
 
 def read_evaluated(run: Path) -> Iterator[tuple[int, Trajectory]]:
-    """Step and trajectory of each evaluation episode in a run folder; nothing if there are none.
+    """Read the trajectories of the evaluation episodes in a run folder, each with its step. There may be none.
 
     Raises:
-        UsageError: as `read_trajectories`.
+        UsageError: as for `read_trajectories`.
     """
     folder = run / EVALUATIONS
     refuse_link(folder)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from verbatim.config.key_locations import leaves
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
-"""Quantiles by their names in metrics, for services without histograms."""
+"""The quantiles that are reported to services without histograms, by their names in metrics."""
 
 
 def finite(values: Sequence[float]) -> NDArray[np.float64]:
@@ -21,7 +21,7 @@ def finite(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """The quantiles of the finite values by name, interpolated linearly; empty if there are no values.
+    """The quantiles of the finite values by name, linearly interpolated; empty if there are no values.
 
     >>> quantiles([0.0, 10.0])
     {'min': 0.0, 'p10': 1.0, 'p50': 5.0, 'p90': 9.0, 'max': 10.0}
@@ -33,7 +33,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:
-    """A configuration by dotted key. Lists of tables are numbered from 0; other lists become strings.
+    """Flatten a configuration to dotted keys. Items in lists of tables are numbered from 0. Other lists become strings.
 
     >>> flat({"seed": 1, "orchestrator": {"train": {"env": [{"id": "game"}]}, "tags": ["a", "b"]}})
     {'seed': 1, 'orchestrator.train.env.0.id': 'game', 'orchestrator.tags': "['a', 'b']"}

@@ -1,7 +1,7 @@
 """Logs a run to Weights & Biases: configuration, metrics, histograms, sample trajectories, alarms and the summary.
 
-Calls return at once: a thread of `Background` talks to the service. If the record cannot be opened online, the run is
-recorded offline in the run folder, for `wandb sync`.
+Calls return immediately, because a thread of `Background` talks to the service. If the record cannot be opened online,
+the run is recorded offline in the run folder, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN_ID = "wandb_run_id"
 _NOT_IN_PROJECTS = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
 _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
-"""The modes of wandb; "dryrun" and "run" are its older names of offline and online."""
+"""The modes of wandb. "dryrun" and "run" are older names for offline and online."""
 MAX_BINS = 64
 """Maximum number of bins in a histogram."""
 
@@ -43,7 +43,7 @@ MAX_BINS = 64
 class Wandb(ServiceSettings):
     """[monitor.wandb]: opens a record of the run at Weights & Biases.
 
-    wandb finds the API key itself: from `wandb login`, or the environment variable WANDB_API_KEY.
+    wandb itself finds the API key, from `wandb login` or the environment variable WANDB_API_KEY.
 
     Raises:
         UsageError: wandb is not installed, or does not accept the project, a tag or the mode.
@@ -53,9 +53,9 @@ class Wandb(ServiceSettings):
     project: str
     """The project; created if it does not exist."""
     name: str | None = None
-    """The record's name; the run's name by default."""
+    """The record's name; by default the name of the run."""
     tags: tuple[str, ...] = ()
-    """Labels to filter by."""
+    """Labels for filtering."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """"offline" records into the run folder, for `wandb sync`; by default the value of WANDB_MODE, else "online"."""
 
@@ -104,7 +104,8 @@ class WandbMonitor(ServiceMonitor[Any]):
         record.log({"trajectories": table}, step=step)
 
     def _log_alarm(self, record: Any, at: float, alarm: Alarm) -> None:
-        """Log the alarm's metric; its text goes into the summary and an alert, which W&B sends as the user chose."""
+        """Log the alarm's metric. Its text goes into the summary, and into an alert, which W&B delivers according to
+        the user's settings."""
         record.log({alarm.metric: float(alarm.state == "raised")}, step=alarm.step)
         record.summary.update({alarm.metric.replace("alarm/", "alarm_message/", 1): alarm.text})
         if alarm.state == "raised":
@@ -122,7 +123,7 @@ class WandbMonitor(ServiceMonitor[Any]):
         began = time.monotonic()
         # wandb's own error reports contain exception texts, and delay the end of the process if the service hangs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # here, on the thread, because the import takes seconds
+        import wandb  # imported here, on the thread, because it takes seconds
 
         wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing key on the terminal
         mode = self._settings.mode or os.environ.get("WANDB_MODE") or "online"
@@ -131,11 +132,11 @@ class WandbMonitor(ServiceMonitor[Any]):
         except Exception as error:
             if mode != "online":
                 raise
-            wandb.teardown()  # wandb's service process still holds the id, so that a second init would fail
+            wandb.teardown()  # wandb's service process still holds the id, so a second init would fail
             mode = "offline"
             run = self._init(wandb, mode)
             warn("W&B", f"the service cannot be used ({reason(error)}); {self._how_to_recover()}")
-        # Not run.url when offline: wandb warns if it is read then.
+        # run.url is not read when offline, because wandb would warn.
         where = run.url if mode == "online" else f"recorded in {run.dir}" if mode == "offline" else mode
         logger.info("W&B: %s, opened in %.0f s", where, time.monotonic() - began)
         return run
@@ -152,7 +153,7 @@ class WandbMonitor(ServiceMonitor[Any]):
             mode=mode,
             settings=wandb.Settings(
                 silent=True,
-                console="off",  # the run's output may contain anything, also secrets
+                console="off",  # the output of the run may contain anything, including secrets
                 init_timeout=background.OPEN_SECONDS,
                 finish_timeout=background.FINISH_SECONDS,
                 finish_timeout_raises=True,
@@ -163,11 +164,12 @@ class WandbMonitor(ServiceMonitor[Any]):
         )
 
     def _how_to_recover(self) -> str:
-        return f"type `wandb sync {self._run.folder}/wandb/*run-*` to upload what was recorded there"
+        return f"type `wandb sync {self._run.folder}/wandb/*run-*` to upload the data that was recorded there"
 
 
 def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and edges of a histogram, with one bin per integer if all values are integers; None: there are no values.
+    """Counts and edges of a histogram, with one bin per integer if all values are integers; None if there are no
+    values.
 
     >>> [array.tolist() for array in _histogram([0, 2, 2])]
     [[1, 0, 2], [-0.5, 0.5, 1.5, 2.5]]
@@ -181,7 +183,7 @@ def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _run_id(path: Path) -> str:
-    """The id of the run's record. Created by the run's first process, or again if the file is damaged."""
+    """The id of the run's record. A new one is created by the run's first process, or if the file is damaged."""
     if (found := known_id(path)) is None:
         found = uuid.uuid4().hex[:12]
         write_file(path, found.encode())

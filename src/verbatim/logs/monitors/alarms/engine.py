@@ -196,7 +196,7 @@ class AlarmWatch:
                 raise ComponentError(f"it returned {type(wrong).__name__}, expected Finding, a list of them, or None")
         except Exception:
             if name not in self._failed:
-                logger.exception("alarm %s failed; the run continues, and this is not reported again", name)
+                logger.exception("alarm %s failed; the run goes on, and this is not reported again", name)
             self._failed.add(name)
             return None
         return findings

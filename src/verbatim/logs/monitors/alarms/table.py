@@ -140,7 +140,7 @@ _ROWS = (
         function=reward_conditions.evaluation_drop,
         parameters={"fall": 0.1, "reward_fall": 0.2},
         on_evaluations=True,
-        message="the {what} in the evaluation of {env} fell from {was:.3g}, its best, at step {began}, to {now:.3g} "
+        message="the {what} in the evaluation of {env} fell from {was:.3g} (the best, at step {began}) to {now:.3g} "
         "(95% intervals {intervals})",
         why={
             "failed": Why(
