@@ -40,16 +40,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ROWS = 512
-"""Maximum rows of a row group, the unit that is read to show one trajectory. Each row group adds 10 KB to the file, so
-smaller ones would waste space."""
+"""Maximum number of rows in a row group, which has to be read as a whole to show one trajectory. Each row group adds 10
+KB to the file, so smaller row groups would waste space."""
 _ROW_GROUP_BYTES = 4 * 2**20
-"""Size in memory at which a row group ends before it has `_ROWS` rows."""
+"""Approximate maximum size of a row group in memory."""
 _SLICE_TOKENS = 2**19
-"""Sampled tokens at which an in-memory table ends. It bounds the memory for writing, which the next table reuses."""
+"""Number of sampled tokens after which an in-memory table is written. It bounds the memory for writing, which the next
+table reuses."""
 _KEPT_IDS_OF_TOKEN = 64
 """Number of ids in kept sets that count as one sampled token for `_SLICE_TOKENS`."""
 _PART = 2**20
-"""Bytes to read from a file at a time."""
+"""Number of bytes to read from a file at a time."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _NUMBERS = [
     *(
@@ -65,10 +66,10 @@ _NUMBERS = [
     ),
     *(f"turns.list.element.seconds_{part}" for part in ("queued", "generated", "tools")),
 ]
-"""Columns whose numbers rarely repeat, so that a dictionary would not help: their bytes are grouped by position, which
-compresses better."""
+"""Columns whose numbers rarely repeat, so that a dictionary would not help. Instead, their bytes are grouped by
+position, which compresses better."""
 _KEPT = "turns.list.element.kept_sets.list.element.list.element"
-"""A column of ascending ids, stored as differences."""
+"""The column of kept sets. Their ids are ascending, so they are stored as differences."""
 _ENCODINGS = {**dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"), _KEPT: "DELTA_BINARY_PACKED"}
 
 
@@ -96,19 +97,19 @@ class OutcomeFolder:
     """A run's outcome files in one folder. A single process writes them."""
 
     path: Path
-    """The folder; created on the first write."""
+    """The folder. It is created on the first write."""
     retention: Retention = EVERYTHING
-    """The files to keep."""
+    """Which groups are written and which files are kept."""
     files: dict[int, FileMark] = field(default_factory=dict)
-    """Marks of the files that were written and are still kept, by step."""
+    """Marks of the files that are kept, by step."""
     num_incomplete: int = 0
-    """Number of trajectories written without messages and info, because these are not JSON."""
+    """Number of trajectories that were written without messages and info, because these are not JSON."""
 
     def write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """Write the file of a step, then remove files that are no longer to be kept.
+        """Write the file of a step, then remove files that need not be kept any more.
 
         Raises:
-            OSError: the write failed; there is no file for this step.
+            OSError: the write failed. There is no file for this step.
         """
         kept = [outcome for outcome in outcomes if self.retention.keeps(outcome.trajectory.group_id)]
         make_folder(self.path)
@@ -123,19 +124,19 @@ class OutcomeFolder:
         return {str(step): dataclasses.asdict(mark) for step, mark in self.files.items()}
 
     def restore(self, step: int, marks: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Go back to a checkpoint: remove the files of later steps, which will be done again.
+        """Return to a checkpoint: remove the files of later steps, which will be done again.
 
-        A damaged file is moved next to the folder, under another name.
+        Damaged files are moved out of the folder, next to it, and renamed.
 
         Args:
             step: The checkpoint's step; 0 removes all files.
             marks: The return value of `marks` at the checkpoint.
 
         Returns:
-            A sentence for each damaged file, and one for all missing files.
+            A sentence for each damaged file, and one sentence for all missing files.
 
         Raises:
-            FormatError: another version of Verbatim wrote the files.
+            FormatError: the files were written by another version of Verbatim.
         """
         found = files_in(self.path)
         for later in [number for number in found if number > step or step == 0]:
@@ -147,16 +148,16 @@ class OutcomeFolder:
         for number, mark in sorted((int(name), FileMark(**mark)) for name, mark in marks.items()):
             path = found.get(number)
             if path is None:
-                # Files older than the oldest may have been removed by `_retire` after the checkpoint.
+                # Files before the oldest one may have been removed by `_retire` after the checkpoint.
                 if number > oldest or self.retention == EVERYTHING:
                     missing.append(number)
             elif _mark(path) == mark:
                 self.files[number] = mark
             else:
-                # Out of the folder: libraries such as pandas read all files in it.
+                # Out of the folder, because libraries such as pandas read all files in it.
                 aside = keep_aside(path, self.path.parent)
                 faults.append(f"{path} is damaged: its content is not what was written. It is kept as {aside}")
-        if self.files:  # checking the newest is enough: one version wrote all of them
+        if self.files:  # checking the newest is enough, because one version wrote all of them
             with pq.ParquetFile(found[max(self.files)]) as newest:
                 refuse_other_columns(newest, found[max(self.files)])
         if missing:
@@ -183,7 +184,7 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def own_files_in(folder: Path) -> dict[int, Path]:
-    """`files_in` for an untrusted run folder: a link in it could lead to other files of the reader.
+    """Like `files_in`, but for an untrusted run folder, where a link could lead to other files of the reader.
 
     Raises:
         UsageError: the folder or a file is a link, or a file is not a regular file.
@@ -200,7 +201,7 @@ def _own(folder: Path, path: Path) -> Path:
 
 
 def read_outcomes(path: Path) -> Iterator[tuple[int, TrajectoryOutcome]]:
-    """Step and outcome of each trajectory in a file, or in all files of a folder in the order of steps.
+    """Read the outcomes in a file, or in all files of a folder in the order of steps, each with its step.
 
     Raises:
         UsageError: there are no files, a file is a link, or a file is damaged or was not written by `OutcomeFolder`.
@@ -228,20 +229,21 @@ _UNREADABLE = (
 
 
 def read_records(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The trajectories in a file, in the form that `trajectory_from_json` takes: prompts are not reconstructed.
+    """Read the trajectories in a file, in the form that `trajectory_from_json` accepts, without reconstructing prompts.
 
     Raises:
-        UsageError: as `read_outcomes`.
+        UsageError: as for `read_outcomes`.
     """
     return _read(file, lambda batch: (stored.record for stored in records_of(batch)))
 
 
 def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator[T]:
-    """The results of `rows` for a file, which is read a batch of rows at a time."""
+    """Yield the results of `rows` for a file, which is read in batches of rows."""
     try:
         with pq.ParquetFile(file) as opened:
             refuse_other_columns(opened, file)
-            for group in range(opened.num_row_groups):  # one by one: a batch across two cannot have nested columns
+            # Row groups are read one by one, because a batch that spans two cannot have nested columns.
+            for group in range(opened.num_row_groups):
                 for batch in opened.iter_batches(_ROWS, row_groups=[group]):
                     yield from rows(batch)
     except _UNREADABLE as error:
@@ -280,7 +282,7 @@ def _steps(batch: pa.RecordBatch) -> list[int]:
 
 
 def _write(path: Path, step: int, outcomes: Sequence[TrajectoryOutcome]) -> int:
-    """Write a file; returns the number of trajectories in it without messages and info."""
+    """Write a file. Returns the number of trajectories that were written without messages and info."""
     num_incomplete = 0
     with (
         pa.OSFile(str(path), "wb") as sink,
@@ -302,8 +304,8 @@ def _write(path: Path, step: int, outcomes: Sequence[TrajectoryOutcome]) -> int:
 
 
 def _slices(outcomes: Sequence[TrajectoryOutcome]) -> Iterator[Sequence[TrajectoryOutcome]]:
-    """Split outcomes into parts that become one table each: `_ROWS` of them, or fewer if they are long. Without
-    outcomes there is one empty part, so that the file is still written."""
+    """Split outcomes into parts that become one table each, of `_ROWS` outcomes, or fewer if they are long. If there
+    are no outcomes, there is one empty part, so that the file is still written."""
     start, total = 0, 0
     for place, outcome in enumerate(outcomes):
         if place - start == _ROWS or total > _SLICE_TOKENS:
@@ -315,14 +317,14 @@ def _slices(outcomes: Sequence[TrajectoryOutcome]) -> Iterator[Sequence[Trajecto
 
 
 def weights(table: pa.Table) -> list[int]:
-    """Approximate size of each row in memory, in bytes: its tokens and texts."""
+    """Approximate size of each row in memory in bytes, counting its tokens and texts."""
     texts = sum(
         np.asarray(pc.fill_null(pc.binary_length(table.column(name)), 0)) for name in ("messages", "tools", "info")
     )
     turns = table.column("turns").combine_chunks()
     first = np.asarray(turns.offsets)
     in_turns = np.zeros(len(turns.values) + 1, dtype=np.int64)
-    # Bytes per token: a prompt id is an int32; a sampled token has five columns of 4 bytes.
+    # Bytes per token: a prompt id is an int32, and a sampled token has five columns of 4 bytes.
     for name, size in (("prompt_new_ids", 4), ("completion_ids", 20)):
         in_turns[1:] += size * np.diff(np.asarray(turns.values.field(name).offsets))
     kept = turns.values.field("kept_sets")
@@ -335,7 +337,7 @@ def weights(table: pa.Table) -> list[int]:
 
 
 def row_groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Split rows into row groups (start, end): at most `_ROWS` rows, and about `_ROW_GROUP_BYTES`, each.
+    """Split rows into row groups (start, end) of at most `_ROWS` rows and about `_ROW_GROUP_BYTES` bytes.
 
     >>> list(row_groups([10, 10, 9_000_000, 10, 10]))
     [(0, 2), (2, 3), (3, 5)]

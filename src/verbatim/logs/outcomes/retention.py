@@ -11,11 +11,12 @@ class Retention:
     """Which trajectories of a run are written and kept."""
 
     share: float = 1.0
-    """Share of the groups to write. Whole groups are chosen by a hash of their ids, the same ones in a resumed run."""
+    """Share of the groups to write. Whole groups are selected by a hash of their ids, so that a resumed run selects the
+    same ones."""
     steps: int | None = None
-    """Number of newest steps to keep; None: all."""
+    """Number of newest steps to keep; None for all."""
     size: int | None = None
-    """Limit in bytes on all files together; the oldest are removed first. None: no limit."""
+    """Maximum total size of the files in bytes; the oldest are removed first. None for no limit."""
 
     def keeps(self, group_id: str) -> bool:
         """True if this group is to be written."""

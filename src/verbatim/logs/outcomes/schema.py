@@ -7,7 +7,7 @@ import pyarrow as pa
 from verbatim.core.formats import metadata_of
 
 KIND = "step-*.parquet"
-"""The key in `FORMATS`."""
+"""The key of outcome files in `FORMATS`."""
 
 
 def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
@@ -15,22 +15,28 @@ def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
 
 
 NAME = pa.dictionary(pa.int32(), pa.string())
-"""A text that many rows share, stored once."""
+"""A string that many rows share, so that it is stored only once."""
 _NUMBERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))
-"""Numbers by name. A list of pairs, because Parquet has no mapping with a fixed order of keys."""
+"""Numbers by name, as a list of pairs, because Parquet has no mapping with a fixed order of keys."""
 
 TURN = pa.struct(
     [
-        _field("outcome", NAME, "the outcome of the completion: trained, evaluation, or the reason it was dropped"),
+        _field("outcome", NAME, "outcome of the completion: trained, evaluation, or the reason why it was dropped"),
         _field("prompt_of_turn", pa.int32(), "the earlier turn whose prompt and completion begin this prompt"),
-        _field("prompt_shared", pa.int32(), "number of ids shared with that turn's prompt and completion"),
+        _field("prompt_shared", pa.int32(), "number of ids shared with the prompt and completion of that turn"),
         _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after the shared ones"),
         _field("completion_ids", pa.list_(pa.int32()), "the sampled ids"),
         _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each sampled id; null = missing"),
-        _field("trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each; null = not trained"),
-        _field("gradients", pa.list_(pa.float32()), "derivative of the loss, before normalising, by that logprob"),
-        _field("teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each; null = not requested"),
-        _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each; null = unknown"),
+        _field(
+            "trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each sampled id; null = not trained"
+        ),
+        _field(
+            "gradients", pa.list_(pa.float32()), "derivative of the loss, before normalising, by the trainer's logprob"
+        ),
+        _field(
+            "teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each sampled id; null = not requested"
+        ),
+        _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each id; null = unknown"),
         _field(
             "routed_experts",
             pa.binary(),
@@ -39,10 +45,10 @@ TURN = pa.struct(
         _field(
             "kept_sets",
             pa.list_(pa.list_(pa.int32())),
-            "the ids from which each sampled id was drawn, empty = all; null = nothing was cut, or unknown",
+            "the kept set of each sampled id, empty = all ids; null = nothing was cut, or unknown",
         ),
-        _field("advantage", pa.float64(), "advantage of the turn's tokens; null = the trajectory's"),
-        _field("reward", pa.float64(), "the turn's own reward; null = it has none"),
+        _field("advantage", pa.float64(), "advantage of the turn's tokens; null = that of the trajectory"),
+        _field("reward", pa.float64(), "the turn's own reward; null = none"),
         _field("stop_reason", NAME, "why the completion ended"),
         _field("temperature", pa.float64(), "the sampling temperature"),
         _field("agent", NAME, "the agent that sampled the turn"),
@@ -50,17 +56,23 @@ TURN = pa.struct(
         _field("parse_status", NAME, "ok, or the first error in the turn's tool calls"),
         _field("state_key", pa.string(), "key of the environment's state before the turn"),
         _field("tool_calls", pa.string(), "all attempted tool calls, as JSON"),
-        _field("seconds_queued", pa.float64(), "from the request to its first token processed; null = not measured"),
-        _field("seconds_generated", pa.float64(), "from there to the last sampled token"),
-        _field("seconds_tools", pa.float64(), "in tools and environment afterwards"),
+        _field(
+            "seconds_queued", pa.float64(), "from the request until its first token is processed; null = not measured"
+        ),
+        _field("seconds_generated", pa.float64(), "from the first processed token to the last sampled token"),
+        _field("seconds_tools", pa.float64(), "in tools and environment after the turn"),
     ]
 )
 
 SCHEMA = pa.schema(
     [
-        _field("step", pa.int32(), "the step in which it was trained, before which dropped, or after which evaluated"),
-        _field("trajectory_id", pa.string(), "unique within the run"),
-        _field("run_id", NAME, "the run: the name of its folder"),
+        _field(
+            "step",
+            pa.int32(),
+            "the step that trained the trajectory, before which it was dropped, or after which it was evaluated",
+        ),
+        _field("trajectory_id", pa.string(), "id that is unique within the run"),
+        _field("run_id", NAME, "name of the run's folder"),
         _field("env", NAME, "the environment"),
         _field("example_id", pa.string(), "the example"),
         _field("group_id", pa.string(), "the group"),
@@ -68,13 +80,13 @@ SCHEMA = pa.schema(
         _field("seed", pa.int64(), "sampling seed"),
         _field("reward", pa.float64(), "the reward; null = never scored"),
         _field("reward_parts", _NUMBERS, "the reward's named parts"),
-        _field("agent_rewards", _NUMBERS, "rewards of agents that have their own, by agent"),
-        _field("advantage", pa.float64(), "advantage of its tokens, unless a turn has its own"),
-        _field("reason", NAME, "why nothing of it was trained; null = each turn has its own outcome"),
-        _field("flags", pa.list_(NAME), "the filters that flagged it"),
+        _field("agent_rewards", _NUMBERS, "rewards by agent, for agents with a reward of their own"),
+        _field("advantage", pa.float64(), "advantage of the tokens, unless a turn has its own"),
+        _field("reason", NAME, "why no token was trained; null = each turn has its own outcome"),
+        _field("flags", pa.list_(NAME), "the filters that flagged the trajectory"),
         _field("error", pa.string(), "the error; null = none"),
-        _field("stop_reason", NAME, "why it ended"),
-        _field("truncated", pa.bool_(), "true if it was cut off"),
+        _field("stop_reason", NAME, "why the episode ended"),
+        _field("truncated", pa.bool_(), "true if the episode was cut off"),
         _field("num_turns", pa.int32(), "number of turns"),
         _field("num_sampled_tokens", pa.int64(), "number of sampled tokens"),
         _field("num_trained_tokens", pa.int64(), "number of trained tokens"),

@@ -1,4 +1,4 @@
-"""Converts outcomes to rows of a table and back, exact to the last bit."""
+"""Converts outcomes to rows of a table and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verbatim.core.types import Experts, KeptSets, Turn
 from verbatim.logs.outcomes.schema import NAME, SCHEMA, TURN
 
 _NUMBERS = ("reward_parts", "agent_rewards")
-"""Columns that hold numbers by name."""
+"""Columns with numbers by name."""
 _OF_ROW = (
     "step",
     "reason",
@@ -35,15 +35,16 @@ _OF_ROW = (
 )
 """Columns that are not fields of a trajectory."""
 _SAME = (*_OF_ROW, "messages", "tools", "info", "turns", *_NUMBERS)
-"""Columns that are not copied as they are from a trajectory's field of the same name."""
+"""Columns that are not simply copied from the trajectory's field of the same name."""
 
 
 def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table, int]:
     """Convert outcomes to a table.
 
     Returns:
-        A table with one row per outcome, in order, with the columns of `SCHEMA`; and the number of outcomes whose
-        messages, tools or info are not JSON. Their columns are empty, and `info` has the reason under `NOT_WRITTEN`.
+        A table with one row per outcome, in order, with the columns of `SCHEMA`, and the number of outcomes whose
+        messages, tools or info are not JSON. For these outcomes the three columns are empty, and `info` has the reason
+        under `NOT_WRITTEN`.
     """
     records = [outcome.trajectory for outcome in outcomes]
     texts = [_texts(record) for record in records]
@@ -79,7 +80,7 @@ def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table
 
 
 def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
-    """Messages, tools and info as JSON, and True if they were left out because they are not JSON."""
+    """Messages, tools and info as JSON text, and True if they were left out because they are not JSON."""
     try:
         return _json(record.messages), _json(record.tools), _json(record.info), False
     except (TypeError, ValueError, RecursionError) as error:
@@ -88,11 +89,11 @@ def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
 
 _JSON = json.JSONEncoder(allow_nan=False)
 _ODD_KEYS = ('"true": ', '"false": ', '"null": ')
-"""Keys that the encoder may have written for True, False or None, which `plain` writes differently."""
+"""Keys that the encoder may have written for True, False or None. `plain` writes them differently."""
 
 
 def _json(value: Any) -> str:
-    """The JSON text of `plain(value)`. Tries the value itself first: `plain` is slow and almost never needed."""
+    """The JSON text of `plain(value)`. The value itself is tried first, because `plain` is slow and rarely needed."""
     try:
         text = _JSON.encode(value)
     except (TypeError, ValueError):
@@ -101,7 +102,7 @@ def _json(value: Any) -> str:
 
 
 def _text(value: Any) -> Any:
-    """Escape lone surrogates, which UTF-8 cannot encode: `\\udce9` is written as these six characters."""
+    """Escape lone surrogates, which UTF-8 cannot encode. For example, `\\udce9` is written as these six characters."""
     if not isinstance(value, str) or value.isascii():
         return value
     return value.encode("utf-8", "backslashreplace").decode()
@@ -142,7 +143,7 @@ def _turns(outcomes: Sequence[TrajectoryOutcome]) -> pa.StructArray:
 
 
 def _each(outcomes: Sequence[TrajectoryOutcome], name: str) -> list[NDArray[Any] | None]:
-    """A per-token array of each turn, from the trainer or a teacher; None if a turn has none."""
+    """The per-token arrays of all turns, from the trainer or a teacher. None for turns without one."""
     return [array for outcome in outcomes for array in getattr(outcome, name) or (None,) * len(outcome.turns)]
 
 
@@ -157,7 +158,7 @@ def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListArray:
-    """A column with one list per array; None becomes null. Built from one flat array, without Python lists."""
+    """A column with one list per array; None becomes null. It is built from one flat array, without Python lists."""
     present = [array for array in arrays if array is not None]
     values = np.concatenate(present) if present else np.empty(0, dtype=dtype)
     missing = pa.array([array is None for array in arrays], pa.bool_())
@@ -189,7 +190,7 @@ def _experts_to_bytes(experts: Experts | None) -> bytes | None:
 
 
 def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[TrajectoryOutcome]:
-    """The outcomes in these rows; the inverse of `to_table`.
+    """Convert rows to outcomes. The inverse of `to_table`.
 
     Raises:
         ValueError, KeyError, TypeError: the rows are not valid outcomes.
@@ -211,21 +212,21 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[TrajectoryOutcome]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredOutcome:
-    """A row as it is stored: prompts are not reconstructed."""
+    """A row as it is stored, without reconstructing prompts."""
 
     record: Mapping[str, Any]
-    """The trajectory, in the form that `trajectory_from_json` takes."""
+    """The trajectory, in the form that `trajectory_from_json` accepts."""
     row: Mapping[str, Any]
     """Columns that are not part of the trajectory: `step`, `reason`, `flags`, `unrecorded` and counts."""
     outcomes: tuple[str, ...]
     """The outcome of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]
-    """The per-token arrays of each turn, by column, including those of `_ADDED`, which are not part of the trajectory;
-    and `kept_counts`, the sizes of its kept sets."""
+    """The per-token arrays of each turn by column, including those of `_ADDED`, which are not part of the trajectory,
+    and `kept_counts`, the sizes of the turn's kept sets."""
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredOutcome]:
-    """The rows of a table, one by one.
+    """Yield the rows of a table.
 
     Raises:
         ValueError, KeyError, TypeError: the rows are not valid outcomes.
@@ -255,7 +256,7 @@ _TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", *_
 
 
 def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[str, Any], _Tokens]]:
-    """Outcome, record and per-token arrays of each turn, one by one."""
+    """Yield the outcome, the record and the per-token arrays of each turn."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
         turns = chunk.flatten()
@@ -276,7 +277,7 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
 
 
 def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
-    """One array per list, as views of the column's values, without copies; None for null."""
+    """One array per list, as views of the column's values without copying; None for null."""
     ends, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return [values[ends[i] : ends[i + 1]] if present[i] else None for i in range(len(column))]
@@ -294,7 +295,7 @@ def _read_sets(column: pa.ListArray) -> list[KeptSets | None]:
 
 
 def _turn_record(row: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
-    """A turn in the form that `trajectory_from_json` takes."""
+    """A turn in the form that `trajectory_from_json` accepts."""
     queued = row["seconds_queued"]
     timing = (
         None
