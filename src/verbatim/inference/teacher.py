@@ -108,7 +108,7 @@ class ServerTeacher:
 
         Raises:
             RunStopped: the server cannot be reached, refuses the request, or answers without the logprobs of these ids,
-            or the tokens were sampled from kept sets.
+                or the tokens were sampled from kept sets.
         """
         assert temperature == 1.0, "the configuration admits no other temperature"
         if kept_sets is not None:

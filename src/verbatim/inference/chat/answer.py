@@ -1,4 +1,4 @@
-"""Parses a chat-completions response: its text, its tool calls, and the exact ids if the server returns them."""
+"""Parses a chat-completions response: its text, tool calls, and exact ids if the server returns them."""
 
 from __future__ import annotations
 

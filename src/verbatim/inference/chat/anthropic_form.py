@@ -1,5 +1,5 @@
-"""Builds the objects of Anthropic's Messages format, for whole responses and for streams: blocks, stop reasons, usage
-and errors."""
+"""Builds the objects of Anthropic's Messages format, for non-streamed responses and for streams: blocks, stop reasons,
+usage and errors."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "re
 
 @dataclass(frozen=True)
 class AnthropicMessages(ChatProtocol):
-    """The Messages API of Anthropic: `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+    """Anthropic's Messages API: `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
     name, fields, max_tokens = "anthropic_messages", FIELDS, ("max_tokens",)
 
@@ -132,7 +132,7 @@ class AnthropicMessages(ChatProtocol):
 
 
 def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The conversation: the system prompt, then the messages, with each tool result as a message of its own."""
+    """Read the conversation: the system prompt, then the messages, with each tool result as a separate message."""
     given = read_list(body, "messages", most=MOST_MESSAGES)
     if not given:
         raise BadField("messages", f"messages: expected a list of at least one message, found {brief(given)}")

@@ -117,7 +117,7 @@ def _deep_path(value: object, levels: int) -> list[str]:
 
 
 def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: int | None = None) -> str:
-    """A string field; `default` if it is missing or null."""
+    """Read a string field. Returns `default` if it is missing or null."""
     value = given.get(name)
     if value is None:
         return default
@@ -133,7 +133,7 @@ def read_session(given: Mapping[str, Any], headers: Mapping[str, str]) -> str:
 
 
 def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """A boolean field; `default` if it is missing or null."""
+    """Read a boolean field. Returns `default` if it is missing or null."""
     value = given.get(name)
     if value is None:
         return default
@@ -143,7 +143,7 @@ def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> 
 
 
 def read_integer(given: Mapping[str, Any], name: str, *, least: int, most: int = 2**31 - 1) -> int | None:
-    """An integer field; None if it is missing or null."""
+    """Read an integer field. Returns None if it is missing or null."""
     value = given.get(name)
     if value is None:
         return None
@@ -153,7 +153,7 @@ def read_integer(given: Mapping[str, Any], name: str, *, least: int, most: int =
 
 
 def read_list(given: Mapping[str, Any], name: str, *, most: int) -> list[Any]:
-    """A list field; empty if it is missing or null."""
+    """Read a list field. Returns an empty list if it is missing or null."""
     value = given.get(name)
     if value is None:
         return []
@@ -165,7 +165,7 @@ def read_list(given: Mapping[str, Any], name: str, *, most: int) -> list[Any]:
 
 
 def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object field; empty if it is missing or null."""
+    """Read an object field. Returns an empty dict if it is missing or null."""
     value = given.get(name)
     if value is None:
         return {}
@@ -211,7 +211,7 @@ def read_sampling(
 
 
 def read_number(given: Mapping[str, Any], name: str) -> float | None:
-    """A finite number; None if the field is missing or null."""
+    """Read a field with a finite number. Returns None if it is missing or null."""
     value = given.get(name)
     if value is None:
         return None
@@ -222,7 +222,7 @@ def read_number(given: Mapping[str, Any], name: str) -> float | None:
 
 
 def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Stop strings: one string or a list; empty strings and duplicates are dropped."""
+    """Read stop strings, given as one string or a list. Empty strings and duplicates are dropped."""
     value = given.get(name)
     stops = [value] if isinstance(value, str) else read_list(given, name, most=MOST_STOPS)
     for stop in stops:

@@ -12,7 +12,7 @@ from verbatim.inference.chat.answer import read_arguments
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, object_of, text_of
 
 _NOT_IN_PROMPTS = ("strict", "cache_control", "defer_loading")
-"""Keys of a tool that concern sampling or storage; the model must not see them."""
+"""Keys of a tool that concern sampling or storage and must not be shown to the model."""
 
 
 def joined_text(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:

@@ -1,5 +1,5 @@
-"""Builds the objects of OpenAI's chat-completions format, for whole responses and for streams: messages, logprobs,
-usage and errors."""
+"""Builds the objects of OpenAI's chat-completions format, for non-streamed responses and for streams: messages,
+logprobs, usage and errors."""
 
 from __future__ import annotations
 

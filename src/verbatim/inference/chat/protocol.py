@@ -1,4 +1,4 @@
-"""Defines the records that all chat protocols share: canonical requests, replies and deltas.
+"""Defines the records that all chat protocols share: requests in canonical form, replies and deltas.
 
 A protocol is pure: it converts between bodies and records, and knows nothing about renderers, samplers or connections.
 """
@@ -204,7 +204,7 @@ class Stamp:
     """Id, creation time and model name of a response."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Random id of letters and digits; each protocol adds its own prefix."""
+    """Random id of letters and digits, to which each protocol adds its own prefix."""
     created: int = 0
     """Unix time in seconds."""
     model: str = ""

@@ -1,4 +1,5 @@
-"""Builds the objects of OpenAI's Responses format, for whole responses and for streams: items, response, usage."""
+"""Builds the objects of OpenAI's Responses format, for non-streamed responses and for streams: items, response,
+usage."""
 
 from __future__ import annotations
 

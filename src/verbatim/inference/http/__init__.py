@@ -1,1 +1,1 @@
-"""Samplers over HTTP: the client, the protocol, the sampler that uses them, and the server."""
+"""Samplers over HTTP: the protocol, the client, a sampler that uses them, and the server."""

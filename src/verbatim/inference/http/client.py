@@ -1,7 +1,7 @@
 """Sends HTTP requests to samplers, chat servers and teachers, and retries transient failures.
 
 Each attempt has a deadline. A transient failure (a lost connection, a timeout, 429, 5xx, a malformed response) is
-retried with exponential backoff, and not before the server's `Retry-After`; any other failure is final.
+retried with exponential backoff, but not before the server's `Retry-After` has passed. Any other failure is final.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class AttemptFailed(Exception):
 
 
 class ClientClosed(SamplerFault):
-    """This client was closed while the request was in flight."""
+    """The client was closed while the request was in flight."""
 
 
 @dataclass(eq=False)
 class _LoopState:
-    """State of one event loop: its connections, and the requests in flight."""
+    """The connections and the requests in flight of one event loop."""
 
     session: aiohttp.ClientSession
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)

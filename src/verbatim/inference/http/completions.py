@@ -346,7 +346,7 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
 
 
 def read_plain(values: object, count: int) -> Float32:
-    """Convert a JSON list of `count` logprobs to float32. Raises ValueError for anything else."""
+    """Convert a JSON list of `count` logprobs to float32. Raises `ValueError` for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"expected {count} logprobs, found {brief(values)}")
     if set(map(type, values)) == {float}:  # fast path, without bool and int, which need `number_of`

@@ -40,10 +40,10 @@ applies."""
 class _Messages(h11.Connection):
     """One connection's HTTP parser and writer. It differs from h11's in two ways:
 
-    - Every head above the limit is refused. h11 itself checks only incomplete heads, and accepts a longer one that ends
-      within the same read.
+    - Every head above the limit is refused. h11 only checks incomplete heads, and accepts a longer head that ends
+    within the same read.
     - The head of a response is written together with the first part of its body, if that follows in the same pass of
-      the event loop. That saves a system call, and the client a read.
+      the event loop. This saves a system call here, and a read in the client.
 
     Args:
         most: Maximum bytes of a request's head.
@@ -252,7 +252,7 @@ class ClientConnection(H11Protocol):
 
     @property
     def _busy(self) -> bool:
-        """True while a request is unanswered."""
+        """True while a request has not been fully answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property

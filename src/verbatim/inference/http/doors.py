@@ -42,7 +42,7 @@ class Pace:
 
 
 class OpenConnection(Protocol):
-    """An open connection, as the table sees it."""
+    """The interface of an open connection that the table needs."""
 
     group: str
     """Name of the connection's door, or else the client's host."""
@@ -71,8 +71,8 @@ class Door:
 
 
 class ConnectionTable:
-    """The open connections, and which of them are idle. Connections of one door, or else of one client's host, form a
-    group.
+    """The open connections, and which of them are idle. The connections of one door form a group. Without a door, those
+    of one client's host do.
 
     Args:
         limits: Limits of one connection.

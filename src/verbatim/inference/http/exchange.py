@@ -1,4 +1,4 @@
-"""Reads a request's body, runs its work while the client is connected, and writes the response."""
+"""Reads the body of a request, runs the work for it while the client is connected, and writes the response."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class ResponseWriter:
         await self._write(data, last=True)
 
     async def stream(self, stream: ChatStream, events: AsyncGenerator[bytes]) -> None:
-        """Write the events of a stream; call `end` afterwards.
+        """Write the events of a stream. Call `end` afterwards.
 
         Args:
             stream: Formats an error as an event.

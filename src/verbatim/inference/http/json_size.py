@@ -1,6 +1,7 @@
 """Counts the values and levels of a JSON body before it is parsed.
 
-A megabyte of brackets becomes tens of megabytes of objects, and a parser holds the GIL until it is done."""
+This is necessary because a megabyte of brackets becomes tens of megabytes of objects, and a parser holds the GIL until
+it is done."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from verbatim.core.errors import UsageError
 
 MOST_VALUES = 2**18
-"""Default maximum number of values in a body; 20,000 messages have about half as many."""
+"""Default maximum number of values in a body. A body with 20,000 messages has about half as many."""
 MOST_DEPTH = 900
 """Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read it. Fields have
 a much lower limit of their own."""
@@ -36,7 +37,7 @@ def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) 
         most_values: Maximum number of values, counting lists, objects and their items.
 
     Raises:
-        UsageError: too many values or levels; the message has the limit.
+        UsageError: there are too many values or levels; the message has the limit.
     """
     # A body with few bytes and few brackets cannot exceed the limits, so most requests are not scanned.
     if len(data) <= most_values and data.count(b"[") + data.count(b"{") <= MOST_DEPTH:

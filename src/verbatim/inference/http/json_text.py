@@ -55,7 +55,7 @@ def _parsed(text: bytes | bytearray, offset: int) -> Any:
 
 
 def without_mark(data: bytes | bytearray) -> bytes | bytearray:
-    """The body without a UTF-8 byte order mark.
+    """Return the body without its UTF-8 byte order mark, if it has one.
 
     Raises:
         UsageError: the body is in UTF-16 or UTF-32.

@@ -9,7 +9,7 @@ from verbatim.core.sampling import MOST_STOP_IDS
 _BYTES_OF_AN_ID = 32
 """Maximum bytes of one token id in JSON: ten digits, a comma, and indentation."""
 BYTES_OF_A_TOKEN = 256
-"""Maximum bytes of one token's text: the longest tokens in published vocabularies are 128 spaces."""
+"""Maximum bytes of one token's text. The longest tokens in published vocabularies are 128 spaces."""
 _OVERHEAD = 256 * 2**10
 """Maximum bytes of a body that are neither ids nor text."""
 _LARGEST_BODY = 64 * 2**20
@@ -31,7 +31,8 @@ class ConnectionLimits:
     head_bytes: int = 2**14
     """Maximum bytes of a request's head, including the empty line that ends it."""
     head_seconds: float = 15.0
-    """Seconds in which a request's head must arrive: from connecting, or for later requests from the first byte."""
+    """Seconds within which a request's head must arrive, counted from connecting, or for later requests from the first
+    byte."""
     body_seconds: float = 60.0
     """Seconds within which a request's body must arrive, counted from the end of its head."""
     answer_seconds: float = 60.0

@@ -17,7 +17,7 @@ def refuse_lone_surrogates(value: object) -> None:
 
     Raises:
         Refused: the message has the path, the character and its position, and says what to send instead. The field has
-        no list indices: "messages.content".
+            no list indices: "messages.content".
 
     >>> try:
     ...     refuse_lone_surrogates({"messages": [{"content": "so \ud83d"}]})

@@ -15,8 +15,7 @@ from verbatim.core.types import Float32, Int32
 PACKED = "packed"
 """In a request, under `protocol.OURS`: true asks the server to pack the response if it can. In a response: the result
 of `pack`; the `token_ids` and `logprobs` of the choice are then null. Our servers support it, and so does vLLM with our
-middleware
-(`vllm/plugin/verbatim_vllm_answers.py`)."""
+middleware (`vllm/plugin/verbatim_vllm_answers.py`)."""
 
 
 def pack(ids: Int32, logprobs: Float32 | None) -> dict[str, str | None]:
@@ -35,7 +34,8 @@ def read_packed(value: object) -> tuple[Int32, Float32 | None]:
     """Decode the result of `pack` to ids (int32 [L]) and logprobs (float32 [L] or None).
 
     Raises:
-        ValueError: malformed strings, a negative id, a logprob that is not finite, or a wrong number of logprobs.
+        ValueError: a string is malformed, an id is negative, a logprob is not finite, or the number of logprobs is
+            wrong.
     """
     strings = value if isinstance(value, dict) else {}
     ids = _array(strings.get("token_ids"), "<i4", "packed token_ids").astype(np.int32)

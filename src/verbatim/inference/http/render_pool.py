@@ -45,7 +45,7 @@ _HEADER = struct.Struct("!Q")
 
 
 class RenderPool(ABC):
-    """Runs functions that need the renderer."""
+    """Base class of pools that run functions which need the renderer."""
 
     async def start(self) -> None:  # noqa: B027  (there may be nothing to wait for)
         """Wait until the pool is ready.

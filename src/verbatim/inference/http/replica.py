@@ -170,7 +170,7 @@ class HttpReplica(ServedReplica):
         session = f"{self._sessions}/{request.session}" if request.session else ""
         found = await self._http.generate(replace(request, session=session))
         if len(found.ids) and (found.logprobs is None or found.policy_versions is None):
-            raise SamplerFault(f"{self.name}: a completion without logprobs or versions", num_tokens=len(found.ids))
+            raise SamplerFault(f"{self.name}: the completion lacks logprobs or versions", num_tokens=len(found.ids))
         return found
 
     async def update_weights(self, path: Path, version: int) -> None:
@@ -199,7 +199,7 @@ class HttpReplica(ServedReplica):
         await self._http.close()
         await self._client.close()
 
-    # ---- what the server is, and how it is
+    # ---- description and state of the server
 
     async def check_server(self) -> None:
         """Query the server and check that it fits the run. From then on, responses of any other server are refused.
@@ -260,7 +260,7 @@ class HttpReplica(ServedReplica):
         """Load the run's initial weights, so that an unreadable path fails at the start instead of at the first update.
 
         Raises:
-            UsageError: the server does not accept them; the message says what to type.
+            UsageError: the server does not accept the weights; the message says what to do.
             SamplerFault: see `update_weights`.
         """
         try:

@@ -26,7 +26,7 @@ from verbatim.inference.sampler import Completion, SampleRequest, nothing_sample
 from verbatim.inference.validation import check_temperature, refuse_stop_strings
 
 STARTED_AGAIN = "it was restarted, or another server answers at its address"
-_NO_TOKEN_ENDPOINT = "vLLM has this endpoint with --enable-scale-out"
+_NO_TOKEN_ENDPOINT = "vLLM has this endpoint only if started with --enable-scale-out"
 _DESCRIBE_TIMEOUT = 60.0
 """Timeout in seconds for a server to describe itself. It is long enough for a busy server, but finite, because a server
 in the event loop that waits for it can never answer."""
@@ -270,7 +270,7 @@ class HttpSampler:
         except UsageError as error:
             raise SamplerFault(f"{self.url}: {error}") from error
 
-    # ---- what the server is
+    # ---- description of the server
 
     def _known(self) -> _Facts:
         if self._facts is None:

@@ -35,7 +35,7 @@ class SamplerServer:
     """A running server."""
 
     url: str
-    """Address of the server, such as "http://127.0.0.1:40123"; append "/v1" for OpenAI's clients."""
+    """Address of the server, such as "http://127.0.0.1:40123". Append "/v1" for OpenAI's clients."""
     model: str
     """The model's name in requests."""
 

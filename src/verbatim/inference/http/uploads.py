@@ -93,7 +93,7 @@ def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:
 
 
 def _read(answer: HttpResponse) -> dict[str, Any]:
-    """The JSON of a response. 409 (wrong offset) and 422 (wrong checksums) are results here, not failures."""
+    """The JSON of a response. 409 (wrong offset) and 422 (wrong checksums) are results here instead of failures."""
     if answer.status == 404:
         raise AttemptFailed(
             "no_uploads",

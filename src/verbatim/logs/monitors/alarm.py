@@ -16,17 +16,17 @@ class Alarm:
     """A problem of a run that was detected, or that is over."""
 
     name: str
-    """The kind of alarm, such as `entropy_collapse`."""
+    """Name of the alarm, such as `entropy_collapse`."""
     step: int
     """Number of steps done when the problem was detected; 0 before the first step."""
     state: State
-    """"raised", or "cleared": the problem raised under this name and environment is over."""
+    """"raised", or "cleared" if the problem that was raised for this name and environment is over."""
     message: str
-    """One sentence: the observation, with its numbers."""
+    """The observation, with its numbers, in one sentence."""
     cause: str
     """The most common cause."""
     advice: str
-    """The configuration key to change, and how: `lower trainer.optim.lr (now 3e-4)`."""
+    """The configuration key to change, and how, such as `lower trainer.optim.lr (now 3e-4)`."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """Metrics that show the problem, by name."""
     env: str | None = None

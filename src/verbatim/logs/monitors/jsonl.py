@@ -1,4 +1,5 @@
-"""Writes JSON lines so that a killed writer leaves only complete records, and tracks the length of the file."""
+"""Writes JSON lines such that only the last line is incomplete if the writer is killed, and tracks the file's
+length."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Metric:
     name: str
     """The name as reported. A placeholder such as `{env}` stands for any name."""
     unit: str
-    """"tokens", "seconds", "share" (0 to 1), "nats", ...; empty: no unit."""
+    """"tokens", "seconds", "share" (0 to 1), "nats", ...; empty if there is no unit."""
     about: str
     """The meaning, as plain text."""
     group: str = ""

@@ -60,7 +60,7 @@ class Mlflow(ServiceSettings):
 
     package: ClassVar[str] = "mlflow"
     experiment: str
-    """The experiment; created if it does not exist."""
+    """The experiment. It is created if it does not exist."""
     name: str | None = None
     """The name of the MLflow run; by default the name of this run."""
     tracking_uri: str | None = None

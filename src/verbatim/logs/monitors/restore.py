@@ -32,7 +32,7 @@ class Restored:
 
 @dataclass(kw_only=True)
 class _ReadableLog:
-    """The readable part of a log, up to a step."""
+    """The readable part of a log up to a step."""
 
     mark: LogMark = field(default_factory=LogMark)
     """The end of the copied lines."""
@@ -45,7 +45,7 @@ class _ReadableLog:
     earlier: dict[int, LogMark] = field(default_factory=dict)
     """See `Restored.earlier`."""
     is_prefix: bool = True
-    """True if the kept lines are the beginning of the log, so that it can be cut in place."""
+    """True if the kept lines are the beginning of the log, so that the log can be truncated in place."""
 
 
 def restore(

@@ -26,7 +26,7 @@ class SampleRow:
     advantage: float | None
     """The trajectory's advantage; None if its turns have their own, or if none was computed."""
     outcome: str
-    """"trained", the reason why nothing was trained, or the outcomes of the tokens with their counts."""
+    """"trained", the reason why no token was trained, or the outcomes of the tokens with their counts."""
     stop_reason: str
     turns: int
     sampled_tokens: int
@@ -93,7 +93,8 @@ def sample_row(step: int, outcome: TrajectoryOutcome) -> SampleRow:
 
 
 def _outcome_of_turns(outcome: TrajectoryOutcome) -> str:
-    """The outcome of all tokens, `trained`, or the outcomes with their token counts, `trained 12, over_length 3`."""
+    """The outcome of all tokens, such as `trained`, or their outcomes with counts, such as `trained 12, over_length
+    3`."""
     counts = outcome.num_tokens
     if len(counts) <= 1:
         return next(iter(counts), "trained")

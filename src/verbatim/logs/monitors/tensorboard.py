@@ -37,8 +37,8 @@ class Tensorboard(ServiceSettings):
 
     package: ClassVar[str] = "tensorboard"
     folder: str | None = None
-    """The folder for the event files; `tensorboard` in the run folder by default, so that `tensorboard --logdir runs`
-    shows all runs. Two runs must not share a folder."""
+    """The folder for the event files. By default it is `tensorboard` in the run folder, so that `tensorboard --logdir
+    runs` shows all runs. Two runs must not share a folder."""
 
     def __call__(self, run: RunInfo) -> TensorboardMonitor:
         return TensorboardMonitor(self, run)

@@ -27,7 +27,7 @@ class Marks:
     evals: str
     """Marks of evaluations, one per environment. They are reused if there are more environments."""
     constant: str
-    """The line of the best constant policy."""
+    """The character of the line of the best constant policy."""
     axes: tuple[str, str, str, str]
     """Characters of the y axis at a label, of the y axis elsewhere, of the corner, and of the x axis."""
     line: str | None

@@ -51,13 +51,14 @@ class Wandb(ServiceSettings):
 
     package: ClassVar[str] = "wandb"
     project: str
-    """The project; created if it does not exist."""
+    """The project. It is created if it does not exist."""
     name: str | None = None
     """The record's name; by default the name of the run."""
     tags: tuple[str, ...] = ()
     """Labels for filtering."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """"offline" records into the run folder, for `wandb sync`; by default the value of WANDB_MODE, else "online"."""
+    """With "offline", the run is recorded in the run folder, for `wandb sync`. By default the value of WANDB_MODE, or
+    else "online"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

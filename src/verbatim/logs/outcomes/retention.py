@@ -1,4 +1,4 @@
-"""Defines which of a run's trajectories are written and kept."""
+"""Defines the rules for which of a run's trajectories are written and kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which trajectories of a run are written and kept."""
+    """Rules for which trajectories of a run are written and kept."""
 
     share: float = 1.0
     """Share of the groups to write. Whole groups are selected by a hash of their ids, so that a resumed run selects the

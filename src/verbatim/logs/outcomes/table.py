@@ -217,7 +217,7 @@ class StoredOutcome:
     record: Mapping[str, Any]
     """The trajectory, in the form that `trajectory_from_json` accepts."""
     row: Mapping[str, Any]
-    """Columns that are not part of the trajectory: `step`, `reason`, `flags`, `unrecorded` and counts."""
+    """The columns that are not part of the trajectory: `step`, `reason`, `flags`, `unrecorded` and counts."""
     outcomes: tuple[str, ...]
     """The outcome of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]

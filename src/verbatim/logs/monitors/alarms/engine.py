@@ -45,7 +45,7 @@ class Why:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmRow:
-    """An alarm in the table `ALARMS`: a rule as data. `_Texts` fills in its message templates."""
+    """An alarm in the table `ALARMS`, which is a rule in the form of data. `_Texts` fills in its texts."""
 
     name: str
     """Name of the alarm, and of its configuration table, [monitor.alarms.NAME]."""
@@ -56,7 +56,7 @@ class AlarmRow:
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The smallest and the largest value of a parameter for which the alarm can be raised at all, by parameter name."""
     message: str
-    """One sentence: the observation, with its numbers."""
+    """The observation, with its numbers, in one sentence."""
     why: Mapping[str, Why] | Why
     """Cause and advice. If there are several, they are chosen by `Sight.why`, with "" as the fallback."""
     evidence: Sequence[str] = ()

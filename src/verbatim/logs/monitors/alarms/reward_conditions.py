@@ -90,9 +90,9 @@ def reward_hacking(
     rollouts. The figure rose significantly and by a large amount, above both the run's first steps and the steps about
     `4 * steps` ago, so that neither slow growth nor a return after a dip counts. And within groups, the figure
     correlates with the reward by at least `credit`. A large amount is `growth` times the tokens per turn, an increase
-    of the
-    share of repeated 4-grams by `repetition`, or `tool_growth` times the calls of one tool and at least `tool_calls`
-    more per rollout. If an evaluation's success, or the environment's own `is_success`, rises too, no alarm is raised.
+    of the share of repeated 4-grams by `repetition`, or `tool_growth` times the calls of one tool and at least
+    `tool_calls` more per rollout. If an evaluation's success, or the environment's own `is_success`, rises too, no
+    alarm is raised.
     """
 
     def growths(env: str) -> Iterator[Sight]:

@@ -152,7 +152,7 @@ class Finding:
     """The result of a rule for one step, about one environment or the whole run."""
 
     message: str
-    """One sentence: the observation, with its numbers."""
+    """The observation, with its numbers, in one sentence."""
     cause: str
     """The most common cause."""
     advice: str
