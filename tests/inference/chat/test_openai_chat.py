@@ -230,7 +230,7 @@ def test_a_session_comes_from_the_body_or_the_header():
             "messages.tool_calls",
             "messages[0].tool_calls: only an assistant message may have this field; the role is user",
         ),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "messages.tool_call_id", "a text"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "messages.tool_call_id", "a string"),
         ({"no_such": 1}, "other", "no_such = 1 is not a field that this server knows"),
         ({"verbatim": {"x": 1}}, "other", "verbatim.x"),
     ],
