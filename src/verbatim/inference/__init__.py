@@ -4,8 +4,7 @@ In: a `SampleRequest`. Out: a `Completion`. New weights arrive through `update_w
 this process, `http` has the client and the server, `chat` the chat protocols, `vllm` starts vLLM servers, and `pool`
 puts several replicas behind one sampler. Read first: `sampler.py`, then `embedded/decoder.py`; tokens are sampled, with
 their logprobs, in `embedded/sampling.py`, or by the compiled kernel (`draw_row` in `embedded/compiled/kernel.c`).
-Imports `core`,
-`config`, `models`.
+Imports `core`, `config`, `models`.
 """
 
 from verbatim.core.sampling import SamplingParams
