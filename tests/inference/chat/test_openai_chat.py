@@ -214,7 +214,7 @@ def test_a_session_comes_from_the_body_or_the_header():
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": "required", "tools": [ADD]}, "tool_choice", "cannot be forced"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": [ADD]}, "tool_choice", "'add'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [ADD]}, "tool_choice", "not one of"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [ADD]}, "tool_choice", "not one"),
         ({"tool_choice": "any"}, "tool_choice", "expected one of auto, none, required"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages.role", "messages[0].role = 'critic'"),
