@@ -361,7 +361,7 @@ def pause(attempt: int, retry_after: float, jitter: random.Random) -> float:
     """Seconds before the next attempt: at least `retry_after`, with jitter so that clients do not retry in step.
 
     >>> pause(0, 0.0, random.Random(0)), pause(3, 7.0, random.Random(0))
-    (0.6722109257665487, 12.37768740613239)
+    (0.6722109257625241, 12.377687406100193)
     """
     return float(retry_after + min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * jitter.uniform(0.5, 1.5))
 
