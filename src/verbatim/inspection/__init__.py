@@ -1,6 +1,7 @@
-"""Companions of a run: what it is, what it will need, what is wrong with it.
+"""Read-only tools that inspect runs, before they start and afterwards.
 
-In: what a run is given, or has written. Out: a page (`viewer`), why prompts stop extending what was sampled
-(`doctor`), what is wrong with an environment (`envcheck`), whether a run fits (`plan`), runs side by side
-(`comparison`). Nothing is changed. Read first: `plan/predict.py`, `doctor/diagnosis.py`. Imports all but `cli`.
+In: a run's configuration, environments and output. Out: a web page (`viewer`), why prompts break the extension
+property (`doctor`), faults of an environment (`envcheck`), whether a run fits in memory and how fast it will be
+(`plan`), several runs compared (`comparison`). Read first: `plan/predict.py`, `doctor/diagnosis.py`. Imports all but
+`cli`.
 """

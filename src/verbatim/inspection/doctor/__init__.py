@@ -1,4 +1,4 @@
-"""Finds breaks of the extension property in logs of any framework, with their causes and costs."""
+"""Finds breaks of the extension property in the logs of Verbatim and other frameworks, with their causes and costs."""
 
 from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.inspection.doctor.diagnosis import Diagnosis, Doctor, Summary

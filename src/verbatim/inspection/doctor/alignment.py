@@ -1,4 +1,4 @@
-"""Aligns a prompt with the earlier sequence that it should begin with: changes, and the end of the shared history."""
+"""Aligns a prompt with the earlier sequence that it should extend: finds the changes and where the history ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RUN = 4
-"""Consecutive equal ids that end a change; fewer only at the end of the earlier sequence."""
+"""Number of consecutive equal ids that end a change; fewer suffice at the end of the earlier sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Positions `start` to `end` of the earlier sequence, and `now_start` to `now_end` of the later one, which took
-    their place; either range may be empty."""
+    """Positions `start` to `end` of the earlier sequence were replaced by positions `now_start` to `now_end` of the
+    prompt. Either range may be empty."""
 
     start: int
     end: int
@@ -23,25 +23,26 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """How a prompt contains the earlier sequence that it should begin with."""
+    """How the earlier sequence, which the prompt should extend, reappears in the prompt."""
 
     changes: tuple[Change, ...]
-    """The changes; tokens between them are equal."""
+    """The changes, in order; the tokens between them are equal."""
     history_end: int
-    """Tokens of the prompt up to the end of the earlier sequence; the tokens after it are new."""
+    """Position in the prompt at which the earlier sequence ends; all tokens from there on are new."""
     meets_again: bool
-    """Whether the prompt contains the end of the earlier sequence. If not, the last change has no known end in the
-    prompt."""
+    """True if the prompt contains the end of the earlier sequence. If False, it is not known where the last change ends
+    in the prompt."""
 
 
 def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignment:
-    """Align from the first difference on, each time at the match that skips the fewest ids.
+    """Align from the first difference on; after each change, resume at the match that skips the fewest ids.
 
-    A single deletion or insertion that explains everything has priority, so that dropped messages do not look
-    rewritten. Time is proportional to the lengths, except for ids that repeat often.
+    `shared` is the number of leading ids that they have in common. If a single deletion or insertion explains all
+    differences, it is preferred, so that dropped messages are not reported as rewritten. The time is linear in the
+    lengths unless the same ids repeat often.
 
     Example: `align([1, 2, 7, 8, 3], [1, 2, 3, 4], 2)` finds one change: positions 2 to 4 of the earlier sequence are
-    gone; the history ends at 3 of the prompt, after the `3`.
+    gone. The history ends at position 3 of the prompt, after the id `3`.
     """
     index = _Runs(earlier, shared)
     rest = index.goes_on_at(prompt, shared)
@@ -64,7 +65,7 @@ def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignme
 
 
 class _Runs:
-    """The positions of every sequence of `RUN` ids."""
+    """Finds the positions of any `RUN` consecutive ids of the earlier sequence."""
 
     def __init__(self, ids: Sequence[int], start: int) -> None:
         self._ids = ids
@@ -74,7 +75,7 @@ class _Runs:
         self._endings = {tuple(ids[-n:]): len(ids) - n for n in range(1, RUN) if len(ids) - n >= start}
 
     def goes_on_at(self, prompt: Sequence[int], shared: int) -> tuple[int, int] | None:
-        """Positions from which both are equal to the end, after one deletion or one insertion; else None."""
+        """The positions in both from which they agree to the end, if one deletion or insertion suffices; else None."""
         for place in self._places.get(tuple(prompt[shared : shared + RUN]), ()):
             if self._ids[place:] == prompt[shared : shared + len(self._ids) - place]:
                 return place, shared
@@ -85,9 +86,9 @@ class _Runs:
         return None
 
     def next_meeting(self, at: int, prompt: Sequence[int], now: int) -> tuple[int, int] | None:
-        """The next match, with the fewest skipped ids; None if dropping the rest skips fewer.
+        """The next match that skips the fewest ids; None if it is cheaper to drop the rest of the earlier sequence.
 
-        The rest counts double, so that an insertion is preferred to a lost end of the history.
+        Each dropped id of the rest counts twice, so that an insertion is preferred to a lost end of the history.
         """
         best, found = 2 * (len(self._ids) - at) + 3, None
         later = now

@@ -1,4 +1,4 @@
-"""Writes diagnoses as one JSON object, piece by piece, so that a long log needs little memory."""
+"""Writes the diagnoses as one JSON object, piece by piece, so that a long log needs little memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from verbatim.inspection.doctor.windows import Cell
 
 
 class JsonReport:
-    """Writes `{"file": ..., "format": ..., "breaks": [...], "unreadable": ..., "summary": ...}`, with the keys that
-    docs/doctor.md lists."""
+    """Writes `{"file": ..., "format": ..., "breaks": [...], "unreadable": ..., "summary": ...}`, with the keys
+    listed in docs/doctor.md."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -22,7 +22,7 @@ class JsonReport:
         self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
-        """Write the names of the file, its format and the tokenizer."""
+        """Write the file name, its format and the tokenizer."""
         self._format = format_name
         head = {"file": file, "format": format_name, "note": note, "tokenizer": tokenizer}
         self._write(f'{json.dumps(head)[:-1]}, "breaks": [')
@@ -49,7 +49,7 @@ class JsonReport:
         self._separator = ",\n"
 
     def close(self, summary: Summary, problems: Problems) -> None:
-        """Write unreadable lines and the summary."""
+        """Write the unreadable lines and the summary."""
         lines = [problem._asdict() for problem in problems.kept]
         self._write(f'],\n"unreadable": {json.dumps({"count": problems.count, "lines": lines})},\n')
         self._write(f'"summary": {json.dumps(_summary(summary))}}}\n')
@@ -82,7 +82,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _window(turn: int, cells: Sequence[Cell | None]) -> dict[str, Any]:
-    """The shown tokens of one side with their positions, which may have gaps."""
+    """The tokens shown for one side, with their positions, which may have gaps."""
     shown = [cell for cell in cells if cell is not None]
     known = all(cell.text is not None for cell in shown)
     return {

@@ -1,4 +1,4 @@
-"""Defines the classes of breaks, with titles and advice."""
+"""Defines the classes of breaks, with a heading and advice for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class BreakClass(StrEnum):
-    """Why a prompt does not extend the recorded tokens. The values are stable, because scripts read them."""
+    """Why a prompt does not extend the recorded tokens. Scripts read the values, so they do not change."""
 
     THINKING_STRIPPED = "thinking_stripped"
     RETOKENISED = "retokenised"
@@ -30,17 +30,17 @@ class BreakClass(StrEnum):
 
     @property
     def by_design(self) -> bool:
-        """Whether the break is intended: a new conversation has no history that could have changed, and of several
-        answers after one turn only one can extend it."""
+        """True if the break is expected: a new conversation has no history to extend, and only one of several parallel
+        answers can extend the turn before them."""
         return self in (BreakClass.SUB_AGENT, BreakClass.PARALLEL)
 
     @property
     def heading(self) -> str:
-        """The class in words."""
+        """The class in words, for reports."""
         return _HEADINGS.get(self, self.value.replace("_", " "))
 
     def advice(self, format_name: str) -> str:
-        """What to do about it, for a log of this format."""
+        """What to do about breaks of this class in a log of the given format."""
         return (_IN_OUR_RUN.get(self) if format_name == "verbatim" else None) or _ADVICE[self]
 
 
@@ -55,63 +55,65 @@ _HEADINGS: Mapping[BreakClass, str] = {
 
 _ADVICE: Mapping[BreakClass, str] = {
     BreakClass.THINKING_STRIPPED: "the chat template drops the thinking of earlier turns. Between tool calls a family "
-    'renderer bridges (orchestrator.renderer.name = "auto"). Across user turns the break is what the model was trained '
-    'with: keep it, with trainer.packing = "auto"; or keep the thinking, by editing the template line in '
+    'renderer bridges (orchestrator.renderer.name = "auto"). Across user turns, the break matches how the model was '
+    'trained: accept it and set trainer.packing = "auto", or keep the thinking by editing the template line in '
     "chat_template.jinja",
-    BreakClass.RETOKENISED: "the history went through text and came back as other ids. Send token ids: the sampled "
-    "completion_ids plus the ids of the new messages only (a renderer's bridge), never the history as text or messages",
-    BreakClass.WHITESPACE: "something strips or adds white space in the history: the template (trim, strip), the "
-    "parser, or the client. Use a renderer that bridges, or pass the content on unchanged",
-    BreakClass.TOOL_ARGUMENTS: "the call was parsed and written anew: the same values, other text. Keep the ids (a "
-    "renderer's bridge), or keep the arguments as the text that was sampled, and a template that does not pass text "
-    "through tojson",
-    BreakClass.STOP_TOKEN: "a turn ends otherwise when sampled than in the history. Let the engine return the token "
-    "that ends a turn (include_stop_str_in_output, no stop strings), and let only one side add it",
-    BreakClass.NOT_READ_BACK: "the message that was made of an answer leaves out a part of it: a tool call that cannot "
-    "be read, or text between and after calls. Send the sampled ids (a renderer's bridge), or keep the whole text as "
+    BreakClass.RETOKENISED: "the history was decoded to text and encoded to different ids. Send token ids: the "
+    "sampled completion_ids plus the ids of the new messages only (a renderer's bridge), never the history as text or "
+    "messages",
+    BreakClass.WHITESPACE: "the template (trim, strip), the parser or the client strips or adds white space in the "
+    "history. Use a renderer that bridges, or pass the content on unchanged",
+    BreakClass.TOOL_ARGUMENTS: "the call was parsed and serialised again: the same values, but different text. Keep "
+    "the ids (a renderer's bridge), or keep the arguments as the sampled text and use a template that does not pass "
+    "text through tojson",
+    BreakClass.STOP_TOKEN: "a sampled turn ends differently in the history. Let the engine return the token that ends "
+    "a turn (include_stop_str_in_output, no stop strings), and add that token in only one place",
+    BreakClass.NOT_READ_BACK: "the message parsed from an answer lacks a part of it: a tool call that cannot be "
+    "parsed, or text between or after calls. Send the sampled ids (a renderer's bridge), or keep the whole text as "
     "content",
-    BreakClass.HISTORY_COMPACTED: "the context was shortened on purpose. The new sample is right as it is; compact "
-    'more rarely and by more at once, or use trainer.packing = "tree", which computes what stayed at the front once',
-    BreakClass.HISTORY_REWRITTEN: "something between two requests changes messages that were already sent: a time "
-    "stamp, a counter or a hint in the system prompt, an edited answer. Put what changes into the newest message",
-    BreakClass.TOOLS_CHANGED: "tool schemas stand at the front of the prompt, so any change of theirs costs the whole "
-    "history. Offer the same tools, in the same order and text, all episode long, and refuse a call instead",
-    BreakClass.SUB_AGENT: "nothing: another conversation begins. Where agents share a long opening, trainer.packing = "
+    BreakClass.HISTORY_COMPACTED: "the context was shortened on purpose. The new sample is correct. To save compute, "
+    'compact less often and by more at once, or use trainer.packing = "tree", which computes the kept prefix once',
+    BreakClass.HISTORY_REWRITTEN: "messages that were already sent changed between two requests: a timestamp, a "
+    "counter or a hint in the system prompt, or an edited answer. Put changing content into the newest message",
+    BreakClass.TOOLS_CHANGED: "tool schemas are at the front of the prompt, so any change to them costs the whole "
+    "history. Offer the same tools, in the same order and wording, for the whole episode, and refuse calls instead",
+    BreakClass.SUB_AGENT: "nothing: another conversation begins. If agents share a long prefix, trainer.packing = "
     '"tree" computes it once',
     BreakClass.PARALLEL: "nothing: several requests follow one turn, or several answers were sampled for one prompt. "
-    'trainer.packing = "tree" computes what they share once',
-    BreakClass.TRUNCATED: "a completion was cut off, or the prompt lost its beginning. Raise max_tokens or the context "
-    "length, end the episode there (Verbatim does), and switch off the engine's prompt truncation "
+    'trainer.packing = "tree" computes their shared prefix once',
+    BreakClass.TRUNCATED: "a completion was cut off, or the prompt lost its beginning. Raise max_tokens or the "
+    "context length, end the episode at the cut-off (Verbatim does), and turn off the engine's prompt truncation "
     "(truncate_prompt_tokens)",
-    BreakClass.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside of its own, so no prompt "
-    "can go on from there. The new sample is right as it is; such turns become fewer as the format is learned: a "
-    "longer warm start",
-    BreakClass.OPEN_THOUGHT: "the model ended its turn inside of a thought, which the format does not write. The new "
-    "sample is right as it is; such turns become fewer as the format is learned: a longer warm start",
-    BreakClass.OTHER_MESSAGES: "after a turn, only tools and users can speak without a new sample. Give what a system "
-    "message says there as a user's message, or as a part of the tool's answer",
-    BreakClass.FORMAT_UNKNOWN: "it is not known what the format writes behind such a turn: a chat template writes what "
-    "was there before it otherwise, as `verbatim doctor --template` shows with the line. Take the family of the model "
-    "(orchestrator.renderer.name), or mend the line; the new sample is right as it is",
-    BreakClass.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "template" renders every prompt; "verbatim" '
-    "continues what was sampled, and repeats no history",
-    BreakClass.UNKNOWN: "without a tokenizer only ids can be compared; its text would tell more: add "
-    "--model FOLDER_OR_ID",
+    BreakClass.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn in the middle of its own turn, "
+    "so no prompt can continue from there. The new sample is correct. Such turns become rarer as the model learns the "
+    "format: use a longer warm start",
+    BreakClass.OPEN_THOUGHT: "the model ended its turn without closing its thinking, which the format cannot express. "
+    "The new sample is correct. Such turns become rarer as the model learns the format: use a longer warm start",
+    BreakClass.OTHER_MESSAGES: "only messages from tools and users can follow a turn without starting a new sample. "
+    "Send the content of a system message there as a user message, or as part of the tool's result",
+    BreakClass.FORMAT_UNKNOWN: "it is not known what the format writes after such a turn, because the chat template "
+    "writes the text before it differently; `verbatim doctor --template` shows the line. Select the model's family "
+    "(orchestrator.renderer.name), or fix the line. The new sample is correct",
+    BreakClass.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "template" renders every prompt from its messages; '
+    '"verbatim" continues the sampled tokens and repeats no history',
+    BreakClass.UNKNOWN: "without a tokenizer, only ids can be compared. To compare the text too, add --model "
+    "FOLDER_OR_ID",
 }
 
 _IN_OUR_RUN: Mapping[BreakClass, str] = {
-    BreakClass.THINKING_STRIPPED: "the user has spoken, and the model's format drops what was thought before. That is "
-    'what it was trained with: keep it, with trainer.packing = "auto", which computes what stayed at the front once; '
-    'or keep all thoughts, and each dialogue in one sample, with orchestrator.renderer.thinking_retention = "all"',
-    BreakClass.RETOKENISED: "the conversation was rendered anew, and its text came back as other ids: a control token "
-    "that was sampled inside a text, or text in other pieces than the tokenizer makes. The new sample is right as it "
-    "is; `verbatim doctor --template` says where a renderer can bridge",
-    BreakClass.STOP_TOKEN: "a turn ends otherwise when sampled than the renderer writes it. Compare the renderer's "
-    "stop_token_ids with the chat template's end of a turn, and eos_token_id in generation_config.json",
-    BreakClass.NOT_READ_BACK: "the model sampled a tool call that cannot be read, or tags where none belong; its "
-    "message leaves them out, and the next prompt starts a new sample, which is right as it is. They become fewer as "
-    'calls are learned: a longer warm start; with tools = "hermes" such turns are bridged',
-    BreakClass.TRUNCATED: "a completion was cut off, or the prompt lost its beginning. Raise max_tokens or seq_len; an "
-    "environment with its own control flow should end where a turn was cut off",
+    BreakClass.THINKING_STRIPPED: "after a user message, the model's format drops the earlier thinking, as in the "
+    "model's training. Accept the break and set trainer.packing = "
+    '"auto", which computes the kept prefix once; or keep all thinking, and each dialogue in one sample, with '
+    'orchestrator.renderer.thinking_retention = "all"',
+    BreakClass.RETOKENISED: "the conversation was rendered again, and its text was encoded to different ids: the "
+    "model sampled a control token inside text, or split text differently from the tokenizer. The new sample is "
+    "correct; `verbatim doctor --template` says where a renderer can bridge",
+    BreakClass.STOP_TOKEN: "a sampled turn ends differently from how the renderer writes it. Compare the renderer's "
+    "stop_token_ids with the chat template's end of a turn and with eos_token_id in generation_config.json",
+    BreakClass.NOT_READ_BACK: "the model sampled a tool call that cannot be parsed, or misplaced tags. The parsed "
+    "message lacks them, so the next prompt starts a new sample, which is correct. Such turns become rarer as the "
+    'model learns to call tools: use a longer warm start; with tools = "hermes" such turns are bridged',
+    BreakClass.TRUNCATED: "a completion was cut off, or the prompt lost its beginning. Raise max_tokens or seq_len; "
+    "an environment with its own control flow should end the episode when a turn is cut off",
 }
-"""Advice for runs of Verbatim, whose requests and answers are ids, where it differs."""
+"""Advice that differs for runs of Verbatim, because their requests and answers are token ids."""

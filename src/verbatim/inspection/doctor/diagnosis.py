@@ -1,4 +1,4 @@
-"""Diagnoses a trajectory's breaks, with classes and costs, sums them over a file, and chooses those to show in full."""
+"""Diagnoses the breaks of trajectories: their classes and costs, the sums over a file, and which breaks to show."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.doctor.windows import WindowRow, side_by_side
 
 _SAYS_LITTLE = frozenset({BreakClass.UNKNOWN, BreakClass.HISTORY_REWRITTEN, BreakClass.NOT_READ_BACK})
-"""What the ids say where they do not tell why."""
+"""Classes that describe the changed ids but not the cause; a recorded reason is preferred to them."""
 
 
 @dataclass(frozen=True)
 class TemplateLine:
-    """A line of a chat template, by its number, from 1."""
+    """A line of a chat template. Numbers start at 1."""
 
     number: int
     text: str
@@ -38,27 +38,27 @@ class Diagnosis:
     """The turn whose prompt does not extend the recorded tokens."""
     agent: str
     against: int
-    """The turn that it should have extended."""
+    """The turn that this turn's prompt should have extended."""
     position: int
-    """Index of the first differing token of the prompt."""
+    """Index of the first token of the prompt that differs."""
     kind: BreakClass
     found: str
-    """The evidence for the class, as text."""
+    """The evidence for the class, in words."""
     rows: tuple[WindowRow, ...]
-    """The two sequences around the position, side by side."""
+    """The two sequences around `position`, side by side."""
     template_line: TemplateLine | None
-    """The responsible line of the chat template, or None."""
+    """The line of the chat template that causes the break; None if unknown."""
     repeated: int
-    """Tokens of history that rows compute again because of the break."""
+    """Number of history tokens computed again because of the break, with one row per sample."""
     repeated_in_tree: int
-    """Tokens of them that a prefix tree computes again too, because they follow the first difference."""
+    """How many of them a prefix tree also computes again, because they follow the first difference."""
     share: float
-    """`repeated` as a share of the tokens that rows compute for the trajectory."""
+    """`repeated` as a share of the trajectory's tokens, counted with one row per sample."""
 
 
 @dataclass
 class Sums:
-    """Breaks of one class: how many, and the sums of `Diagnosis.repeated` and `Diagnosis.repeated_in_tree`."""
+    """The number of breaks of one class, and the sums of their `repeated` and `repeated_in_tree`."""
 
     breaks: int = 0
     repeated: int = 0
@@ -72,16 +72,16 @@ class Summary:
     trajectories: int = 0
     turns: int = 0
     samples: int = 0
-    """Training samples that `interleaved` builds from them."""
+    """Number of training samples that the `interleaved` strategy builds from the trajectories."""
     row_tokens: int = 0
-    """Tokens to compute with one row per sample."""
+    """Number of tokens to compute with one row per sample."""
     tree_tokens: int = 0
-    """Tokens to compute with shared prefixes computed once."""
+    """Number of tokens to compute in a prefix tree, with each shared prefix computed once."""
     classes: dict[BreakClass, Sums] = field(default_factory=dict)
 
     @property
     def checked(self) -> bool:
-        """Whether the file has any turn with sampled ids."""
+        """True if any turn in the file has sampled ids."""
         return self.samples > 0
 
     @property
@@ -94,22 +94,22 @@ class Summary:
 
     @property
     def repeated(self) -> int:
-        """Tokens that rows compute again because of breaks."""
+        """Number of tokens computed again because of breaks, with one row per sample."""
         return sum(sums.repeated for sums in self.classes.values())
 
     def share(self, tokens: int) -> float:
-        """A number of tokens as a share of those that rows compute for the file."""
+        """`tokens` as a share of `row_tokens`."""
         return tokens / self.row_tokens if self.row_tokens else 0.0
 
 
 @dataclass
 class Doctor:
-    """Examines trajectories one by one; keeps only sums in memory."""
+    """Examines trajectories one at a time and keeps only sums in memory."""
 
     text: TokenText | None = None
-    """Decodes ids; without it some classes cannot be recognised."""
+    """Decodes ids; without it, some classes cannot be recognised."""
     template_line: Callable[[BreakClass], TemplateLine | None] = lambda kind: None
-    """Returns the line of the chat template that causes a class, if there is one."""
+    """Returns the line of the chat template that causes breaks of a class, or None."""
     summary: Summary = field(default_factory=Summary)
 
     def examine(self, logged: LoggedTrajectory) -> list[Diagnosis]:
@@ -132,7 +132,7 @@ class Doctor:
         for opening in found.openings:
             difference = Difference(turns, opening, self.text, logged.tools)
             kind, why = _kind_of(recorded_reason(logged.trajectory.info, opening.turn), difference)
-            # A new conversation has no history; only its shared prefix is computed twice.
+            # A new conversation has no history to repeat: only the prefix that it shares is computed twice.
             repeated = difference.at if kind.by_design else difference.alignment.history_end
             diagnosis = Diagnosis(
                 trajectory=logged.trajectory.trajectory_id,
@@ -158,9 +158,9 @@ class Doctor:
 
 
 class ShownBreaks:
-    """Keeps the first `limit` breaks of each class, and chooses `limit` of them.
+    """Keeps the first `limit` breaks of each class and selects `limit` of them, covering as many classes as possible.
 
-    Example: from the classes a a a b a c it chooses a b c for a limit of three, and a a b c for four.
+    Example: from breaks of the classes a a a b a c it selects a b c for a limit of three, and a a b c for four.
     """
 
     def __init__(self, limit: int) -> None:
@@ -175,7 +175,7 @@ class ShownBreaks:
         self._count += 1
 
     def breaks(self) -> Iterator[Diagnosis]:
-        """The chosen breaks in the order of the file; breaks by design have lower priority."""
+        """The selected breaks in file order. Breaks by design are selected last."""
         firsts = [same[0] for same in self._kept.values() if same]
         firsts.sort(key=lambda found: (found[1].kind.by_design, found[0]))
         rest = sorted((found for same in self._kept.values() for found in same[1:]), key=lambda found: found[0])
@@ -184,7 +184,10 @@ class ShownBreaks:
 
 
 def _kind_of(recorded: tuple[BreakClass, str] | None, difference: Difference) -> tuple[BreakClass, str]:
-    """The class of a break, and the evidence. That nothing was known of the format says less than the ids may do."""
+    """The class of a break, and the evidence for it.
+
+    A recorded reason decides, with one exception: `format_unknown` says little, so evidence from the ids replaces it.
+    """
     if recorded is not None and recorded[0] is not BreakClass.FORMAT_UNKNOWN:
         return recorded
     found = classify(difference)

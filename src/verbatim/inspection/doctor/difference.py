@@ -1,4 +1,4 @@
-"""Holds the data of one break: the recorded sequence, the prompt that should begin with it, and their texts."""
+"""Holds the data of one break: the recorded sequence, the prompt that should extend it, and their texts."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from verbatim.inspection.doctor.samples import SampleOpening
 from verbatim.inspection.doctor.text import TokenText
 
 _BEFORE = 16
-"""Tokens before a completion that are included, because a generation prompt may open the thinking."""
+"""Number of tokens before a completion to decode with it, because the generation prompt may open the thinking."""
 _AROUND = 4
-"""Equal tokens on each side of a change that are decoded with it, so that no character is split."""
+"""Number of equal tokens on each side of a change to decode with it, so that no character is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionSpan:
-    """The completion of a turn: positions `start` to `end` of the earlier sequence."""
+    """The completion of a turn, at positions `start` to `end` of the earlier sequence."""
 
     turn: int
     start: int
     end: int
     truncated: bool
-    """Whether it ended at a limit of tokens or time."""
+    """True if the completion was cut off by a limit on tokens or time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """The input of the tests for classes."""
+    """One break, as input to the tests in `evidence` that determine its class."""
 
     turns: Sequence[Turn]
     opening: SampleOpening
-    """The breaking turn, and the sample that it is compared with."""
+    """The breaking turn, and the sample to compare it with."""
     text: TokenText | None
     """Decodes ids; None without a tokenizer."""
     tools: Sequence[str]
-    """Tool schemas of each turn's request; empty if the log has none."""
+    """The tool schemas of each turn's request; empty if the log has none."""
 
     @property
     def at(self) -> int:
@@ -48,7 +48,7 @@ class Difference:
 
     @cached_property
     def earlier(self) -> list[int]:
-        """The ids of the last turn of the sample, prompt and completion."""
+        """The ids of the sample's last turn: prompt and completion."""
         ids: list[int] = self.turns[self.opening.against[-1]].path.ids().tolist()
         return ids
 
@@ -78,18 +78,19 @@ class Difference:
 
     @property
     def span(self) -> CompletionSpan:
-        """The completion that holds the first difference, or the first one after it."""
+        """The completion that contains the first difference, or else the next completion after it."""
         return next((span for span in self.spans if self.at < span.end), self.spans[-1])
 
     def is_gone(self, span: CompletionSpan) -> bool:
-        """Whether a completion is missing from the prompt entirely."""
+        """True if the entire completion is missing from the prompt."""
         return any(change.start <= span.start and span.end <= change.end for change in self.alignment.changes)
 
     @cached_property
     def stops(self) -> frozenset[int]:
         """Tokens that end a turn: the last tokens of completions that were not cut off.
 
-        Without a tokenizer only the most frequent one, because stop strings can end a completion at any token.
+        Any token can be last if a stop string ended the completion. So only the tokenizer's own stops and control
+        tokens count; without a tokenizer, only the most frequent last token.
         """
         ends = Counter(
             int(turn.completion_ids[-1])
@@ -100,24 +101,24 @@ class Difference:
             return frozenset(token for token, _ in ends.most_common(1))
         return self.text.stops | (ends.keys() & self.text.control)
 
-    # -- texts; only with a tokenizer
+    # -- texts, which need a tokenizer
 
     @cached_property
     def texts(self) -> tuple[str, str]:
-        """Texts of both sequences from shortly before the changed completion: (earlier, prompt)."""
+        """The texts (earlier, prompt), from shortly before the first difference or the completion it is in."""
         assert self.text is not None
         start = max(0, min(self.at, self.span.start) - _BEFORE)
         return self.text.decode(self.earlier[start:]), self.text.decode(self.prompt[start:])
 
     @cached_property
     def opening_texts(self) -> tuple[str, str]:
-        """Texts from the start: the earlier sequence up to its first completion, and the whole prompt."""
+        """The text of the earlier sequence up to its first completion, and the text of the whole prompt."""
         assert self.text is not None
         return self.text.decode(self.earlier[: self.spans[0].start]), self.text.decode(self.prompt)
 
     @cached_property
     def changed_texts(self) -> tuple[str, str]:
-        """Texts of both sides of the first change, with equal tokens around it."""
+        """The texts of both sides of the first change, with a few equal tokens around it."""
         assert self.text is not None
         change, start = self.change, max(0, self.at - _AROUND)
         after = _AROUND if self.alignment.meets_again or len(self.alignment.changes) > 1 else 0
@@ -128,7 +129,7 @@ class Difference:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Number of leading characters that two texts share."""
+    """The number of leading characters that two texts share."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Finds the samples that `interleaved` builds from a trajectory, and the turns that opened further ones."""
+"""Finds the samples that the `interleaved` strategy builds from a trajectory, and the turns that open new samples."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from verbatim.core.types import Turn
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOpening:
-    """A turn that extends none of the open samples: a break, or the first turn of a further agent."""
+    """A turn that extends none of the open samples: a break, or the first turn of another agent."""
 
     turn: int
     against: tuple[int, ...]
-    """Indices of the turns that the compared sample had then."""
+    """Indices of the turns that the sample it is compared with had at that point."""
     shared: int
-    """Leading ids that its prompt shares with that sample: the position of the break."""
+    """Number of leading ids that its prompt shares with that sample, which is the position of the break."""
     first_of_agent: bool
-    """Whether it is no break."""
+    """True for the first turn of an agent, which is not a break."""
     goes_on: bool = False
-    """Whether the compared sample continues after this turn, so that its conversation was not replaced."""
+    """True if the compared sample continues after this turn, so this turn's prompt did not replace its conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Samples, breaks and costs of a trajectory."""
+    """The samples of a trajectory, the turns that opened them, and their costs."""
 
     samples: tuple[tuple[int, ...], ...]
-    """Indices of the turns of each sample, in order, without turns that sampled nothing."""
+    """For each sample, the indices of its turns in order. Turns without sampled tokens are left out."""
     openings: tuple[SampleOpening, ...]
     row_tokens: int
-    """Tokens to compute with one row per sample."""
+    """Number of tokens to compute with one row per sample."""
     tree_tokens: int
-    """Tokens to compute with shared prefixes computed once."""
+    """Number of tokens to compute in a prefix tree, with each shared prefix computed once."""
 
 
 def find_samples(turns: Sequence[Turn]) -> Samples:
-    """Find samples as training does.
+    """Find the samples as training does.
 
-    Example: turns `([1, 2], [3])` and `([1, 9], [4])`, written (prompt, completion), give the samples `[0]` and `[1]`
-    and one opening, of turn 1 at position 1: rows compute 3 + 3 tokens, a tree 5.
+    Example: the turns `([1, 2], [3])` and `([1, 9], [4])`, written (prompt, completion), give the samples `[0]` and
+    `[1]` and one opening: turn 1 at position 1. Rows compute 3 + 3 tokens, a tree 5.
     """
     opened, breaking = OpenSamples(), set(breaks(turns))
     samples: list[list[int]] = []
@@ -82,10 +82,10 @@ def _compared(
     samples: Sequence[Sequence[int]],
     latest: dict[str, int],
 ) -> tuple[int, int]:
-    """The sample to compare a turn with, and the number of shared ids.
+    """The sample to compare a turn with, and the number of ids that they share.
 
-    It is the latest sample of the turn's agent, which the turn should have extended, or another one of the same agent
-    that shares more.
+    Usually it is the latest sample of the turn's agent, which the turn should have extended. If another sample of the
+    same agent shares more ids, it is that sample; if the agent has no sample yet, the sample that shares the most.
     """
     own = latest.get(turn.agent)
     if own is None:

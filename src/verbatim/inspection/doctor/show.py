@@ -1,4 +1,4 @@
-"""Prints diagnoses: each break side by side, and a summary with the advice for each class."""
+"""Prints diagnoses: the two sequences of each break side by side, and a summary with advice for each class."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ConsoleReport:
         self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
-        """Print the names of the file, its format and the tokenizer."""
+        """Print the file name, its format and the tokenizer."""
         self._format = format_name
         head = f"{file}\nformat     {format_name}: {note}\ntokenizer  {tokenizer_note}\n"
         self._console.print(Text(head), soft_wrap=True)
 
     def add(self, diagnosis: Diagnosis) -> None:
-        """Print one break: class, evidence, cost and tokens."""
+        """Print one break: its class, evidence, cost and tokens."""
         self._shown += 1
         d, console = diagnosis, self._console
         agent = "" if d.agent == "main" else f" ({d.agent})"
@@ -57,7 +57,7 @@ class ConsoleReport:
         console.print()
 
     def close(self, summary: Summary, problems: Problems) -> None:
-        """Print unreadable lines, sums, costs and advice."""
+        """Print the unreadable lines, then the sums, costs and advice."""
         console = self._console
         for number, why in problems.kept:
             console.print(Text.assemble((f"line {number}: ", "bold yellow"), _plain(why)), soft_wrap=True)
@@ -66,8 +66,8 @@ class ConsoleReport:
         trajectories = counted(summary.trajectories, "trajectory", "trajectories")
         if not summary.checked:
             console.print(
-                f"nothing was checked: in {trajectories} there is no turn with the token ids of a prompt and "
-                "a completion; log them (docs/doctor.md)",
+                f"nothing was checked: no turn in {trajectories} has the token ids of both a prompt and a "
+                "completion; log them (docs/doctor.md)",
                 style=_CLASS_STYLE,
             )
             return
@@ -88,7 +88,7 @@ class ConsoleReport:
 
 
 def _side_by_side(diagnosis: Diagnosis, width: int) -> Table:
-    """The tokens of both sequences around the first difference, one token a line."""
+    """The tokens of both sequences around the first difference, one token per line."""
     d = diagnosis
     cells = [cell for row in d.rows for cell in (row.earlier, row.now) if cell is not None]
     places = max((len(str(cell.position)) for cell in cells), default=1)
@@ -137,10 +137,10 @@ def _ordered(summary: Summary) -> list[BreakClass]:
 
 
 def _plain(text: str) -> Text:
-    """Text of a log without markup and control characters."""
+    """Text from a log, with control characters escaped and without interpreting markup."""
     return Text(printable(text, space=" "))
 
 
 def _heading(kind: BreakClass) -> tuple[str, str]:
-    """A class in words, with its style."""
+    """The heading of a class, with its style."""
     return kind.heading, _BY_DESIGN_STYLE if kind.by_design else _CLASS_STYLE

@@ -1,8 +1,8 @@
-"""Finds the line of a chat template that causes a break, by tracing the template.
+"""Finds the line of a chat template that causes a break, by tracing which lines the template executes.
 
-For stripped thinking it renders a dialogue, and the dialogue with the user's next message. Lines that only one of them
-runs follow the condition that differs; that condition is the line.
-For other classes it is an executed line that writes arguments by `tojson`, or trims content.
+For stripped thinking, it renders a dialogue with and without the user's next message. The line that is reported is the
+condition above the first line that runs only without that message. For other classes, it is an executed line that
+writes arguments or tools by `tojson`, or that trims content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CALL = {
 }
 _SEES = {"role": "tool", "content": "zq", "tool_call_id": "zqzqzqzqz", "name": "zq"}
 _LATER = {"assistant": [_ASK], "tool": [{"role": "assistant", "content": _ANSWER}, _ASK]}
-"""Messages after a thought, up to the next message of the user, by role of the last message."""
+"""The messages from the thinking up to the next user message, by the role of the last message so far."""
 _THOUGHTFUL: Sequence[dict[str, Any]] = (
     {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT},
     {"role": "assistant", "content": _ANSWER, "thinking": _THOUGHT},
@@ -49,23 +49,23 @@ _WRITES_TOOLS = re.compile(r"\btools?\b.*tojson|tojson.*\btools?\b|in tools\b")
 
 
 def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]:
-    """A function that returns the line that causes a class, or None.
+    """Return a function that gives the line that causes breaks of a class, or None.
 
     Raises:
-        ModelError: the template is not Jinja, or exceeds its time.
+        ModelError: the template is not valid Jinja, or exceeds its time limit.
     """
     return cache(_WatchedTemplate(template).line)
 
 
 class _WatchedTemplate:
-    """A template whose executed lines are recorded."""
+    """Renders a template and records which of its lines are executed."""
 
     def __init__(self, template: str) -> None:
         from verbatim.models.renderers.chat_template import ChatTemplate
 
         self.lines = template.split("\n")
         self._template = ChatTemplate(template, {})
-        # Only Python lines that begin a line of the template; others belong to no branch.
+        # Only the Python lines that begin a template line; other lines of the compiled code belong to no branch.
         self._line_of = {python: line for line, python in self._template.program.debug_info}
 
     def line(self, kind: BreakClass) -> TemplateLine | None:
@@ -100,7 +100,7 @@ class _WatchedTemplate:
         earlier = self._run([_ASK, _THOUGHTFUL[-1], _ASK])
         if earlier is None or _THOUGHT in earlier[0]:
             return None
-        # Thinking is stripped even from the last answer.
+        # Thinking is stripped even from the last answer, so no condition differs: report the line that splits it off.
         return self._line_that(lambda text: "</think>" in text, [_ASK, _THOUGHTFUL[-1], _ASK])
 
     def _line_that(self, says: Callable[[str], bool], messages: list[dict[str, Any]]) -> int | None:
@@ -108,7 +108,7 @@ class _WatchedTemplate:
         return None if ran is None else next((n for n in sorted(ran[1]) if says(self.lines[n - 1])), None)
 
     def _run(self, messages: Sequence[dict[str, Any]]) -> tuple[str, set[int]] | None:
-        """The text and the numbers of executed lines; None if the template refuses the messages."""
+        """The rendered text and the numbers of the executed lines; None if the template rejects the messages."""
         ran: set[int] = set()
         of_template = self._template.program.root_render_func.__code__.co_filename
 

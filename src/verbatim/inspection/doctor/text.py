@@ -1,4 +1,4 @@
-"""Decodes token ids, one by one and together, with a tokenizer."""
+"""Decodes token ids with a tokenizer, one at a time or together."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from verbatim.core.errors import UsageError
 
 
 class TokenText:
-    """Decodes ids with a Hugging Face tokenizer, without skipping or cleaning up."""
+    """Decodes ids with a Hugging Face tokenizer, without skipping special tokens or cleaning up spaces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.control: frozenset[int] = frozenset(tokenizer.added_tokens_decoder)
-        """Control tokens, which are one token next to any text: special tokens and markup."""
+        """Control tokens: special tokens and markup, which stay one token next to any text."""
         eos = tokenizer.eos_token_id
         self.stops: frozenset[int] = frozenset() if eos is None else frozenset([int(eos)])
-        """Ids that end a turn according to the tokenizer."""
+        """The ids that end a turn according to the tokenizer."""
         self._pieces: dict[int, str] = {}
 
     @property
     def name(self) -> str:
-        """The folder or id that it was loaded from."""
+        """The folder or id that the tokenizer was loaded from."""
         return str(self._tokenizer.name_or_path)
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text; None without a single template."""
+        """The Jinja text of the chat template; None if the tokenizer has none or several."""
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a run of ids, control tokens included."""
+        """The text of consecutive ids, including control tokens."""
         text: str = self._tokenizer.decode(
             [int(i) for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def piece(self, token: int) -> str:
-        """The printable text of one token: spaces as `·`, control characters escaped, incomplete UTF-8 by its
-        name in the vocabulary."""
+        """The printable text of one token: spaces as `·`, control characters escaped. A token that is incomplete UTF-8
+        is shown by its name in the vocabulary."""
         if token not in self._pieces:
             text = self.decode([token])
             if "\ufffd" in text or not text:
@@ -49,21 +49,21 @@ class TokenText:
         return self._pieces[token]
 
     def refuse_unknown(self, largest_id: int) -> None:
-        """Refuse a log of another tokenizer.
+        """Reject a log that was written with another tokenizer.
 
         Raises:
-            UsageError: an id that is not in the vocabulary.
+            UsageError: an id is not in the vocabulary.
         """
         size = len(self._tokenizer)
         if largest_id >= size:
             raise UsageError(
-                f"the log holds the id {largest_id}, and the tokenizer of {self.name!r} has ids below "
-                f"{size}; give the model that the log is of: --model FOLDER_OR_ID"
+                f"the log contains the id {largest_id}, but all ids of the tokenizer of {self.name!r} are below "
+                f"{size}; name the model that the log came from: --model FOLDER_OR_ID"
             )
 
 
 def printable(text: str, space: str = "·") -> str:
-    """Text on one line without control characters."""
+    """The text on one line, with control characters escaped and each space replaced by `space`."""
     return "".join(
         space if c == " " else c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
         for c in text

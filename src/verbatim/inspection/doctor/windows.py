@@ -10,37 +10,37 @@ from verbatim.inspection.doctor.difference import Difference
 from verbatim.inspection.doctor.text import TokenText
 
 BEFORE = 3
-"""Equal tokens shown before the first difference and after the first change."""
+"""Number of equal tokens to show before the first difference and after the first change."""
 SHOWN = 10
-"""Most tokens shown of each side of the first change."""
+"""Maximum number of tokens to show for each side of the first change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One token: its index in its sequence, and its id."""
+    """One token to show."""
 
     position: int
     token: int
     text: str | None
-    """Its text from `TokenText.piece`; None without a tokenizer."""
+    """The text from `TokenText.piece`; None without a tokenizer."""
     control: bool
-    """Whether it is a control token, independent of neighbouring text."""
+    """True for a control token (`TokenText.control`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowRow:
-    """A token of the recorded sequence beside one of the prompt; either side may have none."""
+    """A token of the recorded sequence next to a token of the prompt; either may be missing."""
 
     earlier: Cell | None
     now: Cell | None
     differs: bool
-    """Whether it is part of the first change."""
+    """True if the row is part of the first change."""
     left_out: tuple[int, int] = (0, 0)
-    """Numbers of tokens of each side after it that are not shown."""
+    """The number of tokens on each side that are omitted after this row."""
 
 
 def side_by_side(d: Difference) -> tuple[WindowRow, ...]:
-    """Rows of equal tokens, of the first change, and of equal tokens after it, if any."""
+    """Rows for the equal tokens before the first change, the change, and the equal tokens after it, if any."""
     change, at = d.change, d.at
     opening = _pair(d, range(max(0, at - BEFORE), at), range(max(0, at - BEFORE), at), differs=False)
     now_end = change.now_end

@@ -1,7 +1,7 @@
-"""Tests for classes of breaks: each is a pure function from a difference to its evidence as text, or None.
+"""Tests that determine the class of a break. Each is a pure function from a difference to its evidence, or None.
 
-They run in a fixed order, the more specific first. They explain the first difference, because the prompt is computed
-again from there on.
+They run in a fixed order, the more specific ones first. They explain the first difference, because everything from
+there on is computed again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ TESTS: Sequence[tuple[BreakClass, Test, bool]] = (
     (BreakClass.HISTORY_COMPACTED, history_compacted, True),
     (BreakClass.HISTORY_REWRITTEN, history_rewritten, False),
 )
-"""Class, test, and whether the test needs text. `cannot_tell` precedes tests that all need text."""
+"""(class, test, whether the test needs a tokenizer). Without a tokenizer, `cannot_tell` always
+applies and ends the list."""
 
 
 def classify(difference: Difference) -> tuple[BreakClass, str]:
-    """The class of a break, and the evidence as text."""
+    """The class of a break, and the evidence for it in words."""
     for kind, test, needs_text in TESTS:
         if needs_text and difference.text is None:
             continue

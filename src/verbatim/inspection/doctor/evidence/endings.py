@@ -1,4 +1,4 @@
-"""Finds breaks at ends and beginnings: truncated completions, truncated prompts, stop tokens."""
+"""Recognises breaks at the edges: truncated completions, truncated prompts, and changed stop tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def truncated(d: Difference) -> str | None:
         if span.truncated and span.start <= d.at <= span.end and (change.end >= span.end or d.at == span.end):
             length = counted(span.end - span.start, "token")
             return (
-                f"turn {span.turn}'s completion was cut off after {length}, and its end is written otherwise in "
+                f"turn {span.turn}'s completion was cut off after {length}, and its end is written differently in "
                 f"turn {d.opening.turn}'s prompt"
             )
     gone = change.end - change.start
@@ -27,7 +27,7 @@ def truncated(d: Difference) -> str | None:
 
 
 def stop_token(d: Difference) -> str | None:
-    """A turn that ends with another number of stop tokens, or another stop token, than sampled."""
+    """A turn that ends with a different stop token, or a different number of stop tokens, than was sampled."""
     stops, earlier, prompt = d.stops, d.earlier, d.prompt
     start = d.at
     while start and earlier[start - 1] in stops:
@@ -52,12 +52,12 @@ def stop_token(d: Difference) -> str | None:
 
 
 def _run(ids: Sequence[int], start: int, members: frozenset[int]) -> int:
-    """Number of consecutive ids from a position on that are members."""
+    """The number of consecutive ids from `start` on that are in `members`."""
     return next((n for n, token in enumerate(ids[start:]) if token not in members), len(ids) - start)
 
 
 def _next_message(d: Difference, after: int, now: int) -> bool:
-    """Whether both continue with the same next message rather than with more of the same message."""
+    """True if both sequences continue with a new message, not with more of the same message."""
     rest, goes_on = d.earlier[after : after + 2], d.prompt[now : now + 2]
     if rest:
         return rest == goes_on

@@ -1,4 +1,4 @@
-"""Finds breaks with other content: another conversation, other tools, a shorter history, a changed history."""
+"""Recognises breaks that change the content: a new conversation, changed tools, a shortened or edited history."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from verbatim.inspection.doctor.evidence.json_text import json_at
 
 _SCHEMA = re.compile(r'\{\s*"(?:type|name|function|description|parameters|strict)"')
 _HEADER = 400
-"""Most characters of an introduction to the schemas, which appears only with them."""
+"""Maximum length in characters of the text that introduces the schemas and appears only with them."""
 
 
 def recorded_tools_changed(d: Difference) -> str | None:
-    """The logged requests have different tools."""
+    """The logged requests offer different tools."""
     if not d.tools or d.at >= d.spans[0].start:
         return None
     turn, last = d.opening.turn, d.opening.against[-1]
-    return f"turn {turn}'s request has other tools than turn {last}'s" if d.tools[turn] != d.tools[last] else None
+    return f"turn {turn}'s request has different tools from turn {last}'s" if d.tools[turn] != d.tools[last] else None
 
 
 def tools_changed(d: Difference) -> str | None:
@@ -37,18 +37,18 @@ def tools_changed(d: Difference) -> str | None:
     before, after = [schema for _, _, schema in was], [schema for _, _, schema in is_now]
     if before == after:
         moved = [start for start, _, _ in was] != [start for start, _, _ in is_now]
-        return "the same tools, at another place" if moved else "the same tools, written anew"
+        return "the same tools in a different place" if moved else "the same tools, serialised differently"
     if sorted(map(_name, before)) == sorted(map(_name, after)):
         other = ", ".join(_name(schema) for schema in before if schema not in after)
-        return f"another schema of {other}" if other else "the same tools in another order"
+        return f"a different schema for {other}" if other else "the same tools in a different order"
     gone = [n for n in map(_name, before) if n not in map(_name, after)]
     come = [n for n in map(_name, after) if n not in map(_name, before)]
-    changes = (("tools gone", gone), ("tools added", come))
+    changes = (("tools removed", gone), ("tools added", come))
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in changes if names)
 
 
 def _schemas(text: str) -> list[tuple[int, int, Any]]:
-    """(start, end, schema) of every tool schema in a text."""
+    """(start, end, schema) for every tool schema in the text."""
     found, end = [], 0
     for begins in _SCHEMA.finditer(text):
         if begins.start() < end:
@@ -61,7 +61,7 @@ def _schemas(text: str) -> list[tuple[int, int, Any]]:
 
 
 def _name(value: Any) -> str:
-    """The name of a tool schema; empty for other values. Calls have arguments, schemas do not."""
+    """The name of a tool schema; empty for any other value. A value with `arguments` is a call, not a schema."""
     function = value.get("function", value)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" in function:
         return ""
@@ -76,7 +76,7 @@ def sampled_again(d: Difference) -> str | None:
 
 
 def not_read_back(d: Difference) -> str | None:
-    """A part of an answer that parsing dropped: a malformed call, or a stray tag."""
+    """Parsing dropped a part of an answer: a malformed call or a stray tag."""
     change, span = d.change, d.span
     inside = span.start <= change.start and change.end <= span.end and d.alignment.meets_again
     if not inside or change.now_end > change.now_start or d.is_gone(span):
@@ -89,23 +89,24 @@ def not_read_back(d: Difference) -> str | None:
         return None
     why = f" ({status})" if status != "ok" else ""
     length = counted(len(gone), "token")
-    return f"{length} of turn {span.turn}'s answer did not come back when it was read as a message{why}"
+    return f"parsing dropped {length} of turn {span.turn}'s answer{why}"
 
 
 def history_compacted(d: Difference) -> str | None:
-    """Much of the history is missing, replaced by at most half as many tokens."""
+    """Much of the history was removed, and at most half as many tokens replaced it."""
     changes = d.alignment.changes
     lost = sum(c.end - c.start for c in changes)
     put = sum(c.now_end - c.now_start for c in changes)
     if len(d.earlier) - changes[-1].end < RUN:
-        # The rest of the prompt may replace it: an end of turn alone matches in every message.
+        # The alignment reached the end through fewer than `RUN` ids. The end of a turn alone matches in any message,
+        # so the rest of the prompt may belong to the replacement.
         put += len(d.prompt) - changes[-1].now_end
     turns = [s.turn for s in d.spans if d.is_gone(s)]
     if put * 2 > lost or not (turns or lost * 4 >= len(d.earlier)):
         return None
     named = f"turn{'s' * (len(turns) > 1)} {', '.join(map(str, turns))}"
-    of_turns = f", with all that was said in {named}" if turns else ""
-    return f"of the history {counted(lost, 'token')} went{of_turns}; {counted(put, 'token')} took their place"
+    of_turns = f", including the whole of {named}" if turns else ""
+    return f"the history lost {counted(lost, 'token')}{of_turns}; replaced by {counted(put, 'token')}"
 
 
 def history_rewritten(d: Difference) -> str:
@@ -114,31 +115,31 @@ def history_rewritten(d: Difference) -> str:
     change = d.change
     gone, put = counted(change.end - change.start, "token"), change.now_end - change.now_start
     if len(d.alignment.changes) == 1 and not d.alignment.meets_again:
-        return f"turn {d.span.turn}'s {where} was changed: from here on its last {gone} do not come back"
+        return f"turn {d.span.turn}'s {where} was changed: from here on, its last {gone} cannot be found"
     if change.end == change.start:
-        return f"turn {d.span.turn}'s {where} was changed: {counted(put, 'token')} put in"
-    return f"turn {d.span.turn}'s {where} was changed: {gone} {f'replaced by {put}' if put else 'left out'}"
+        return f"turn {d.span.turn}'s {where} was changed: {counted(put, 'token')} inserted"
+    return f"turn {d.span.turn}'s {where} was changed: {gone} {f'replaced by {put}' if put else 'removed'}"
 
 
 def cannot_tell(d: Difference) -> str | None:
-    """Without a tokenizer only the position is known."""
-    return f"{history_rewritten(d)}; a tokenizer would tell why" if d.text is None else None
+    """Without a tokenizer, only the position of the change is known."""
+    return f"{history_rewritten(d)}; add a tokenizer to find out why" if d.text is None else None
 
 
 def another_conversation(d: Difference) -> str | None:
-    """A prompt that replaces no history: its agent has none, or the compared conversation continues."""
+    """The prompt replaces no history: its agent has none yet, or the compared conversation continues later."""
     agent, last = d.turns[d.opening.turn].agent, d.opening.against[-1]
     if d.opening.first_of_agent:
         return f"the first turn of agent {agent!r}; its prompt shares {counted(d.at, 'token')} with turn {last}"
     if d.opening.goes_on and d.at < len(d.prompt):
-        return f"another conversation: the one of turn {last} goes on after it"
+        return f"another conversation: the one of turn {last} continues later"
     return None
 
 
 def another_system_message(d: Difference) -> str | None:
-    """The system message differs, and the prompt holds no completion of the earlier conversation."""
+    """The system message differs, and the prompt contains no completion of the earlier conversation."""
     if len({turn.agent for turn in d.turns}) > 1:
-        return None  # the log names the agents
+        return None  # the log names the agents, so a new conversation would have a new agent
     earlier, now = d.opening_texts
     same = common_prefix(earlier, now)
     system, other = _system_message(d, earlier), _system_message(d, now)
@@ -146,11 +147,11 @@ def another_system_message(d: Difference) -> str | None:
         return None
     if same * 2 >= min(len(system), len(other)):
         return None
-    return "another system message, and nothing that was said before: a conversation of its own"
+    return "a different system message and none of the earlier completions: a separate conversation"
 
 
 def _system_message(d: Difference, text: str) -> str | None:
-    """The text up to the first end of a message, if it is a system message; else None."""
+    """The first message of the text if it is a system message; else None."""
     assert d.text is not None
     ends = [text.find(end) for end in (d.text.decode([stop]) for stop in d.stops) if end in text]
     first = text[: min(ends)] if ends else text

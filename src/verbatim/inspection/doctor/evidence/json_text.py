@@ -1,4 +1,4 @@
-"""Finds and compares JSON values inside texts."""
+"""Parses and compares JSON values embedded in text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JSON = json.JSONDecoder()
 
 
 def same_json(a: Any, b: Any) -> bool:
-    """Whether two values are equal; strings with a JSON object or list count as that value."""
+    """True if two values are equal. A string that contains a JSON object or list is compared as that object or list."""
     a, b = _unquoted(a), _unquoted(b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_json(value, b[key]) for key, value in a.items())

@@ -1,5 +1,7 @@
-"""Reads why a prompt starts anew where the run has written it down: it saw messages and readings, of which the doctor's
-logs have only the ids."""
+"""Reads the reason that the run itself recorded for a break.
+
+The run saw the messages and parsed responses; the log has only their ids.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _CLASSES: Mapping[BranchReason, BreakClass] = {
     BranchReason.REASONING_STRIPPED: BreakClass.THINKING_STRIPPED,
     BranchReason.TOOLS_CHANGED: BreakClass.TOOLS_CHANGED,
 }
-"""`rendered_anew` is left to the doctor, which compares the ids and says what differs."""
+"""The class of each recorded reason. `rendered_anew` is absent: for it, comparing the ids says more."""
 
 
 _RENDERED: Mapping[BreakReason, BreakClass] = {
@@ -35,12 +37,13 @@ _RENDERED: Mapping[BreakReason, BreakClass] = {
     BreakReason.FORMAT_UNKNOWN: BreakClass.FORMAT_UNKNOWN,
     BreakReason.HISTORY_TEMPLATE: BreakClass.HISTORY_TEMPLATE,
 }
-"""`history_edited` is left to the doctor, which compares the ids and says what was changed."""
+"""The class of each recorded reason. `history_edited` is absent: for it, comparing the ids says more."""
 
 
 def recorded_reason(info: Mapping[str, Any], turn: int) -> tuple[BreakClass, str] | None:
-    """The class of a break, and the evidence, where the trajectory's `info` says why: it holds the gateway's branches,
-    and the turns whose prompts were rendered anew.
+    """The class of a break and the evidence, if the trajectory's `info` gives a reason for the turn; else None.
+
+    `info` lists the gateway's branches, and the turns whose prompts were rendered from scratch.
 
     Example: `{"gateway": {"branches": [{"turn": 3, "reason": "parallel_call", "found": "another request that follows
     message 2 is under way"}]}}` explains turn 3.

@@ -1,4 +1,4 @@
-"""Finds breaks with the same content in another form: dropped thinking, other tokens, JSON or white space."""
+"""Recognises breaks that change the form, not the content: thinking dropped, or tokens, JSON or white space changed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _THINKING = (
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     ("<|channel|>analysis<|message|>", "<|end|>"),
 )
-"""Tags of models around their thinking."""
+"""The tags with which models enclose their thinking."""
 _FOLLOWING = 8
-"""Characters after thinking, without white space, that identify a kept answer."""
+"""Number of characters after the thinking, without white space, that must match for the answer to count as kept."""
 
 
 def thinking_stripped(d: Difference) -> str | None:
-    """Thinking is missing or emptied: one or several blocks, closed, or open to the end of the turn. The text after it
-    is present, or the whole turn but its end is missing."""
+    """One or several thinking blocks are missing or emptied. A block may be unclosed at the end of its turn.
+
+    Either the text after the thinking is present, or the whole turn except its end is missing.
+    """
     assert d.text is not None
     earlier, now = d.texts
     same = common_prefix(earlier, now)
@@ -61,14 +63,14 @@ def thinking_stripped(d: Difference) -> str | None:
 
 
 def retokenised(d: Difference) -> str | None:
-    """The same text with other ids."""
+    """The text is the same, the ids differ."""
     assert d.text is not None
     earlier, now = d.texts
     if not now.startswith(earlier) and (d.changed_texts[0] != d.changed_texts[1] or not d.alignment.meets_again):
         return None
     change = d.change
     was, is_now = d.earlier[d.at : change.end], d.prompt[d.at : change.now_end]
-    found = "the same text in other tokens"
+    found = "the same text in different tokens"
     if d.alignment.meets_again:
         found = f"the same text in {counted(len(was), 'token')}, now in {len(is_now)}"
     control = [i for i in (*was, *is_now) if i in d.text.control]
@@ -78,7 +80,7 @@ def retokenised(d: Difference) -> str | None:
 
 
 def tool_arguments(d: Difference) -> str | None:
-    """JSON of the model, parsed and serialized again: equal values, another text."""
+    """JSON from the model was parsed and serialised again: the values are equal, the text differs."""
     if d.at < d.spans[0].start:
         return None
     earlier, now = d.texts
@@ -90,14 +92,14 @@ def tool_arguments(d: Difference) -> str | None:
             continue
         if same_json(was[0], is_now[0]) and earlier[start : was[1]] != now[start : is_now[1]]:
             return (
-                f"equal values, written anew: turn {d.span.turn} sampled {_quote(earlier[start : was[1]])}, "
+                f"equal values, serialised again: turn {d.span.turn} sampled {_quote(earlier[start : was[1]])}, "
                 f"turn {d.opening.turn} was sent {_quote(now[start : is_now[1]])}"
             )
     return None
 
 
 def whitespace(d: Difference) -> str | None:
-    """Equal except for white space."""
+    """The texts are equal except for white space."""
     earlier, now = d.changed_texts
     if earlier == now or _squeeze(earlier) != _squeeze(now):
         earlier, now = d.texts
@@ -113,7 +115,7 @@ def _squeeze(text: str) -> str:
 
 
 def _spaces_at(text: str, place: int) -> str:
-    """The white space around a position."""
+    """The white space around position `place`."""
     before = text[:place]
     start = len(before.rstrip())
     after = text[place:]
@@ -121,6 +123,6 @@ def _spaces_at(text: str, place: int) -> str:
 
 
 def _quote(text: str, length: int = 40) -> str:
-    """A text on one line, with its middle left out if it is long."""
+    """The text on one line, with its middle elided if it is long."""
     line = " ".join(text.split())
     return f"“{line}”" if len(line) <= length else f"“{line[: length // 2]}…{line[-length // 2 :]}”"

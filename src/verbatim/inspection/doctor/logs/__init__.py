@@ -1,4 +1,4 @@
-"""Reads logs of trajectories of Verbatim and other frameworks."""
+"""Reads trajectory logs of Verbatim and other frameworks."""
 
 from verbatim.inspection.doctor.logs.lines import VERBATIM, VERIFIERS
 from verbatim.inspection.doctor.logs.log_file import Format, LogFile, LoggedTrajectory, Problems, detect_format
@@ -7,7 +7,7 @@ from verbatim.inspection.doctor.logs.vllm import VllmFormat
 
 
 def known_formats() -> tuple[Format, ...]:
-    """The supported formats, in the order of recognition."""
+    """The supported formats, in the order in which they are tried."""
     return VERBATIM, VERIFIERS, VllmFormat()
 
 

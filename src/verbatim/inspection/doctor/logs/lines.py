@@ -1,4 +1,4 @@
-"""Reads logs with a trajectory in each line: Verbatim's own, and rollouts of verifiers 0.1.8 and later."""
+"""Reads logs with one trajectory per line: Verbatim's own, and rollouts of verifiers 0.1.8 and later."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from verbatim.inspection.doctor.logs.log_file import DAMAGED, LogFile, LoggedTra
 
 @dataclass(kw_only=True)
 class LineFormat:
-    """A format whose lines are read one by one."""
+    """A format in which each line is a complete trajectory."""
 
     name: str
     expected: str
     about: str
     matches: Callable[[Mapping[str, Any]], bool]
     trajectory: Callable[[Mapping[str, Any], int], Trajectory]
-    """Reads the record of a line, given the line's number."""
+    """Converts the record of a line, given also the line number, to a trajectory."""
     kind: str | None = None
-    """A key of `FORMATS`, whose number each line has."""
+    """The key in `FORMATS` of the format number that each line carries; None if lines carry none."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
         for line in file.lines_of(self):
@@ -48,7 +48,7 @@ VERBATIM = LineFormat(
     trajectory=lambda record, line: trajectory_from_json(record["trajectory"]),
     kind=LINES,
 )
-"""What `verbatim export`, `verbatim eval --out` and `verbatim rollout --out` wrote, and traces."""
+"""The output of `verbatim export`, `verbatim eval --out` and `verbatim rollout --out`, and traces."""
 
 
 def _is_verifiers(record: Mapping[str, Any]) -> bool:
@@ -57,11 +57,11 @@ def _is_verifiers(record: Mapping[str, Any]) -> bool:
 
 
 def _rollout(record: Mapping[str, Any], line: int) -> Trajectory:
-    """`trajectory` is a list of steps, each with one request's ids."""
+    """A trajectory from a rollout of verifiers, whose `trajectory` lists steps with the ids of one request each."""
     steps = record["trajectory"]
     with_ids = [step for step in steps if step["tokens"] is not None]
     if steps and not with_ids:
-        raise ValueError("no step has tokens: the engine was not asked for ids, or they were not kept")
+        raise ValueError("no step has tokens: the engine was not asked for ids, or the ids were not kept")
     own = record.get("trajectory_id") or next((s.get("trajectory_id") for s in with_ids if not _is_sub(s)), None)
     turns = tuple(_turn(step, own) for step in with_ids)
     return Trajectory(
@@ -73,7 +73,7 @@ def _turn(step: Mapping[str, Any], own: str | None) -> Turn:
     tokens = step["tokens"]
     truncated = bool(step.get("is_truncated") or tokens.get("is_truncated"))
     name = step.get("trajectory_id")
-    # Steps of a sub-agent have another trajectory's name, or are marked as such.
+    # The steps of a sub-agent have a different trajectory_id, or are marked as its calls.
     agent = "main" if not _is_sub(step) and name in (None, own) else str(name or "sub")
     return Turn(
         prompt_ids=tokens["prompt_ids"],
@@ -90,7 +90,7 @@ def _is_sub(step: Mapping[str, Any]) -> bool:
 VERIFIERS = LineFormat(
     name="verifiers",
     expected='{"trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...], ...}, ...}, ...], ...}',
-    about="rollouts of verifiers; steps without tokens are left out",
+    about="rollouts of verifiers; steps without tokens are skipped",
     matches=_is_verifiers,
     trajectory=_rollout,
 )

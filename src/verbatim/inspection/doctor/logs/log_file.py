@@ -1,4 +1,4 @@
-"""Reads logs of any known format, one trajectory at a time; unreadable lines are skipped and reported."""
+"""Reads logs of any known format, one trajectory at a time. Unreadable lines are skipped and reported."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from verbatim.core.errors import RecordError, UsageError
 from verbatim.core.types import Trajectory
 
 _KEPT = 50
-"""Most unreadable lines kept; the rest is counted."""
+"""Maximum number of unreadable lines to keep; further ones are only counted."""
 
 DAMAGED = (KeyError, TypeError, ValueError, AssertionError, AttributeError, IndexError)
-"""Exceptions from reading a record of another shape."""
+"""The exceptions that a record of an unexpected shape can cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedTrajectory:
-    """A trajectory and its line in the file."""
+    """A trajectory and its position in the file."""
 
     trajectory: Trajectory
     line: int
-    """Its first line, from 1."""
+    """The number of its first line, from 1."""
     tools: tuple[str, ...] = ()
-    """Tools of each turn's request as text; empty if the log has none."""
+    """The tools of each turn's request, as text; empty if the log has none."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One JSON object of a file, with its number, from 1, and its offset in bytes."""
+    """One JSON object of a file, with its line number, from 1, and its offset in bytes."""
 
     number: int
     offset: int
@@ -39,7 +39,7 @@ class Line:
 
 
 class Unreadable(NamedTuple):
-    """A skipped line, by its number, from 1."""
+    """A skipped line. Line numbers start at 1."""
 
     line: int
     why: str
@@ -50,7 +50,7 @@ class Problems:
     """The skipped lines."""
 
     kept: list[Unreadable] = field(default_factory=list)
-    """The first of them, in order."""
+    """The first skipped lines, in order."""
     count: int = 0
 
     def add(self, line: int, why: str) -> None:
@@ -63,33 +63,33 @@ class Format(Protocol):
     """One kind of log."""
 
     name: str
-    """Its name in reports."""
+    """The name of the format in reports."""
     expected: str
-    """An example of its lines, for error messages."""
+    """An example line, for error messages."""
 
     @property
     def about(self) -> str:
         """A note for the report on how the file was read."""
 
     def matches(self, record: Mapping[str, Any], /) -> bool:
-        """Whether a line has this format, by its keys."""
+        """True if the keys of a line show that it has this format."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
-        """The trajectories; damaged lines are added to `file.problems`."""
+        """Yield the trajectories; damaged lines are added to `file.problems`."""
 
 
 class LogFile:
-    """The lines of a file, which a format may read several times; problems are recorded the first time only."""
+    """The lines of a file. A format may read them several times; problems are recorded only the first time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems = Problems()
 
     def lines(self, problems: Problems) -> Iterator[Line]:
-        """Each JSON object.
+        """Yield each JSON object.
 
         Raises:
-            UsageError: no such file.
+            UsageError: the file does not exist.
         """
         if not self.path.is_file():
             raise UsageError(_no_log(self.path))
@@ -102,15 +102,17 @@ class LogFile:
                 offset += len(raw)
 
     def lines_of(self, known: Format) -> Iterator[Line]:
-        """The lines of this format; any other one is a problem."""
+        """Yield the lines of this format; other lines are problems."""
         for line in self.lines(self.problems):
             if known.matches(line.record):
                 yield line
             else:
-                self.problems.add(line.number, f"not like the lines before it; its keys are {_keys(line, 8)}")
+                self.problems.add(
+                    line.number, f"not the same format as the lines before; its keys are {_keys(line, 8)}"
+                )
 
     def at(self, places: Iterable[tuple[int, int]]) -> Iterator[Line]:
-        """The lines at (number, offset in bytes), as given by `lines`."""
+        """Yield the lines at (number, offset in bytes), as given by `lines`."""
         with self.path.open("rb") as file:
             for number, offset in places:
                 file.seek(offset)
@@ -123,8 +125,8 @@ class LogFile:
 
 
 def _no_log(path: Path) -> str:
-    """What to say of a path that is no file."""
-    expected = "expected the folder of a run, such as runs/NAME/latest, or a file of JSON lines"
+    """The error message for a path that is not a file."""
+    expected = "expected a run folder, such as runs/NAME/latest, or a file of JSON lines"
     if not path.is_dir():
         return f"there is no log {path}; {expected}"
     try:
@@ -139,8 +141,8 @@ def _parse(raw: bytes, number: int, problems: Problems) -> Mapping[str, Any] | N
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        torn = "" if raw.endswith(b"\n") else "; the file's last line is torn: its writer is at work, or was killed"
-        problems.add(number, f"no JSON ({error}){torn}")
+        torn = "" if raw.endswith(b"\n") else "; the file's last line is torn: a writer is at work, or was killed"
+        problems.add(number, f"not JSON ({error}){torn}")
         return None
     if not isinstance(record, dict):
         problems.add(number, f"expected a JSON object, found a {type(record).__name__}")
@@ -153,10 +155,10 @@ def _keys(line: Line, most: int) -> str:
 
 
 def detect_format(file: LogFile, formats: Sequence[Format]) -> Format:
-    """The format of the first line that has a known one.
+    """The format of the first line that has a known format.
 
     Raises:
-        UsageError: no line has; says what was found and what is expected.
+        UsageError: no line has one; says what was found and what is expected.
     """
     first: Line | None = None
     problems = Problems()
@@ -173,5 +175,5 @@ def detect_format(file: LogFile, formats: Sequence[Format]) -> Format:
     else:
         was = "it is empty"
     raise UsageError(
-        f"{file.path} is no log of trajectories: {was}. Expected JSON lines with token ids, one of\n{expected}"
+        f"{file.path} is not a log of trajectories: {was}. Expected JSON lines with token ids, one of\n{expected}"
     )

@@ -1,9 +1,9 @@
-"""Reads vLLM's answers as trajectories: any log with the ids of each prompt and completion.
+"""Reads logged vLLM responses as trajectories. The log must hold the ids of each prompt and completion.
 
-With `"return_token_ids": true` the server adds them: `prompt_token_ids` to a chat completion and `token_ids` to each of
-its choices, both to the choice of a plain completion. A stream has the prompt's ids in its first chunk, and
-the ids since the last chunk in each. A line is an answer (or a chunk of one), `{"request": ..., "response": ...}`, or
-a conversation: an object with a list of either.
+With `"return_token_ids": true` in the request, the server adds them. For a chat completion, `prompt_token_ids` is in
+the response and `token_ids` in each choice; for a plain completion, both are in the choice. In a stream, the first
+chunk has the ids of the prompt, and each chunk has the ids sampled since the chunk before it. A line is a response or a
+chunk of one, `{"request": ..., "response": ...}`, or a conversation: an object with a list of either.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ CONVERSATION_KEYS = (
     "thread_id",
     "request_id",
 )
-"""Keys that name the conversation of an answer, in this order; searched in the line, its request, its response, and the
-`metadata` of each. `request_id` counts only if values repeat, because it usually differs for every request."""
+"""Keys that name the conversation of a response; the first one in use counts. They are searched in the line, its
+request, its response and the `metadata` of each. `request_id` counts only if values repeat, because it is usually
+different for every request."""
 
 _LISTS = ("responses", "turns", "steps", "calls", "generations", "conversation")
 _STOPS = {"length": StopReason.LENGTH, "abort": StopReason.CANCELLED}
@@ -46,7 +47,7 @@ class _LoggedChoice:
 
 
 class VllmFormat:
-    """Format of vLLM's answers; see the module."""
+    """The format of logged vLLM responses, described in the module docstring."""
 
     name = "vllm"
     expected = '{"prompt_token_ids": [...], "choices": [{"token_ids": [...], "finish_reason": "stop"}]}'
@@ -68,7 +69,7 @@ class VllmFormat:
                         _take(response, request, line.record, line.number, answers, open_answers)
                 except DAMAGED as error:
                     file.damaged(line.number, error)
-            # Several choices answer one prompt: they are trajectories of a group, not turns of one.
+            # Several choices answer the same prompt, so they are trajectories of a group, not turns of one trajectory.
             for choice, of_choice in sorted(answers.items()):
                 try:
                     yield _trajectory(f"{name}#{choice}" if len(answers) > 1 else name, of_choice)
@@ -77,16 +78,16 @@ class VllmFormat:
 
     @property
     def about(self) -> str:
-        """How the answers were taken together."""
+        """How the responses were grouped into trajectories."""
         if self._key is not None:
-            return f'answers of vLLM, those with the same "{self._key}" taken together'
+            return f'answers of vLLM, grouped by "{self._key}"'
         if self._conversations:
-            return "answers of vLLM, each line a conversation"
+            return "answers of vLLM, one conversation per line"
         names = ", ".join(CONVERSATION_KEYS[:3])
         return f"answers of vLLM; none names its conversation ({names}, ...), so the file is read as one trajectory"
 
     def _group(self, file: LogFile) -> dict[str, list[tuple[int, int]]]:
-        """Offsets of the lines of each trajectory; only names and offsets are kept in memory."""
+        """The (number, offset) of the lines of each trajectory. Only names and offsets are kept in memory."""
         found: list[tuple[int, int, dict[str, str]]] = []
         for line in file.lines_of(self):
             self._conversations |= _listed(line.record) is not None
@@ -120,7 +121,7 @@ def _listed(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _responses(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """(request, response) of every answer in a line."""
+    """(request, response) of every response in a line."""
     listed = _listed(record)
     for item in [record] if listed is None else listed:
         if not isinstance(item, dict):
@@ -140,7 +141,7 @@ def _take(
     answers: dict[int, list[_LoggedChoice]],
     open_answers: dict[tuple[str, int], _LoggedChoice],
 ) -> None:
-    """Add a response, or a chunk to the response it belongs to."""
+    """Add a response to `answers`, or a chunk to the response it belongs to."""
     choices = response.get("choices", response.get("outputs", [response]))
     for place, choice in enumerate(choices):
         index = choice.get("index", place)
@@ -153,9 +154,9 @@ def _take(
             open_answers[key] = _LoggedChoice(prompt=prompt, agent=agent, tools=tools, line=number)
             answers.setdefault(index, []).append(open_answers[key])
         elif key not in open_answers:
-            raise ValueError("an answer without prompt_token_ids; send the request with return_token_ids = true")
+            raise ValueError("a response without prompt_token_ids; send the request with return_token_ids = true")
         if ids is None and not str(response.get("object")).endswith("chunk"):
-            raise ValueError("an answer without token_ids; send the request with return_token_ids = true")
+            raise ValueError("a response without token_ids; send the request with return_token_ids = true")
         open_answers[key].completion += ids or ()
         if choice.get("finish_reason") is not None:
             open_answers[key].stop_reason = _STOPS.get(choice["finish_reason"], StopReason.STOP)
