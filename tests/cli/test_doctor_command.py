@@ -166,14 +166,14 @@ def test_an_unreadable_line_answers_2_after_the_rest_was_reported(tmp_path: Path
     path.write_text("{\n" + path.read_text())
     status, out, _ = run(capsys, path, "--model", model)
     assert status == 2
-    assert "line 1: no JSON" in out
+    assert "line 1: not JSON" in out
     assert "break 1  thinking stripped" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no/such.jsonl"], "there is no log no/such.jsonl; expected the folder of a run"),
+        (["no/such.jsonl"], "there is no log no/such.jsonl; expected a run folder"),
         (["{log}", "--model", "./no/such/model"], "there is no model folder"),
         (["{log}", "--limits", "3"], "verbatim doctor has no option --limits"),
     ],
@@ -189,7 +189,7 @@ def test_a_folder_without_a_log_is_refused_with_what_is_in_it(tmp_path: Path, ca
     (tmp_path / "run.toml").write_text("")
     status, out, err = run(capsys, tmp_path)
     assert (status, out) == (2, "")
-    assert f"there is no log in the folder {tmp_path}: found run.toml; expected the folder of a run" in err
+    assert f"there is no log in the folder {tmp_path}: found run.toml; expected a run folder" in err
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, capsys, monkeypatch):
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, capsys, monkeyp
     monkeypatch.setattr(Path, "iterdir", refuse)
     status, out, err = run(capsys, tmp_path)
     assert (status, out) == (2, "")
-    assert f"the folder {tmp_path} cannot be read: Permission denied; expected the folder of a run" in err
+    assert f"the folder {tmp_path} cannot be read: Permission denied; expected a run folder" in err
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, model: Path, capsys):
@@ -217,7 +217,7 @@ def test_a_log_of_another_model_is_refused(tmp_path: Path, model: Path, capsys):
     log = write(tmp_path / "log.jsonl", Trajectory(example_id="x", turns=[turn([1, 150_000], [2])]))
     status, _, err = run(capsys, log, "--model", model)
     assert status == 2
-    assert "the log holds the id 150000" in err
+    assert "the log contains the id 150000" in err
 
 
 @pytest.mark.parametrize("folder", ["model", "final", "warm_start"])
@@ -332,7 +332,7 @@ def test_a_log_without_ids_is_not_said_to_be_whole(tmp_path: Path, capsys):
     log = write(tmp_path / "log.jsonl", *[Trajectory(example_id="x", trajectory_id=f"t{n}") for n in range(3)])
     status, out, _ = run(capsys, log)
     assert status == 2
-    assert "nothing was checked: in 3 trajectories there is no turn with the token ids" in " ".join(out.split())
+    assert "nothing was checked: no turn in 3 trajectories has the token ids" in " ".join(out.split())
     assert "0 breaks" not in out
     status, out, _ = run(capsys, log, "--json")
     assert (status, json.loads(out)["summary"]["checked"]) == (2, False)
@@ -349,7 +349,7 @@ def test_advice_about_servers_is_not_given_about_a_run_of_ours(tmp_path: Path, m
 
 def test_the_advice_of_a_class_is_given_once(tmp_path: Path, model: Path, capsys):
     _, out, _ = run(capsys, write(tmp_path / "log.jsonl", QWEN3, QWEN3), "--model", model)
-    assert " ".join(out.split()).count("the model's format drops what was thought before") == 1
+    assert " ".join(out.split()).count("the model's format drops the earlier thinking") == 1
 
 
 @pytest.mark.slow
@@ -421,7 +421,7 @@ def test_the_same_break_is_found_in_a_log_of_vllm(tmp_path: Path, model: Path, c
             file.write(json.dumps({"conversation_id": "c", "response": record}) + "\n")
     status, out, _ = run(capsys, log, "--model", model)
     assert status == 1
-    assert 'format     vllm: answers of vLLM, those with the same "conversation_id" taken together' in out
+    assert 'format     vllm: answers of vLLM, grouped by "conversation_id"' in out
     assert "the <think> block of turn 0 is not in turn 1's prompt" in out
 
 

@@ -136,7 +136,7 @@ def test_a_run_that_has_just_begun_is_no_mistake(tmp_path: Path):
     text = shown([begun, make_run(tmp_path / "b")])
     assert "stopped, 0 of 1 steps" in text and "reward/mean" in text
     (begun / "metrics.jsonl").unlink()
-    assert "it has no metrics.jsonl yet" in shown([begun, tmp_path / "b"])
+    assert "there is no metrics.jsonl yet" in shown([begun, tmp_path / "b"])
 
 
 def test_damaged_files_are_left_out_and_told(tmp_path: Path):
@@ -181,7 +181,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys):
     for typed, said in (
         ([run], "needs at least two runs"),
         ([run, other, f"{other}/../run"], "are the same run"),
-        ([run, other, "--metric", "nope"], "no step of these runs has the metric 'nope'; there are ledger/"),
+        ([run, other, "--metric", "nope"], "no step of these runs has the metric 'nope'; they have ledger/"),
         ([run, other, "--plot", tmp_path], "exists already; name a new file"),
         ([run, other, "--seed", "3"], "verbatim compare has no option --seed"),
     ):
@@ -266,7 +266,7 @@ def test_last_evaluations_are_compared_in_pairs_and_shared_ones_too(tmp_path: Pa
     assert shared.pairs[0].environments["guess_number"].gained == 2
     text = shown([tmp_path / "a", tmp_path / "b"])
     assert "guess_number: last evaluation (A after step 3, B after step 5)" in text
-    assert "evaluation after step 2, which all have" in text and "10 gained, 0 lost of 20" in text
+    assert "evaluation after step 2, which all runs have" in text and "10 gained, 0 lost of 20" in text
 
 
 def test_evaluations_without_episodes_have_what_the_metrics_say(tmp_path: Path):

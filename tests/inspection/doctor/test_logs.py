@@ -90,7 +90,7 @@ def test_answers_of_one_conversation_are_one_trajectory_however_they_are_mixed(p
         ("a", 1, TWO),
         ("b", 2, [([7], [8]), ([7, 9], [8])]),
     ]
-    assert note == 'vllm: answers of vLLM, those with the same "conversation_id" taken together'
+    assert note == 'vllm: answers of vLLM, grouped by "conversation_id"'
 
 
 def test_the_conversation_is_also_found_in_the_request_and_its_metadata(path: Path):
@@ -123,7 +123,7 @@ def test_a_request_id_that_comes_again_names_a_conversation(path: Path):
 def test_a_line_may_hold_a_conversation(path: Path):
     found, _, note = read(path, {"responses": [chat(p, c) for p, c in TWO]}, {"responses": [plain([1], [2])]})
     assert [pairs(f) for f in found] == [TWO, [([1], [2])]]
-    assert note.endswith("each line a conversation")
+    assert note.endswith("one conversation per line")
 
 
 def test_a_plain_completion_has_its_prompt_in_the_choice(path: Path):
@@ -242,14 +242,14 @@ def test_a_rollout_without_any_ids_is_named(path: Path):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1, 2]", "expected a JSON object, found a list"),
-        ('{"a": 1}', "not like the lines before it; its keys are 'a'"),
+        ('{"a": 1}', "not the same format as the lines before; its keys are 'a'"),
         (chat([], [1]), "prompt_ids: empty"),
         (chat([1, -2], [1]), "prompt_ids: id -2 at position 1 is not a token id"),
         (chat("text", [1]), "prompt_token_ids"),
-        ("[" * 100_000, "no JSON"),
-        ("\ufeff\x00", "no JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("\ufeff\x00", "not JSON"),
     ],
     ids=["no JSON", "a list", "other keys", "no prompt", "a negative id", "a text", "bottomless", "no text"],
 )
@@ -293,7 +293,7 @@ def test_unreadable_lines_are_counted_beyond_those_that_are_kept(path: Path):
         ("", "it is empty"),
         ("{}\n", "keys are none"),
         ('{"a": 1, "b": 2}\n', "line 1 is an object whose keys are 'a', 'b'"),
-        ("[\n", "line 1: no JSON"),
+        ("[\n", "line 1: not JSON"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_with_what_is_expected(path: Path, content: str, found: str):

@@ -1,1 +1,1 @@
-"""Lays runs side by side: their configurations, curves, evaluations, final figures, ledgers and alarms."""
+"""Compares runs: their configurations, curves, evaluations, final figures, ledgers and alarms."""

@@ -1,4 +1,4 @@
-"""Lays several runs side by side."""
+"""Compares several runs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from verbatim.run.evaluation.as_json import difference_to_json, finite, result_t
 from verbatim.run.evaluation.texts import letter
 
 REWARD = "reward/mean"
-"""The metric of steps that is always drawn."""
+"""The step metric that is always plotted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """One metric of all runs."""
+    """The curves of one metric, one per run."""
 
     name: str
-    """The name of the metric; for evaluations `success of guess_number`."""
+    """The name of the metric; for an evaluation, for example `success of guess_number`."""
     series: Sequence[Series]
-    """For each run; empty where it does not have it."""
+    """One series per run; empty for a run without the metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Runs, and everything in which they can be compared."""
+    """Several runs and everything that is compared between them."""
 
     runs: Sequence[Run]
     settings: Sequence[ConfigDifference]
-    """Keys of the configuration that are not the same in all."""
+    """The configuration keys whose values differ between runs."""
     curves: Sequence[Curves]
     evals: Sequence[ComparedEvals]
     figures: Sequence[Figures]
     problems: Sequence[str]
-    """What could not be read, beside the problems of each run."""
+    """What could not be read, in addition to the problems of each run."""
 
 
 def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> RunComparison:
@@ -50,24 +50,24 @@ def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> RunCom
 
     Args:
         folders: Run folders, at least two.
-        metrics: Further metrics of steps, for curves and tables.
+        metrics: Names of further step metrics, for curves and tables.
 
     Raises:
-        UsageError: fewer than two runs, one of them twice, a folder without a run, or a metric that no run has.
+        UsageError: there are fewer than two runs, a run is given twice, a folder has no run, or no run has a metric.
     """
     if len(folders) < 2:
         raise UsageError("verbatim compare needs at least two runs: verbatim compare runs/NAME/FIRST runs/NAME/SECOND")
     resolved: dict[Path, Path] = {}
     for folder in folders:
         if folder.resolve() in resolved:
-            raise UsageError(f"{folder} and {resolved[folder.resolve()]} are the same run; name another one")
+            raise UsageError(f"{folder} and {resolved[folder.resolve()]} are the same run; name a different one")
         resolved[folder.resolve()] = folder
     runs = [read_run(folder) for folder in folders]
     there = {name for run in runs for metrics_of in run.steps.values() for name in metrics_of}
     for name in metrics:
         if name not in there:
             raise UsageError(
-                f"no step of these runs has the metric {name!r}; there are {', '.join(sorted(there)[:20])}"
+                f"no step of these runs has the metric {name!r}; they have {', '.join(sorted(there)[:20])}"
                 f"{', ...' if len(there) > 20 else ''}"
             )
     problems: list[str] = []
@@ -89,7 +89,7 @@ def _curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Curves]:
 
 
 def comparison_to_json(comparison: RunComparison) -> dict[str, Any]:
-    """All of it as plain JSON values; runs are named by their letters."""
+    """The whole comparison as plain JSON values, with runs named by their letters."""
     letters = [letter(place) for place in range(len(comparison.runs))]
 
     def by_letter(values: Sequence[Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def comparison_to_json(comparison: RunComparison) -> dict[str, Any]:
 
 
 def state_line(run: Run) -> str:
-    """How far a run is, and what has happened to it.
+    """The state and progress of a run, on one line.
 
     Example: `finished, 210 of 210 steps`, `stopped, 40 of 210 steps, resumed 2 times`.
     """

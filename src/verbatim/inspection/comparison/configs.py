@@ -1,4 +1,4 @@
-"""Finds the keys in which configurations differ."""
+"""Finds the configuration keys whose values differ between runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from verbatim.inspection.comparison.read_run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDifference:
-    """One key that is not the same in all runs."""
+    """One key whose value differs between runs."""
 
     key: str
     values: Sequence[Any]
-    """For each run; None: it is not set."""
+    """One value per run; None if the run does not set the key."""
     lines: Sequence[int | None]
-    """Where it stands in each run's config.toml."""
+    """The line of the key in each run's config.toml; None if unknown."""
     default: Any
-    """What it is where a file does not say; None where the schema has no default."""
+    """The value if a file does not set the key; None if the schema has no default."""
 
     def is_default(self, place: int) -> bool:
-        """Whether this run has the default."""
+        """True if this run has the default value."""
         return self.default is not None and self.values[place] == self.default
 
 
 def config_differences(runs: Sequence[Run]) -> list[ConfigDifference]:
-    """The keys whose values differ, in the order of the first run's file. Runs without a readable configuration have
-    none set."""
+    """The keys whose values differ, in the order of the first run's file.
+
+    A run without a readable configuration counts as setting no key.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.config)
     found = []
     for key in keys:
@@ -47,7 +49,7 @@ def config_differences(runs: Sequence[Run]) -> list[ConfigDifference]:
 
 
 def _default(key: str) -> Any:
-    """The schema's default of a key, as TOML has it; None without one."""
+    """The schema's default for a key, as a TOML value; None if there is no default."""
     path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
     field = field_at(RunConfig, path)
     if field is None or field.default is PydanticUndefined:
@@ -56,8 +58,11 @@ def _default(key: str) -> Any:
 
 
 def told(differences: Sequence[ConfigDifference]) -> list[ConfigDifference]:
-    """Those that people need: a key that is its default in some runs, and not set in the others because they do not
-    have its table, is left out; where all keys of a table are, one row `[table]` says which runs have it."""
+    """The differences worth showing to people.
+
+    A key is dropped if it has its default value in some runs and is unset in the others because they lack its table. If
+    all keys of a table are dropped, one row `[table]` says which runs have the table.
+    """
     found: dict[str, ConfigDifference] = {}
     for each in differences:
         if all(value is None or each.is_default(place) for place, value in enumerate(each.values)):

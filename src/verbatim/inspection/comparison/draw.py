@@ -1,4 +1,4 @@
-"""Draws the curves of several runs into one PNG."""
+"""Plots the curves of several runs into one PNG."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from verbatim.inspection.comparison.read_run import Run
 from verbatim.run.evaluation.texts import letter
 
 _DRAWN = ("completion_tokens", "entropy", "mismatch_kl", "grad_norm")
-"""Metrics of steps that are drawn beside the comparison's own curves, where a run has them."""
+"""Step metrics to plot in addition to the comparison's own curves, if any run has them."""
 
 
 def draw_comparison(comparison: RunComparison, path: Path) -> None:
-    """A panel for each metric, a line for each run; success of evaluations with its interval as a band.
+    """Plot one panel per metric with one line per run. The success of evaluations has its interval as a band.
 
     Args:
-        comparison: The runs.
-        path: The PNG; written whole or not at all.
+        comparison: The comparison to plot.
+        path: The PNG file; it is written completely or not at all.
 
     Raises:
         UsageError: matplotlib is missing.

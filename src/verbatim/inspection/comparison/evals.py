@@ -1,4 +1,4 @@
-"""Compares the evaluations of runs: the last of each, and those after a step that all of them have evaluated."""
+"""Compares the evaluations of runs: the last of each run, and those after the last step that all runs evaluated."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from verbatim.run.evaluation.stored import read_evaluated_episodes
 from verbatim.run.evaluation.texts import letter
 
 MOST_PAIRS = 6
-"""Pairs of runs that are compared; beyond them every run is compared with the first."""
+"""Maximum number of pairs of runs. With more, each run is compared only with the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedEvals:
-    """The evaluations of one environment."""
+    """The evaluations of one environment in all runs."""
 
     env: str
     at: str
-    """"last": the last evaluation of each run; "shared": those after the last step that all have."""
+    """"last": the last evaluation of each run; "shared": those after the last step that all runs evaluated."""
     steps: Sequence[int | None]
-    """After which step each run's was; None: it has none."""
+    """The step after which each run was evaluated; None if the run has no evaluation."""
     results: Sequence[EnvResult | None]
-    """Where the episodes are not kept, what the metrics say: without examples."""
+    """One result per run, from the episodes, or from the metrics (without examples) if no episodes were kept."""
     pairs: Sequence[Compared]
-    """Each two of the runs whose episodes are kept."""
+    """The pairs of runs whose episodes are both kept."""
 
 
 def compare_evals(runs: Sequence[Run], problems: list[str]) -> list[ComparedEvals]:
-    """For each environment its last evaluations, and where these are after other steps, those of a shared one.
+    """For each environment, compare the last evaluations, and if their steps differ, those after a shared step.
 
     Args:
-        runs: The runs.
-        problems: Gets what could not be read.
+        runs: The runs to compare.
+        problems: Descriptions of what could not be read are appended here.
     """
     found = []
     for env in dict.fromkeys(env for run in runs for env in run.evals):
@@ -96,7 +96,7 @@ def _compared(
 
 
 def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list[EvaluatedEpisode]:
-    """The episodes of one evaluation; none where they are not kept."""
+    """The episodes of one evaluation; empty if they were not kept."""
     if step is None or step not in run.kept_evals:
         return []
     try:
@@ -107,7 +107,7 @@ def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list
 
 
 def _from_metrics(env: str, metrics: Metrics) -> EnvResult:
-    """What is left of an evaluation whose episodes were not kept."""
+    """The result of an evaluation whose episodes were not kept."""
     episodes = int(metrics.get("episodes", 0))
 
     def estimate(name: str, stem: str) -> Estimate:

@@ -1,4 +1,4 @@
-"""Computes the figures of runs that stand side by side: of their last steps, their speed, and their ledgers."""
+"""Computes the figures to compare between runs: metrics of the last steps, speed, and the ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from verbatim.inspection.comparison.read_run import Run
 
 LAST = 10
-"""Steps at the end of a run over which figures are averaged."""
+"""Number of steps at the end of a run over which figures are averaged."""
 _FINAL = (
     "reward/mean",
     "success",
@@ -33,25 +33,25 @@ _SPEED = {
     "time/sampler_idle": "sampler idle, s",
     "time/trainer_idle": "trainer idle, s",
 }
-"""Metrics of the last steps, and how they are called."""
+"""The display name of each speed metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One table: a name and a value for each run, NaN where a run has none."""
+    """One table. Each row has a name and one value per run, NaN if the run has none."""
 
     title: str
     rows: Sequence[tuple[str, Sequence[float]]]
     are_shares: bool = False
-    """Whether the values are parts of 1."""
+    """True if the values are shares between 0 and 1."""
 
 
 def figures(runs: Sequence[Run], metrics: Sequence[str] = ()) -> list[Figures]:
     """The tables of final metrics, speed and ledger.
 
     Args:
-        runs: The runs.
-        metrics: Further metrics of steps.
+        runs: The runs to compare.
+        metrics: Names of further step metrics.
     """
     names = list(dict.fromkeys([*_FINAL, *metrics]))
     means = [(name, functools.partial(last_mean, metric=name)) for name in names]
@@ -73,27 +73,29 @@ def figures(runs: Sequence[Run], metrics: Sequence[str] = ()) -> list[Figures]:
 
 
 def _table(title: str, runs: Sequence[Run], asked: Sequence[tuple[str, Callable[[Run], float]]]) -> Figures:
-    """Rows that no run has are left out."""
+    """A table without the rows that no run has a value for."""
     rows = [(name, [value(run) for run in runs]) for name, value in asked]
     return Figures(title=title, rows=[row for row in rows if any(not math.isnan(value) for value in row[1])])
 
 
 def last_mean(run: Run, metric: str) -> float:
-    """Mean over the last steps of a run that have it."""
+    """The mean of a metric over the last `LAST` steps of the run that have it; NaN if none has."""
     values = [value for _, value in run.series(metric)[-LAST:]]
     return statistics.fmean(values) if values else math.nan
 
 
 def seconds_per_step(run: Run) -> float:
-    """The median of the time from one step to the next: evaluations, checkpoints and pauses between two processes do
-    not count."""
+    """The median time from one step to the next.
+
+    A median, so that evaluations, checkpoints and the pause before a resume do not distort it.
+    """
     steps = [step for step in sorted(run.times) if step - 1 in run.times]
     gaps = [run.times[step] - run.times[step - 1] for step in steps]
     return statistics.median(gaps) if gaps else math.nan
 
 
 def _seconds(run: Run) -> float:
-    """What the run says; of one that is not finished, from its first step to its last."""
+    """The duration that the run reports. For an unfinished run, the time from its first logged step to its last."""
     if run.seconds is not None:
         return run.seconds
     return max(run.times.values()) - min(run.times.values()) if len(run.times) > 1 else math.nan
@@ -104,7 +106,7 @@ def _at_end(run: Run, metric: str) -> float:
 
 
 def _ledger(runs: Sequence[Run]) -> Figures:
-    """Shares of all sampled tokens at the end of each run."""
+    """How the sampled tokens of each run are divided at its end, as shares of all of them."""
     first = ("ledger/trained", "ledger/pending", "ledger/masked_by_loss")
     dropped = sorted(
         {name for run in runs if run.steps for name in run.steps[run.last_step] if name.startswith("ledger/dropped/")}

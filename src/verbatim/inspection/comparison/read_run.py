@@ -1,4 +1,4 @@
-"""Reads what a run folder says of its run: also of one that is under way, or that failed."""
+"""Reads a run from its folder, even if the run is in progress or has failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Metrics = Mapping[str, float]
 _STARTED = re.compile(r"^\S+ \S+ INFO started \(process \d+\)$")
 _CHANGED = re.compile(r" WARNING the configuration changed since this run started: (.+)$")
 _NO_PART = ("name", "run_dir")
-"""Keys that say nothing of how a run trains."""
+"""Keys that are not compared, because they do not affect training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,52 +34,52 @@ class Setting:
     """One key of a run's configuration."""
 
     value: Any
-    """Without secrets, to be shown."""
+    """The value to show, with secrets redacted."""
     stored: Any = field(repr=False)
-    """As it stands there, to be compared: two keys may look the same without secrets."""
+    """The original value, for comparison: two different secrets look the same when redacted."""
     line: int | None
-    """Where it stands in the stored configuration."""
+    """The line of the key in the stored configuration; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """One run, as its folder is now."""
+    """One run, as its folder describes it now."""
 
     folder: Path
     name: str
     state: str
-    """"running", "finished", "stopped" (it can be resumed), "failed" (its log ends with an error) or "unknown"."""
+    """"running", "finished", "stopped" (can be resumed), "failed" (the log ends with an error) or "unknown"."""
     max_steps: int | None
     num_starts: int
-    """How often a process of it began: more than 1: it was resumed."""
+    """How often the run was started; more than 1 if it was resumed."""
     config: Mapping[str, Setting]
-    """By dotted key."""
+    """The settings by dotted key."""
     changed: Sequence[str]
-    """The keys that a resume changed, as the log has them: "key: before -> after"."""
+    """The keys that a resume changed, as logged: "key: before -> after"."""
     forked_from: Origin | None
-    """The run that it was forked from, and at which step."""
+    """The run and step that this run was forked from; None if it is not a fork."""
     steps: Mapping[int, Metrics]
-    """Metrics by step; NaN is what a step does not have."""
+    """Metrics by step; NaN for a metric that a step lacks."""
     times: Mapping[int, float]
-    """When each step was logged, in seconds since 1970."""
+    """The time at which each step was logged, in seconds since 1970."""
     evals: Mapping[str, Mapping[int, Metrics]]
     """Metrics of evaluations by environment and step."""
     alarms: Sequence[Mapping[str, Any]]
-    """Their fields, in order."""
+    """The fields of each logged alarm, in order."""
     kept_evals: Sequence[int]
-    """Steps whose evaluated episodes are kept."""
+    """The steps whose evaluated episodes are kept."""
     seconds: float | None
-    """What the run says that it took, where it is finished."""
+    """The duration that the run reports; None if it is not finished."""
     problems: Sequence[str] = field(default_factory=tuple)
-    """What could not be read, as sentences."""
+    """Descriptions of what could not be read."""
 
     @property
     def last_step(self) -> int:
-        """Steps that are logged."""
+        """The last logged step; 0 if there is none."""
         return max(self.steps, default=0)
 
     def series(self, metric: str) -> list[tuple[int, float]]:
-        """Step and value wherever a step has a finite one."""
+        """(step, value) for every step with a finite value."""
         found = [(step, metrics[metric]) for step, metrics in self.steps.items() if metric in metrics]
         return [(step, value) for step, value in found if math.isfinite(value)]
 
@@ -90,10 +90,10 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder. What is damaged in it is left out, and told in `problems`.
+    """Read the run in a folder. Damaged parts are skipped and described in `problems`.
 
     Raises:
-        UsageError: there is no run; says what was found, and which runs are near.
+        UsageError: the folder has no run; says what was found and which runs are nearby.
     """
     check_run(folder, "verbatim compare", (CONFIG, "metrics.jsonl", "checkpoints"))
     problems: list[str] = []
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> Run:
     if not config:
         problems.append(f"{CONFIG} is missing or damaged: its keys are not compared")
     if not (folder / "metrics.jsonl").is_file():
-        problems.append("it has no metrics.jsonl yet")
+        problems.append("there is no metrics.jsonl yet")
     metrics = MetricsFollower(folder)
     metrics.refresh()
     problems += metrics.problems
@@ -133,11 +133,11 @@ def read_run(folder: Path) -> Run:
 
 
 def _evals(log: MetricsFollower) -> dict[str, dict[int, Metrics]]:
-    """The metrics of evaluations by environment and step; NaN is what JSON could not say."""
+    """The metrics of evaluations by environment and step. A null, which JSON has in place of NaN, becomes NaN."""
     evals: dict[str, dict[int, Metrics]] = {}
     for each in log.evals:
         metrics = {name: value for name, value in each["metrics"].items() if name != "intervals"}
-        if metrics.get("episodes") != 0:  # it was left out
+        if metrics.get("episodes") != 0:  # the evaluation was skipped
             numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
             evals.setdefault(each["env"], {})[each["step"]] = numbers
     return evals
@@ -160,7 +160,7 @@ def _text(path: Path) -> str:
 
 
 def alarm_counts(run: Run) -> dict[str, tuple[int, bool]]:
-    """How often each alarm was raised, and whether it still is, by its name and environment."""
+    """How often each alarm was raised and whether it still is, by its name and environment."""
     counts: Counter[str] = Counter()
     raised: dict[str, bool] = {}
     for alarm in run.alarms:

@@ -1,4 +1,4 @@
-"""Shows a comparison of runs on a terminal."""
+"""Prints a comparison of runs to the terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from verbatim.run.evaluation.show import print_rows, show_differences, show_resu
 from verbatim.run.evaluation.texts import letter
 
 _WIDEST = 100
-"""Most columns of a plot."""
+"""Maximum width of a plot in columns."""
 _LONGEST_VALUE = 60
-"""Characters of a configuration's value."""
+"""Maximum length of a configuration value in characters."""
 
 
 def show_comparison(comparison: RunComparison, console: Console) -> None:
-    """Everything, runs as columns."""
+    """Print the whole comparison, with runs as columns."""
     letters = [letter(place) for place in range(len(comparison.runs))]
     _show_runs(comparison, console)
     _heading("configuration", console)
@@ -37,7 +37,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
     if rows:
         print_rows(letters, rows, console)
     else:
-        console.print("the same in all")
+        console.print("the same in all runs")
     for each in comparison.curves:
         plot = text_plot(each.series, width=min(console.width, _WIDEST))
         if plot is not None:
@@ -80,7 +80,7 @@ def _value(value: Any, is_default: bool) -> str:
 
 def _show_evals(evals: ComparedEvals, letters: list[str], console: Console) -> None:
     if evals.at == "shared":
-        _heading(f"{evals.env}: evaluation after step {evals.steps[0]}, which all have", console)
+        _heading(f"{evals.env}: evaluation after step {evals.steps[0]}, which all runs have", console)
     else:
         when = ", ".join(
             f"{name} after step {step}" for name, step in zip(letters, evals.steps, strict=True) if step is not None
@@ -91,8 +91,8 @@ def _show_evals(evals: ComparedEvals, letters: list[str], console: Console) -> N
     if without := [name for name, result in zip(letters, evals.results, strict=True) if result and not result.examples]:
         console.print(
             Text(
-                f"{', '.join(without)}: the episodes were not kept (monitor.save_trajectories), so nothing "
-                "can be paired",
+                f"{', '.join(without)}: the episodes were not kept (monitor.save_trajectories), so they "
+                "cannot be compared pairwise",
                 style="dim",
             )
         )

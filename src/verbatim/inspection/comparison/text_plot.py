@@ -1,4 +1,4 @@
-"""Draws the curves of several runs into one plot of characters: each run is its letter."""
+"""Plots the curves of several runs as text, with a letter for each run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from verbatim.logs.monitors.text_curve import column_means
 from verbatim.run.evaluation.texts import letter
 
 Series = Sequence[tuple[int, float]]
-"""Steps and values."""
+"""(step, value) pairs."""
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 SEVERAL = "*"
-"""Where two runs meet."""
+"""Marks a cell with the points of several runs."""
 
 
 def text_plot(series: Sequence[Series], *, width: int = 79, height: int = 11) -> Text | None:
-    """A plot of these runs over one axis of steps; each column shows the mean of the run's values in it.
+    """Plot the runs over a common step axis. Each column shows the mean of a run's values in it.
 
     Args:
         series: The points of each run, in the order of their letters; a run may have none.
-        width: Columns, labels included; at least 40 are used.
-        height: Rows, without the axis of steps.
+        width: Width in columns, including labels; values below 40 count as 40.
+        height: Height in rows, without the step axis.
 
     Returns:
-        Lines of at most `width` columns; None where there is nothing to draw.
+        The plot, with lines of at most `width` columns; None if there are no points.
     """
     points = [point for each in series for point in each]
     if not points:
