@@ -269,7 +269,7 @@ def test_the_first_run_of_the_gateways_page_is_accepted(models: Path, tmp_path: 
     )
     assert main(["config", "run.toml"]) == 0
     assert main(["env", "check", "run.toml"]) == 0
-    assert "were not played: `verbatim gateway check COMMAND` runs a program" in capsys.readouterr().out
+    assert "were not played; to run a program, use `verbatim gateway check COMMAND`" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ BROKEN = [
     ("NoExamples", "examples", 'examples("train") is empty'),
     ("NoHeldOut", "examples", 'examples("eval") is empty'),
     ("SameId", "examples", "'one' twice"),
-    ("SameTask", "examples", "4 examples are the same but for their ids"),
+    ("SameTask", "examples", "4 examples are the same except for their ids"),
     ("OtherExamples", "nondeterministic", "gave different examples"),
     ("OnTheEnvironment", "shared_state", "message 0 (user) was 'Game 1"),
     ("OnTheClass", "shared_state", "differs after other episodes were played"),
@@ -57,7 +57,7 @@ BROKEN = [
     ("LongPrompt", "too_long", "of 3 of 3 examples leave no room in seq_len = 2,048, tools included: 'red' (about 2,5"),
     ("NeverAsks", "no_turns", "the policy sampled nothing before the episode ended (stop)"),
     ("LongAnswer", "too_long", "answer was cut"),
-    ("NeverEnds", "endless", "ended by itself within 16 turns"),
+    ("NeverEnds", "endless", "ended on its own within 16 turns"),
     ("ToolRaises", "tool_raises", "KeyError: 'hint'"),
     ("ReplyRaises", "raises", "reply raised KeyError: 'nothing said'"),
     ("IgnoresTheSeed", "nondeterministic", "played first in two processes"),
@@ -100,14 +100,14 @@ def test_a_tool_that_blocks_is_found_with_its_place(monkeypatch, warm_replay):
     monkeypatch.setattr(broken_environments, "seen", threading.Event())
     found = kinds("Blocks", num_examples=1)
     assert list(found) == ["blocks"]
-    assert re.search(r"broken_environments.py:\d+ in hint held up the event loop for \d+\.\d s", found["blocks"])
+    assert re.search(r"broken_environments.py:\d+ in hint blocked the event loop for \d+\.\d s", found["blocks"])
 
 
 @pytest.mark.slow
 def test_code_that_never_gives_the_loop_back_is_given_up(monkeypatch):
     monkeypatch.setattr("verbatim.inspection.envcheck.check.LoopWatch", lambda give_up_after, own: LoopWatch(0.5, own))
     found = kinds("Freezes", num_examples=1)
-    assert "in reply held up the event loop and was given up" in found["blocks"]
+    assert "in reply blocked the event loop and was abandoned" in found["blocks"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_file_with_two_environments_asks_which(mine: Path, capsys):
     two = mine.parent / "two_of_mine.py"
     two.write_text(MINE + "\nclass Again(Echoes):\n    pass\n")
     assert main(["env", "check", str(two)]) == 2
-    assert f"holds the classes Echoes, Again; type for example: verbatim env check {two}:Echoes" in (
+    assert f"has the classes Echoes, Again; type for example: verbatim env check {two}:Echoes" in (
         capsys.readouterr().err
     )
 

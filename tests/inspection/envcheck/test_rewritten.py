@@ -74,19 +74,19 @@ def test_ways_of_chat_completions():
         "with name",
         "content as parts",
         "with index of the call of add",
-        "another id of the call of add",
-        "arguments of add in another order",
+        "different id of the call of add",
+        "arguments of add in a different order",
     ]
-    assert told("openai_chat", lambda m: {**m, "content": " so\n"}) == ["other white space around the text"]
+    assert told("openai_chat", lambda m: {**m, "content": " so\n"}) == ["different white space around the text"]
     assert told("openai_chat", lambda m: {**m, "content": None}) == ["content null"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "way"),
     [
-        ('{"b":1.0,"a":2}', "in other white space"),
-        ('{"b": 1, "a": 2}', "written otherwise"),
-        ('{"a": 2, "b": 1.0}', "in another order"),
+        ('{"b":1.0,"a":2}', "with different white space"),
+        ('{"b": 1, "a": 2}', "written differently"),
+        ('{"a": 2, "b": 1.0}', "in a different order"),
     ],
 )
 def test_arguments(arguments, way):
@@ -109,7 +109,7 @@ def test_ways_of_responses():
         "without status of message",
         "without id of message",
         "without id of the call of add",
-        "arguments of add in other white space",
+        "arguments of add with different white space",
     ]
 
 
@@ -122,8 +122,8 @@ def test_ways_of_anthropic():
     assert told("anthropic_messages", change) == [
         "without thinking",
         "with cache_control of text",
-        "another id of the call of add",
-        "arguments of add in another order",
+        "different id of the call of add",
+        "arguments of add in a different order",
     ]
 
 

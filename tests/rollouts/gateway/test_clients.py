@@ -94,7 +94,7 @@ def test_a_conversation_that_only_goes_on_is_one_sample(program: str, example: d
 def test_how_langgraph_and_pydantic_ai_write_answers_down_is_told():
     assert check("langgraph_agent.py").rewritten == {0: ["content null"], 1: ["content null"]}
     report = check("pydantic_ai_agent.py", model="openai-chat:gpt-4o")
-    assert report.rewritten == {0: ["content null", "arguments of add in other white space"]}
+    assert report.rewritten == {0: ["content null", "arguments of add with different white space"]}
 
 
 @pytest.mark.parametrize("example", [{}, {"stream": True}, {"model": "anthropic/claude-sonnet-4-5"}])

@@ -1,4 +1,4 @@
-"""Draws random arguments that fit a tool's JSON schema."""
+"""Generates random arguments that match a tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _DEEPEST = 4
-"""Levels of nesting; below that optional parts are left out."""
+"""Maximum depth of nesting; optional parts that are deeper are left out."""
 
 
 def random_arguments(parameters: Mapping[str, Any], words: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """Arguments for one call.
+    """Generate the arguments of one call.
 
     Args:
         parameters: JSON schema of an object, as in `schema["function"]["parameters"]`.
-        words: Texts to draw strings from, not empty.
-        rng: The randomness.
+        words: The texts from which strings are chosen; at least one.
+        rng: The random generator.
 
     Example: `{"type": "object", "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 3}},
     "required": ["number"]}` gives `{"number": 1}`, `{"number": 2}` or `{"number": 3}`.
@@ -87,7 +87,10 @@ class _Draw:
         }
 
     def _bounds(self, schema: Mapping[str, Any], step: float) -> tuple[float, float]:
-        """The smallest and the largest number; where one is missing, it is 20 away from the other, or -5 to 15."""
+        """The smallest and the largest allowed number.
+
+        A missing bound is 20 away from the other one; if both are missing, they are -5 and 15.
+        """
         low, high = schema.get("minimum"), schema.get("maximum")
         if low is None and "exclusiveMinimum" in schema:
             low = schema["exclusiveMinimum"] + step

@@ -1,5 +1,7 @@
-"""A chat format of bytes and a few markers, for checks that need no model: every conversation can be written and read
-back."""
+"""Defines a chat format of bytes and a few marker tokens, for checks without a model.
+
+Any conversation can be rendered and parsed back without loss.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ VOCAB_SIZE = 266
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConversation:
-    """What a prompt says."""
+    """The messages and tools of a prompt."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ByteChat:
-    """The renderer."""
+    """A renderer for the byte format."""
 
     name = "bytes"
     stop_token_ids: tuple[int, ...] = (END,)
@@ -36,7 +38,7 @@ class ByteChat:
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
     ) -> Int32:
-        """The ids of a conversation: int32 [L]."""
+        """Return the ids of a conversation: int32 [L]."""
         ids: list[int] = []
         if tools:
             ids += [_ROLES["tools"], *_bytes(json.dumps(list(tools))), END]
@@ -47,24 +49,24 @@ class ByteChat:
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Read a completion."""
+        """Parse a completion."""
         return _parsed(completion_ids.tolist())
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The previous turn's ids, closed where it was cut off, plus the new messages."""
+        """Return the previous turn's ids, with `END` added if it was cut off, followed by the new messages."""
         ended = len(prev_completion_ids) and prev_completion_ids[-1] == END
         closed = [] if ended else [np.array([END], dtype=np.int32)]
         return np.concatenate([prev_prompt_ids, prev_completion_ids, *closed, self.render_ids(new_messages)])
 
     def decode(self, ids: Int32) -> str:
-        """Text for people."""
+        """Return the text of the ids, for display."""
         return _text(ids.tolist())
 
 
 def written(message: Mapping[str, Any]) -> list[int]:
-    """The token ids of a message with its end tokens; for an assistant's, exactly what the model would sample."""
+    """The token ids of a message with its end token. For an assistant message, exactly what a model would sample."""
     ids: list[int] = []
     if message.get("reasoning_content"):
         ids += [THINK, *_bytes(message["reasoning_content"]), THINK_END]
@@ -75,7 +77,7 @@ def written(message: Mapping[str, Any]) -> list[int]:
 
 
 def read_prompt(ids: Sequence[int]) -> ReadConversation:
-    """The messages and tools behind the ids of a prompt."""
+    """Parse the ids of a prompt into messages and tools."""
     names = {token: role for role, token in _ROLES.items()}
     found = ReadConversation()
     starts = [place for place, token in enumerate(ids) if token in names]

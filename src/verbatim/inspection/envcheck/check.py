@@ -1,4 +1,4 @@
-"""Checks an environment without a model: plays it with several players, and reports what is wrong with it."""
+"""Checks an environment without a model: plays it with several players and reports its faults."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.openings import Openings, measure_openings
 
 _PROBES = 3
-"""Examples whose episodes are played again."""
+"""Number of examples whose episodes are played a second time."""
 _SIDE_BY_SIDE = 4
-"""Episodes of one example and kind of player."""
+"""Number of episodes to play at the same time per example and kind of player."""
 _NOT_PLAYED = (
-    "its episodes are programs that ask a model by themselves, and were not played: `verbatim gateway check COMMAND` "
-    "runs a program"
+    "its episodes are programs that query a model themselves, so they were not played; to run a program, use "
+    "`verbatim gateway check COMMAND`"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings:
-    """How thoroughly an environment is played, and the limits of a run that it has to fit."""
+    """How thoroughly to play an environment, and the limits of the run that it must fit into."""
 
     num_examples: int = 8
-    """Training examples that are played."""
+    """Number of training examples to play."""
     max_turns: int = EpisodeLimits.max_turns
-    """As in [[orchestrator.train.env]]."""
+    """Maximum turns per episode, as in [[orchestrator.train.env]]."""
     seq_len: int = 2048
-    """As in [orchestrator]."""
+    """Maximum tokens per sample, as in [orchestrator]."""
     renderer: Renderer | None = None
-    """Counts the tokens of opening prompts; None: they are estimated from the characters."""
+    """Counts the tokens of opening prompts; None: the count is estimated from the characters."""
     timeout: float = 20.0
-    """Seconds for one episode."""
+    """Time limit for one episode in seconds."""
 
 
 def check_environment(name: str, args: Mapping[str, Any], settings: CheckSettings) -> Report:
-    """Play an environment, and say what is wrong with it.
+    """Play an environment and report its faults.
 
     Args:
         name: A bundled id, or an import path.
-        args: The arguments that it is made with.
-        settings: How it is played.
+        args: The arguments for creating it.
+        settings: How to play it.
 
     Raises:
-        ComponentError: it cannot be made.
-        ModelError: it can be played by a model only.
+        ComponentError: the environment cannot be created.
+        ModelError: only a model can play the environment.
     """
     environment = create_environment(name, args)
     check = _Check(name=name, args=args, environment=environment, settings=settings)
@@ -76,7 +76,7 @@ def check_environment(name: str, args: Mapping[str, Any], settings: CheckSetting
 
 @dataclass(kw_only=True)
 class _Check:
-    """One check under way."""
+    """A check in progress."""
 
     name: str
     args: Mapping[str, Any]
@@ -96,7 +96,7 @@ class _Check:
         self._again: tuple[list[PlayedEpisode], list[list[PlayedEpisode]]] | None = None
 
     def read(self) -> bool:
-        """Read examples and demonstrations; whether there is anything to play."""
+        """Read the examples and demonstrations; return True if there is anything to play."""
         for split in ("train", "eval"):
             self._examples[split], wrong = read_examples(self.environment, self.name, split)
             self.findings += wrong
@@ -109,7 +109,7 @@ class _Check:
         return bool(self._examples["train"])
 
     async def play(self) -> None:
-        """Play everything, until an episode does not end in time."""
+        """Play everything, but stop once an episode has timed out."""
         stage, examples = self._stage, _spread(self._examples["train"], self.settings.num_examples)
         probes = examples[:_PROBES]
         first = await play_probes(stage, probes, keep=True)
@@ -133,18 +133,18 @@ class _Check:
             self._again = (first, [await play_probes(stage, probes), await play_probes_together(stage, probes)])
 
     def play_again(self) -> None:
-        """Compare the first episodes with the same ones later, and in another process."""
+        """Compare the first episodes with the same episodes played later and in another process."""
         if self._again is None:
             return
         first, later = self._again
         ids = list(dict.fromkeys(play.example.id for play in first))
         elsewhere = play_elsewhere(self.name, self.args, ids, self._stage.limits)
         if isinstance(elsewhere, str):
-            self.notes.append(f"episodes could not be played again in another process: {elsewhere}")
+            self.notes.append(f"episodes could not be replayed in another process: {elsewhere}")
         self.findings += compare(first, later, None if isinstance(elsewhere, str) else elsewhere)
 
     def report(self) -> Report:
-        """What was found."""
+        """Judge the played episodes and return everything that was found."""
         plays = self._stage.plays
         said = [
             *judge.errors(plays),
@@ -168,13 +168,13 @@ class _Check:
 
 
 def _spread(examples: Sequence[Example], most: int) -> list[Example]:
-    """At most so many examples, from the beginning to the end."""
+    """At most `most` examples, spread evenly from the first to the last."""
     step = max(1, len(examples) // most)
     return list(examples)[::step][:most]
 
 
 def _imitators(demonstrations: Sequence[Demonstration], plays: Sequence[PlayedEpisode]) -> list[MakePlayer]:
-    """Players that say what demonstrations do which begin like these episodes."""
+    """Players that repeat the demonstrations with the same opening messages as these episodes."""
     openings = [list(play.opening) for play in plays[:1]]
     fitting = [shown for shown in demonstrations if judge.opening_of(shown) in openings][:_SIDE_BY_SIDE]
     return [_imitator(shown) for shown in fitting]
@@ -186,19 +186,19 @@ def _imitator(shown: Demonstration) -> MakePlayer:
 
 
 def _blocking(place: str, seconds: float | None) -> CheckFinding:
-    how = "and was given up" if seconds is None else f"for {seconds:.1f} s"
+    how = "and was abandoned" if seconds is None else f"for {seconds:.1f} s"
     return CheckFinding(
         kind="blocks",
-        found=f"{place} held up the event loop {how}: no other episode went on meanwhile",
-        expected="code on the event loop that takes milliseconds, or awaits",
-        change="make a tool that waits or computes a plain `def` without inline=True (it runs in a thread); in `async "
-        "def` write `await asyncio.sleep(...)` or `await asyncio.to_thread(function)`; for a whole environment "
-        "that computes, set isolated = true in its table",
+        found=f"{place} blocked the event loop {how}: no other episode could make progress meanwhile",
+        expected="code on the event loop that takes milliseconds or awaits",
+        change="if a tool waits or computes, make it a plain `def` without inline=True, so that it runs in a thread; "
+        "in `async def`, use `await asyncio.sleep(...)` or `await asyncio.to_thread(function)`; if the whole "
+        "environment is compute-heavy, set isolated = true in its table",
     )
 
 
 def _package_of(environment: Environment) -> Path | None:
-    """The folder of the environment's top-level package, where it is a package."""
+    """The folder of the environment's top-level package; None if it is a single module or part of Verbatim."""
     top = sys.modules.get(type(environment).__module__.partition(".")[0])
     folders = list(getattr(top, "__path__", ()))
     return Path(folders[0]) if folders and top is not None and top.__name__ != "verbatim" else None

@@ -1,5 +1,7 @@
-"""Compares what a sampler returned with what training samples hold: every token once, in its context, with its logprob
-and its version."""
+"""Checks that training samples hold exactly what a sampler returned.
+
+Every token must occur once, in its context, with its logprob and policy version.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,20 @@ from verbatim.inference.scripted import ScriptedSampler
 
 @dataclass(kw_only=True)
 class TellingSampler(ScriptedSampler):
-    """Plays a script, and keeps what it returned. No two tokens have the same logprob, so that each is known by it, and
-    the version grows with each request."""
+    """Plays a script and keeps the completions it returned.
+
+    Every token has a unique logprob, which identifies it, and the policy version increases with each request.
+    """
 
     returned: list[tuple[SampleRequest, Completion]] = field(default_factory=list, init=False)
-    """The requests that were answered, with their completions."""
+    """The answered requests with their completions."""
 
     def __post_init__(self) -> None:
         self.logprob = self._next_logprob
         self._num_told = 0
 
     async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
-        """As `ScriptedSampler.generate`."""
+        """Generate as `ScriptedSampler` does, and keep the completion."""
         self.policy_version += 1
         completion = await super().generate(request, watch)
         self.returned.append((request, completion))
@@ -35,7 +39,7 @@ class TellingSampler(ScriptedSampler):
     generate_watched = generate
 
     def _next_logprob(self, token_id: int) -> float:
-        """-k / 2^20 for the k-th token: exact in float32 up to 16 million tokens."""
+        """Return -k / 2^20 for the k-th token, which float32 represents exactly up to 16 million tokens."""
         self._num_told += 1
         return -self._num_told / 2**20
 
@@ -43,13 +47,15 @@ class TellingSampler(ScriptedSampler):
 def num_differences(
     returned: Sequence[tuple[SampleRequest, Completion]], samples: Sequence[TrainingSample], *, num_cut: int = 0
 ) -> int:
-    """Tokens that are not trained exactly once as they were returned: behind the same ids, with the same logprob and
-    version; and trained tokens that were never returned.
+    """Count the differences between the returned tokens and the trained tokens.
+
+    A returned token is correct if it is trained exactly once, after the same ids and with the same logprob and version.
+    A trained token that was never returned also counts as a difference.
 
     Args:
-        returned: By a sampler no two of whose tokens have the same logprob.
-        samples: Built from the record of all these requests.
-        num_cut: Tokens known to be left out: those behind a stop string.
+        returned: The requests and completions of a sampler that gives every token a unique logprob.
+        samples: The training samples built from the record of these requests.
+        num_cut: Number of returned tokens that are not trained on purpose, because they follow a stop string.
     """
     places = {
         float(logprob): (request, completion, place)
@@ -71,7 +77,7 @@ def num_differences(
 def _is_as_returned(
     sample: TrainingSample, at: int, request: SampleRequest, completion: Completion, place: int
 ) -> bool:
-    """Whether the token at this position of a sample is the completion's token at `place`, in its context."""
+    """True if the sample's token at position `at` is the completion's token at `place`, in the same context."""
     versions, prompt = completion.policy_versions, request.prompt_ids
     return (
         at == len(prompt) + place

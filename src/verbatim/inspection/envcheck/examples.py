@@ -16,19 +16,19 @@ from verbatim.models.renderers.renderer import Renderer
 from verbatim.run.environments import as_conversations, imitated
 
 _DEMONSTRATIONS = 200
-"""Demonstrations that are asked for."""
+"""Number of demonstrations to request."""
 _COMPARED = 20_000
-"""Examples of a split that are compared with each other."""
+"""Maximum number of examples per split to compare with each other."""
 
 
 def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequence[Example], list[CheckFinding]]:
-    """The examples of a split (none where they cannot be used), and what is wrong with them."""
+    """The examples of a split (empty if they are unusable), and the findings about them."""
     try:
         examples = examples_of(environment, name, split)
         again = examples_of(environment, name, split)
     except UsageError as error:
-        change = f'return at least one verbatim.Example for "{split}", each with an id of its own' + (
-            "; the training examples will do where none are held out" if split == "eval" else ""
+        change = f'return at least one verbatim.Example for "{split}", each with a unique id' + (
+            "; if none are held out, return the training examples" if split == "eval" else ""
         )
         expected = f'`examples("{split}")` returns a list of examples with different ids'
         return (), [CheckFinding(kind="examples", found=str(error), expected=expected, change=change)]
@@ -39,8 +39,8 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
             CheckFinding(
                 kind="nondeterministic",
                 found=f'two calls of `examples("{split}")` gave different examples',
-                expected="the same examples at each call: every process of a run reads them by itself",
-                change="draw them from a generator with a fixed seed inside the method: random.Random(0)",
+                expected="the same examples from every call, because each process of a run reads them itself",
+                change="generate them inside the method with a fixed seed: random.Random(0)",
             )
         )
     repeated = [(content, count) for content, count in Counter(contents).most_common(1) if count > 1]
@@ -52,9 +52,9 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
             CheckFinding(
                 kind="examples",
                 expected="examples that differ in their messages or payload",
-                found=f'`examples("{split}")` repeats itself: {count} examples are the same but for their ids '
-                f"({', '.join(map(repr, ids[:3]))}); {total} of {len(contents)} are repetitions",
-                change="return each task once; where one is to be seen more often, train for more steps",
+                found=f'`examples("{split}")` has duplicates: {count} examples are the same except for their ids '
+                f"({', '.join(map(repr, ids[:3]))}); {total} of {len(contents)} are duplicates",
+                change="return each task once; to see tasks more often, train for more steps",
             )
         )
     return examples, findings
@@ -63,8 +63,10 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
 def read_demonstrations(
     environment: Environment, name: str, renderer: Renderer | None
 ) -> tuple[Sequence[Demonstration], list[CheckFinding]]:
-    """The environment's demonstrations (none where it has none), and what is wrong with them; with a renderer also
-    whether it can write them, as a warm start does."""
+    """The environment's demonstrations (empty if it has none), and the findings about them.
+
+    With a renderer, also check that it can render them, as a warm start does.
+    """
     if not isinstance(environment, Demonstrates):
         return (), []
     try:
@@ -81,7 +83,7 @@ def read_demonstrations(
                 kind="demonstrations",
                 found=str(error),
                 expected="conversations that a model can imitate",
-                change="mend `demonstrations`, or remove it: only [model.build] and [warm_start] need it",
+                change="fix `demonstrations`, or remove it: only [model.build] and [warm_start] need it",
             )
         ]
     if list(map(_shown, given)) != list(map(_shown, again)):
@@ -89,20 +91,22 @@ def read_demonstrations(
             CheckFinding(
                 kind="nondeterministic",
                 found="two calls of `demonstrations` with the same seed gave different conversations",
-                expected="the same ones",
-                change="draw everything from random.Random(seed)",
+                expected="the same conversations",
+                change="take all randomness from random.Random(seed)",
             )
         ]
     return given, []
 
 
 def compare_splits(train: Sequence[Example], held_out: Sequence[Example]) -> list[str]:
-    """A note where evaluation examples are training examples."""
+    """A note if some evaluation examples are also training examples."""
     seen = set(map(_content, train[:_COMPARED]))
     same = sum(_content(example) in seen for example in held_out[:_COMPARED])
     if not same:
         return []
-    return [f"{same} of {len(held_out)} eval examples are training examples too: evaluations measure what was trained"]
+    return [
+        f"{same} of {len(held_out)} eval examples are also training examples, so evaluations test on trained examples"
+    ]
 
 
 def _content(example: Example) -> str:

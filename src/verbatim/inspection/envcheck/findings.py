@@ -1,4 +1,4 @@
-"""Defines what `verbatim env check` reports: findings, notes, and what each player earned."""
+"""Defines the report of `verbatim env check`: findings, notes, and the rewards of each player."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 KINDS = {
     "examples": "examples are missing, repeated or unreadable",
-    "demonstrations": "demonstrations are unusable, or show other tools than episodes offer",
+    "demonstrations": "demonstrations are unusable, or show different tools from those that episodes offer",
     "raises": "the environment raises",
     "no_turns": "an episode ends before the model is asked",
     "tool_raises": "a tool raises on valid arguments",
@@ -22,21 +22,21 @@ KINDS = {
     "too_long": "a prompt or a tool's answer is too long",
     "no_description": "a tool has no description",
 }
-"""Every kind of finding, with what it means."""
+"""Every kind of finding, with its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckFinding:
-    """One thing that is wrong with an environment."""
+    """One fault of an environment."""
 
     kind: str
     """One of `KINDS`."""
     found: str
-    """What was observed, with the example and the place."""
+    """What was observed, including the example and the place."""
     expected: str
-    """What a sound environment does instead."""
+    """What a correct environment does instead."""
     change: str
-    """What to change."""
+    """How to fix it."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS
@@ -44,14 +44,14 @@ class CheckFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class Earned:
-    """What one kind of player earned."""
+    """The rewards and successes of one kind of player."""
 
     episodes: int
-    """Episodes that ended without an error."""
+    """Number of episodes that ended without an error."""
     mean_reward: float | None
-    """Mean of their rewards; None without any reward."""
+    """Mean reward of these episodes; None if none has a reward."""
     success: float
-    """Share of successes."""
+    """Share of these episodes that were successes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +59,23 @@ class Report:
     """The result of a check."""
 
     environment: str
-    """Id or import path."""
+    """The id or import path of the environment."""
     num_examples: Mapping[str, int]
     """Number of examples by split."""
     findings: tuple[CheckFinding, ...]
-    """What is wrong."""
+    """The faults."""
     notes: tuple[str, ...] = ()
-    """What may be on purpose."""
+    """Observations that may be intended."""
     players: Mapping[str, Earned] = field(default_factory=dict)
-    """What each kind of player earned, by name."""
+    """The rewards of each kind of player, by name."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no findings."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The report as plain JSON values."""
         return {
             "environment": self.environment,
             "clean": self.is_clean,

@@ -1,4 +1,4 @@
-"""Reads findings off finished episodes; each function looks for one kind of mistake."""
+"""Derives findings from finished episodes. Each function looks for one kind of fault."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from verbatim.rollouts.episode_stats import NO_TURNS, TOOL_FAULTS, TRACEBACK, fa
 from verbatim.rollouts.openings import Openings
 
 _FEWEST = 4
-"""Episodes from which on something that holds for all of them is said."""
+"""Number of episodes from which on a property that all of them share is reported."""
 _WRONG_REWARD = re.compile(r"expected (a finite number|at most [\d.e+]+, all that float32 holds|a number or \{part)")
 
 
 def earned(plays: Sequence[PlayedEpisode], environment: Environment) -> dict[str, Earned]:
-    """What each kind of player earned."""
+    """The rewards and successes of each kind of player."""
     result = {}
     for name in dict.fromkeys(play.player for play in plays):
         done = [p.trajectory for p in plays if p.player == name and p.trajectory.error is None]
@@ -33,7 +33,7 @@ def earned(plays: Sequence[PlayedEpisode], environment: Environment) -> dict[str
 
 
 def errors(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
-    """Episodes that failed: once for each kind of error."""
+    """Failed episodes, reported once for each kind of error."""
     by_kind: dict[str, list[PlayedEpisode]] = {}
     for play in plays:
         if play.trajectory.error is not None:
@@ -54,28 +54,28 @@ def errors(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
             yield CheckFinding(
                 kind="endless",
                 found=found,
-                expected="an episode that ends within the time (--timeout)",
-                change="end what waits: give every wait in `start`, `reply` and tools a deadline of its own",
+                expected="an episode that ends within the time limit (--timeout)",
+                change="give every wait in `start`, `reply` and tools its own deadline",
             )
         elif error.startswith(NO_TURNS):
             yield CheckFinding(
                 kind="no_turns",
                 found=found,
-                expected="a turn of the model in every episode",
+                expected="at least one turn of the model in every episode",
                 change="in `run`, await agent.sample(...) before the end, without trained=False for the "
-                "agent that learns; an example that leaves nothing to do is none",
+                "agent that learns; remove examples that leave the model nothing to do",
             )
         else:
             yield CheckFinding(
                 kind="raises",
                 found=found,
                 expected="no exception, whatever the model says or calls",
-                change="mend what is named above; for what a model may get wrong, answer with a message that says so",
+                change="fix the error above; if the model made a mistake, answer with a message that says so",
             )
 
 
 def tool_faults(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
-    """Tools that raised, hung, or answered at too great a length."""
+    """Tools that raised, hung, or returned an answer that is too long."""
     said: set[str] = set()
     for play in plays:
         faults = play.trajectory.info.get(TOOL_FAULTS)
@@ -88,23 +88,23 @@ def tool_faults(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
                 kind="endless" if hangs else "tool_raises",
                 found=f"{_where(play)}: {fault['first']}",
                 expected="an answer in time" if hangs else "an answer to every call whose arguments fit the schema",
-                change="give the tool a deadline of its own"
+                change="give the tool its own deadline"
                 if hangs
-                else "mend the tool; to tell the model that a call cannot be done, raise "
+                else "fix the tool; to tell the model that a call cannot be carried out, raise "
                 'verbatim.environments.tools.ToolFailed("why") or return a text',
             )
     cut = [play for play in plays if "oversize" in play.trajectory.info.get("tool_errors", {})]
     if cut:
         yield CheckFinding(
             kind="too_long",
-            found=f"{_about(cut, plays)}: a tool's answer was cut, because it is longer than the limit",
-            expected="answers that the model can read as a whole",
+            found=f"{_about(cut, plays)}: a tool's answer was cut because it exceeds the limit",
+            expected="answers that the model can read in full",
             change="return less (a page, the first lines), or raise tool_output_limit",
         )
 
 
 def schemas(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding | str]:
-    """Tools without a description; as notes, parameters without one."""
+    """Tools without a description; as notes, parameters without a description."""
     tools = {name: tool for play in plays for name, tool in play.tools.items()}
     functions = {name: tool.schema.get("function", {}) for name, tool in tools.items()}
     bare = [
@@ -117,8 +117,8 @@ def schemas(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding | str]:
             kind="no_description",
             found=f"the model is not told what {', '.join(bare)} does",
             expected="a description in every tool's schema",
-            change='write a docstring (the first line is the description, "Args:" describes the arguments); a tool '
-            'without one on purpose says FunctionTool(..., description="")',
+            change='write a docstring (the first line is the description, "Args:" describes the arguments), or pass '
+            'FunctionTool(..., description="") if the tool needs none',
         )
     parameters = [
         f"{name}.{argument}"
@@ -132,22 +132,22 @@ def schemas(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding | str]:
 
 
 def prompts(openings: Mapping[str, Openings]) -> Iterator[CheckFinding | str]:
-    """Opening prompts that leave no room for an answer, by split; as notes, those that were not measured."""
+    """Opening prompts that leave no room for an answer, by split; as notes, the prompts that were not measured."""
     for split, measured in openings.items():
         if measured.found is not None:
             yield CheckFinding(
                 kind="too_long",
                 found=f'split "{split}": {measured.found}',
                 expected=f"less than seq_len = {measured.seq_len} tokens (--seq-len), with room for the episode",
-                change="shorten the opening messages and the tools' descriptions, raise orchestrator.seq_len, or leave "
-                "these examples out: nothing is sampled of them",
+                change="shorten the opening messages and the tools' descriptions, raise orchestrator.seq_len, or "
+                "remove these examples: nothing can be sampled from them",
             )
         if measured.left_out is not None:
             yield f'split "{split}": {measured.left_out}'
 
 
 def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator[CheckFinding | str]:
-    """A score that says nothing: always the same, or never that of a success."""
+    """An uninformative score: it is always the same, or the episode's own solution is not a success."""
     done = [play for play in plays if play.trajectory.error is None]
     solved = [play for play in done if play.player == "solution"]
     failed = [play for play in solved if not succeeded(environment, play.trajectory)]
@@ -159,11 +159,11 @@ def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator
         last = f"{messages[-1]['role']}: {messages[-1].get('content', '')!r:.120}" if messages else "no message"
         yield CheckFinding(
             kind="score_unreached",
-            expected="a success: a reward of at least 1, or `is_success` of the environment",
+            expected="a success: a reward of at least 1, or `is_success` of the environment returns True",
             found=f"{_about(failed, solved)}: the episode's own solution earned {first.trajectory.reward}; "
             f"{of_parts}it ended with: {last}",
-            change="mend `score` (does it compare texts with numbers, or read the wrong message?) or `solution`; where "
-            "a success earns less than 1, give the environment `is_success(trajectory)`",
+            change="fix `score` (does it compare text with numbers, or read the wrong message?) or `solution`; if "
+            "a success earns less than 1, give the environment an `is_success(trajectory)` method",
         )
     elif len(rewards) in (0, len(done)) and are_equal(rewards) and len(plays) == len(done) >= _FEWEST:
         only = rewards[0] if rewards else None
@@ -171,22 +171,22 @@ def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator
         yield CheckFinding(
             kind="score_constant",
             found=f"the score was {only} in all {len(done)} episodes ({who} players)",
-            expected="episodes of one example that differ in what they earn: equal rewards train nothing",
-            change="mend `score`; if only good play earns anything, give the episode `solution()`, the assistant "
-            "messages that solve it, and this check plays them",
+            expected="rewards that differ between episodes of one example: equal rewards train nothing",
+            change="fix `score`; if only good play earns anything, give the episode a `solution()` method that returns "
+            "the assistant messages that solve it, and this check will play them",
         )
     elif done and not solved and not any(succeeded(environment, play.trajectory) for play in done):
-        yield "no episode was a success; give the episode `solution()`, and this check shows that one can be reached"
+        yield "no episode was a success; give the episode a `solution()` method to check that success is possible"
 
 
 def ends(plays: Sequence[PlayedEpisode], max_turns: int) -> Iterator[CheckFinding]:
-    """Episodes that only the limit of turns ended."""
+    """Environments whose episodes all run into the turn limit."""
     done = [play for play in plays if play.trajectory.error is None]
     cut = [play for play in done if play.trajectory.stop_reason is StopReason.MAX_TURNS]
     if len(cut) == len(done) >= _FEWEST:
         yield CheckFinding(
             kind="endless",
-            found=f"none of {len(done)} episodes ended by itself within {max_turns} turns",
+            found=f"none of {len(done)} episodes ended on its own within {max_turns} turns",
             expected="an end: a tool's ToolResult(done=True), or Reply(done=True)",
             change="end the episode when its task is done or lost; if it needs more turns, set --max-turns and "
             "max_turns in its table",
@@ -196,7 +196,7 @@ def ends(plays: Sequence[PlayedEpisode], max_turns: int) -> Iterator[CheckFindin
 def demonstrated_tools(
     plays: Sequence[PlayedEpisode], demonstrations: Sequence[Demonstration]
 ) -> Iterator[CheckFinding]:
-    """Demonstrations that begin like an episode, with other tools."""
+    """Demonstrations that begin like an episode but have different tools."""
     by_opening = {str(list(play.opening)): play for play in plays if play.trajectory.turns}
     for number, shown in enumerate(demonstrations):
         play = by_opening.get(str(opening_of(shown)))
@@ -211,13 +211,13 @@ def demonstrated_tools(
                 expected="the schemas that an episode offers, unchanged",
                 found=f"demonstration {number} begins like an episode of example {play.example.id!r}, but differs in "
                 f"the tools {', '.join(map(str, different))}",
-                change="take them from an episode: tools=[tool.schema for tool in episode.tools]",
+                change="take the tools from an episode: tools=[tool.schema for tool in episode.tools]",
             )
             return
 
 
 def opening_of(demonstration: Demonstration) -> list[Message]:
-    """What comes before the first answer."""
+    """The messages before the first assistant message."""
     messages = list(demonstration.messages)
     return messages[: next(n for n, message in enumerate(messages) if message["role"] == "assistant")]
 

@@ -1,4 +1,4 @@
-"""Plays episodes of an environment with players in the model's place; no tokens are involved."""
+"""Plays episodes of an environment with players in place of the model. No tokens are involved."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 
 _MANY = 2**20
-"""Ids of the made-up vocabulary: each turn's number is one."""
+"""Size of the made-up vocabulary, in which the number of a turn is its id."""
 
 MakePlayer = Callable[[int], Player]
-"""A player from the seed of its episode."""
+"""Creates a player from the seed of its episode."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,14 +42,14 @@ class PlayedEpisode:
     example: Example
     trajectory: Trajectory
     opening: Sequence[Message]
-    """The messages it began with."""
+    """The messages that the episode began with."""
     tools: Mapping[str, Tool]
-    """The tools that were offered in any turn, by name."""
+    """All tools offered in any turn, by name."""
     has_solution: bool
-    """Whether the episode says how it is solved."""
+    """True if the episode has a `solution` method."""
 
     def transcript(self) -> str:
-        """Everything that the seed should decide, as text."""
+        """Everything that the seed should determine, as text."""
         t = self.trajectory
         told = {
             "messages": t.messages,
@@ -64,8 +64,10 @@ class PlayedEpisode:
 
 
 class PlayLoop(EpisodeLoop):
-    """Answers prompts with a player's words. Each turn is recorded with one made-up id, so that rewards and state keys
-    are handled as in a run."""
+    """Answers prompts with a player's messages.
+
+    Each turn is recorded with one made-up id, so that rewards and state keys are handled as in a run.
+    """
 
     engine = "player"
 
@@ -83,24 +85,24 @@ class PlayLoop(EpisodeLoop):
         *,
         trained: bool = True,
     ) -> Message:
-        """One turn; the tools are kept for the report."""
+        """Play one turn, and keep the tools for the report."""
         self.tools |= {tool.name: tool for tool in tools}
         return await super().sample(messages, tools, agent, state_key, trained=trained)
 
     async def complete(self, *given: Any, **more: Any) -> Any:
-        """Refused.
+        """Reject requests with exact token ids.
 
         Raises:
-            ModelError: always; exact ids are for models.
+            ModelError: always, because a player has no token ids.
         """
         raise ModelError(
-            "the environment asks for exact token ids, which only a model can answer: it cannot be "
-            "checked without one; measure a model on it with `verbatim eval`"
+            "the environment requests completions of exact token ids, which only a model can give, so it cannot be "
+            "checked without a model; measure a model on it with `verbatim eval`"
         )
 
     async def _answer(self, prompt: Prompt) -> SampledAnswer:
         number = self._begin_turn()
-        await asyncio.sleep(0)  # other episodes go on meanwhile
+        await asyncio.sleep(0)  # let other episodes run, as they would during sampling
         said = self._player.say(prompt.messages, prompt.schemas)
         said = dataclasses.replace(said, tool_calls=tuple(map(self._identify, said.tool_calls)))
         self.recorder.count(1)
@@ -115,20 +117,20 @@ class PlayLoop(EpisodeLoop):
 
 @dataclass(kw_only=True)
 class CheckedEnvironment:
-    """An environment, with the limits of its episodes."""
+    """The environment being checked, with the limits of its episodes."""
 
     name: str
     environment: Environment
     limits: EpisodeLimits
     plays: list[PlayedEpisode] = field(default_factory=list)
-    """Every episode so far."""
+    """All episodes played so far, except those played with `keep=False`."""
 
     async def play(
         self, player: str, make: Sequence[MakePlayer], example: Example, *, index: int = 0, keep: bool = True
     ) -> list[PlayedEpisode]:
-        """Play one group of episodes of the example at the same time, one for each player.
+        """Play one group of episodes of an example concurrently, one for each player.
 
-        The same index gives the same seeds. With `keep=False` the episodes are not added to `plays`.
+        The same index gives the same seeds. With `keep=False`, the episodes are not added to `plays`.
         """
         runner = _Runner(make)
         setup = RolloutSetup(
@@ -152,7 +154,7 @@ class CheckedEnvironment:
 
 
 class _Runner:
-    """Runs each episode with the player of its place in the group."""
+    """Runs each episode with the player at the same place in the group."""
 
     def __init__(self, make: Sequence[MakePlayer]) -> None:
         self._make = make
@@ -185,7 +187,7 @@ class _Runner:
 
 
 class SilentStats(EpisodeStats):
-    """Says nothing: failures are in the report of a check."""
+    """Logs nothing, because the report of the check lists the failures."""
 
     def ended(self, trajectory: Trajectory) -> None:
         pass

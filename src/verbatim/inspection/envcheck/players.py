@@ -1,4 +1,4 @@
-"""Players that need no model: one acts at random, the others say what was written down for them."""
+"""Players that need no model: one acts at random, the others follow a script."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from verbatim.inspection.envcheck.arguments import random_arguments
 from verbatim.models.renderers.renderer import ParsedResponse
 
 CALLS = 0.7
-"""Probability that the random player calls a tool, where it has any."""
+"""Probability that the random player calls a tool, if any are offered."""
 BRACKETED = 0.6
-"""Probability that it says something that stands in square brackets in the conversation, where anything does: games
-write their moves so."""
+"""Probability that it repeats a text in square brackets from the conversation, if there is any, because games write
+their moves in brackets."""
 CARELESS = 0.1
-"""Probability that such a call names no tool of the episode, or leaves its arguments out."""
+"""Probability that a call names an unknown tool or leaves out its arguments."""
 _WORDS = ("yes", "no", "0", "7", "42", "a", "red", "", "the answer is 3", '{"x": 1}', "Ünïcødé ✓", "word " * 60)
 
 
 class Player(Protocol):
-    """Takes the assistant's part in one episode."""
+    """Plays the assistant in one episode."""
 
     def meet(self, episode: Episode) -> None:
-        """The episode has started."""
+        """Called when the episode has started."""
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
-        """The answer to these messages, with tools of these schemas."""
+        """Return the answer to these messages, given tools with these schemas."""
 
 
 class RandomPlayer:
-    """Calls tools with random valid arguments, and says random words, some of them from the conversation."""
+    """Calls tools with random valid arguments and says random words, some of them from the conversation."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._move: Callable[[random.Random], str | None] | None = None
 
     def meet(self, episode: Episode) -> None:
-        """In half of the episodes that have `random_move`, it says only what that gives."""
+        """Decide whether to play only what the episode's `random_move`, if any, returns: in half of the episodes."""
         move = getattr(episode, "random_move", None)
         self._move = move if move is not None and self._rng.random() < 0.5 else None
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
-        """A call, or words."""
+        """Return a call or words."""
         rng = self._rng
         move = self._move(rng) if self._move is not None else None
         if move is not None:
@@ -67,13 +67,13 @@ class RandomPlayer:
 
 
 class WrittenPlayer:
-    """Says assistant messages in order, to whichever agent is asked; then nothing."""
+    """Says the given assistant messages in order, for whichever agent is asked, and then empty messages."""
 
     def __init__(self, written: Iterable[Message] = ()) -> None:
         self._left: Iterator[Message] = iter(written)
 
     def meet(self, episode: Episode) -> None:
-        """Nothing to learn about it."""
+        """Do nothing: the messages do not depend on the episode."""
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
         """The next message."""
@@ -81,10 +81,10 @@ class WrittenPlayer:
 
 
 class SolutionPlayer(WrittenPlayer):
-    """Says what the episode's own `solution` gives, each message when its turn comes."""
+    """Says the messages of the episode's own `solution`, one per turn."""
 
     def meet(self, episode: Episode) -> None:
-        """Ask it for its solution."""
+        """Take the `solution` method of the episode. It is called at the first turn."""
         self._solve: Callable[[], Iterable[Message]] = episode.solution  # type: ignore[attr-defined]
         self._began = False
 
@@ -92,7 +92,7 @@ class SolutionPlayer(WrittenPlayer):
         """The next message.
 
         Raises:
-            EnvironmentFault: `solution` raised, or gave something else than messages.
+            EnvironmentFault: `solution` raised, or returned something other than assistant messages.
         """
         try:
             if not self._began:
@@ -105,19 +105,20 @@ class SolutionPlayer(WrittenPlayer):
 
 
 def has_solution(episode: object) -> bool:
-    """Whether an episode says how it is solved."""
+    """True if the episode has a `solution` method."""
     return callable(getattr(episode, "solution", None))
 
 
 def assistant_messages(messages: Iterable[Message]) -> list[Message]:
-    """What the assistant says in a conversation."""
+    """The assistant messages of a conversation."""
     return [message for message in messages if message["role"] == "assistant"]
 
 
 def _read(message: Any) -> ParsedResponse:
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
         raise EnvironmentFault(
-            f'solution gave {shown(message)}; expected assistant messages: {{"role": "assistant", "content": "..."}} '
+            f"solution returned {shown(message)}; expected assistant messages: "
+            '{"role": "assistant", "content": "..."} '
             "or verbatim.environments.tool_call(name, {...})"
         )
     calls = []
@@ -129,13 +130,13 @@ def _read(message: Any) -> ParsedResponse:
 
 
 def _words_of(messages: Sequence[Message]) -> list[str]:
-    """Words of the last messages: at most 60, and the last line as a whole."""
+    """The last 60 words of the last three messages, and the last line as a whole."""
     text = "\n".join(str(message.get("content") or "") for message in messages[-3:])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [*re.findall(r"\w+", text)[-60:], *(line[:200] for line in lines[-1:])]
 
 
 def _bracketed(messages: Sequence[Message]) -> list[str]:
-    """What stands in square brackets in the first messages and the last: at most 40 of each."""
+    """The texts in square brackets in the first two messages and in the last one, at most 40 from each."""
     texts = ["\n".join(str(message.get("content") or "") for message in some) for some in (messages[:2], messages[-1:])]
     return [move for text in texts for move in re.findall(r"\[[^\[\]\n]{1,40}\]", text)[-40:]]

@@ -1,4 +1,4 @@
-"""Runs an agent program against a scripted model, and says what the gateway recorded of it. Needs no model."""
+"""Runs an agent program against a scripted model and reports what the gateway recorded. Needs no real model."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.runner import RolloutSetup
 
 _LAST = ("final", "finish", "submit", "complete", "done", "answer")
-"""Parts of the names of tools that end an agent's work."""
+"""Substrings that mark a tool by its name as one that ends the agent's work."""
 _MOST_CALLS = 3
-"""Tools that the model calls before it ends its work."""
+"""Maximum number of tools that the scripted model calls before it ends its work."""
 _CONTEXT = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """What was recorded of one run of a program."""
+    """The record of one run of a program."""
 
     error: str | None
-    """What went wrong, as a run would count it; None: nothing."""
+    """The error that a run would count for this episode; None if nothing went wrong."""
     reward: float | None
     counts: Mapping[str, int]
-    """Requests, repeated ones, fields that were refused, overridden or let pass, branches by reason."""
+    """Counts of requests and repeated requests, of branches by reason, and of fields refused, overridden or unenforced."""
     branches: Sequence[Mapping[str, Any]]
     num_turns: int
     num_samples: int
-    """Training samples: unbroken conversations and branches."""
+    """Number of training samples: one for each unbroken conversation or branch."""
     agents: tuple[str, ...]
     num_sampled_tokens: int
     num_trained_tokens: int
-    """Those of them that training would see, each once."""
+    """Number of the sampled tokens that training would see."""
     num_differences: int
-    """Tokens that are not trained exactly once as the sampler returned them: in their context, with their logprob and
-    version."""
+    """Number of tokens that are not trained exactly once as the sampler returned them: in the same context, with the
+    same logprob and version."""
     rewritten: Mapping[int, Sequence[str]]
-    """Turns that the program sent back otherwise than they were answered, and that were recognised: how."""
+    """How the program changed recognised answers when it sent them back, by turn."""
     seconds: float
     seconds_to_first_request: float | None
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing went wrong, nothing was refused, and everything that was sampled can be trained."""
+        """True if nothing went wrong, nothing was refused, and all sampled tokens can be trained."""
         refused = any(name.startswith("refused/") for name in self.counts)
         lost = self.num_sampled_tokens - self.num_trained_tokens
         return self.error is None and not refused and not lost and not self.num_differences
@@ -69,14 +69,14 @@ class ProgramReport:
 def check_program(
     program: Program, said: Sequence[Mapping[str, Any]] = (), *, reasoning: bool = False, seconds: float = 120.0
 ) -> ProgramReport:
-    """Run a program once, on its first example.
+    """Run a program once on its first example.
 
     Args:
-        program: The environment around it.
-        said: The model's answers, as assistant messages in order; the last one is repeated. Without any, the model
-            calls the tools that it is offered, once each, and then ends its work.
-        reasoning: Whether answers have reasoning.
-        seconds: For the program.
+        program: The environment that runs the program.
+        said: The model's answers as assistant messages, in order; the last one is repeated. If empty, the model
+            calls up to three of the offered tools once each, and then ends its work.
+        reasoning: Whether answers contain reasoning.
+        seconds: Time limit for the program.
     """
     return asyncio.run(_check(program, said, reasoning, seconds))
 
@@ -106,7 +106,7 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
 
 
 def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewritten) -> ProgramReport:
-    """The report on one episode behind the gateway, the only one of this sampler."""
+    """Return the report on an episode behind the gateway. It must be the sampler's only episode."""
     ours, about = trajectory.info.get(INFO, {}), trajectory.info.get("program", {})
     sound = dataclasses.replace(trajectory, error=None)
     samples = build_samples(sound) if trajectory.turns else []
@@ -128,8 +128,10 @@ def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewrit
 
 
 def answer_to(prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
-    """What the scripted model says: it calls the next tool that it has not called, those that end the work last, and
-    speaks when it has called enough."""
+    """Return the scripted model's answer: a call to the next uncalled tool, or text if it has made enough calls.
+
+    Tools that end the work are called last.
+    """
     prompt = read_prompt(prompt_ids)
     called = {call["function"]["name"] for message in prompt.messages for call in message.get("tool_calls") or ()}
     functions = [tool["function"] for tool in prompt.tools]

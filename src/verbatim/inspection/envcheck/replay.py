@@ -1,4 +1,4 @@
-"""Plays the same episodes again, later and in another process: what differs is not decided by the seed."""
+"""Replays episodes, later and in another process. Any difference is not determined by the seed, so it is a fault."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from verbatim.inspection.envcheck.play import CheckedEnvironment, PlayedEpisode
 from verbatim.inspection.envcheck.players import RandomPlayer
 
 PAIR = (RandomPlayer, RandomPlayer)
-"""Two players, so that two episodes of an example run side by side."""
+"""Two players, so that two episodes of an example run at the same time."""
 _PATIENCE = 120.0
-"""Seconds for the other process."""
+"""Time limit for the other process in seconds."""
 
 
 async def play_probes(
     stage: CheckedEnvironment, examples: Sequence[Example], *, keep: bool = False
 ) -> list[PlayedEpisode]:
-    """The episodes that are played again: two of each example, one example after the other."""
+    """Play the episodes that will be replayed: two per example, one example at a time."""
     plays: list[PlayedEpisode] = []
     for example in examples:
         plays += await stage.play("random", PAIR, example, keep=keep)
@@ -39,13 +39,13 @@ async def play_probes(
 
 
 async def play_probes_together(stage: CheckedEnvironment, examples: Sequence[Example]) -> list[PlayedEpisode]:
-    """The same episodes, all at the same time."""
+    """Play the same episodes, all at the same time."""
     groups = await asyncio.gather(*(stage.play("random", PAIR, example, keep=False) for example in examples))
     return [play for group in groups for play in group]
 
 
 def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limits: EpisodeLimits) -> list[str] | str:
-    """Transcripts of the same episodes from a new process, or why there are none."""
+    """The transcripts of the same episodes from a new process, or the reason why there are none."""
     with tempfile.TemporaryDirectory(prefix="verbatim-env-check-") as folder:
         out = Path(folder) / "transcripts.json"
         job = {"name": name, "args": dict(args), "ids": list(ids), "limits": asdict(limits), "out": str(out)}
@@ -65,7 +65,7 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
 
 
 def main() -> None:
-    """The other process: reads its job from standard input."""
+    """Entry point of the other process, which reads its job from standard input."""
     job = json.load(sys.stdin)
     environment = create_environment(job["name"], job["args"])
     examples = {example.id: example for example in examples_of(environment, job["name"], "train")}
@@ -77,12 +77,12 @@ def main() -> None:
 def compare(
     first: Sequence[PlayedEpisode], later: Sequence[Sequence[PlayedEpisode]], elsewhere: Sequence[str] | None
 ) -> list[CheckFinding]:
-    """What differs between the first episodes and the later ones.
+    """Report the first difference between the first episodes and the later ones.
 
     Args:
         first: The first episodes of this process.
-        later: The same ones, played again after others.
-        elsewhere: Transcripts from another process, played first there; None without one.
+        later: The same episodes, played again after other episodes.
+        elsewhere: Their transcripts from another process, which played them first; None if there are none.
     """
     if elsewhere is not None:
         for play, transcript in zip(first, elsewhere, strict=True):
@@ -93,8 +93,8 @@ def compare(
                         expected="the same episode for the same example, seed and actions",
                         found=f"{_same(play)}, played first in two processes: "
                         f"{_difference(play.transcript(), transcript)}",
-                        change="draw everything from random.Random(seed), with the seed that `start` is given; take "
-                        "nothing from the clock, and sort sets before they are shown",
+                        change="take all randomness from random.Random(seed), with the seed passed to `start`; do not "
+                        "use the clock, and sort sets before showing them",
                     )
                 ]
     for again in later:
@@ -103,11 +103,11 @@ def compare(
                 return [
                     CheckFinding(
                         kind="shared_state",
-                        expected="episodes that know nothing of each other",
+                        expected="episodes that are independent of each other",
                         found=f"{_same(play)}, differs after other episodes were played: "
                         f"{_difference(play.transcript(), other.transcript())}",
-                        change="keep everything that changes on the episode (self.x = ... in its __init__), nothing "
-                        "on the environment, the class or the module; copy lists and dicts that come from there",
+                        change="keep all changing state on the episode (self.x = ... in its __init__), not on the "
+                        "environment, the class or the module; copy lists and dicts that come from these",
                     )
                 ]
     return []
@@ -118,7 +118,7 @@ def _same(play: PlayedEpisode) -> str:
 
 
 def _difference(one: str, other: str) -> str:
-    """The first thing in which two transcripts differ."""
+    """Describe the first difference between two transcripts."""
     a, b = json.loads(one), json.loads(other)
     for number, (x, y) in enumerate(zip(a["messages"], b["messages"], strict=False)):
         if x != y:

@@ -1,8 +1,8 @@
-"""Says how a client wrote down the answers that it sent back, where they were recognised all the same.
+"""Reports how a client changed the form of answers when it sent them back, for answers that were still recognised.
 
-Example: the answer `{"role": "assistant", "content": "", "tool_calls": [...]}` came back with the content null, a field
-`refusal` and the arguments of its call without white space. The report says of its turn: "content null", "with an empty
-refusal", "arguments of add in other white space".
+Example: the answer `{"role": "assistant", "content": "", "tool_calls": [...]}` came back with the content null, an
+empty field `refusal`, and the arguments of its call without white space. The report for its turn is: "content null",
+"with an empty refusal", "arguments of add with different white space".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CALLS, _RESULTS = ("function_call", "custom_tool_call"), ("function_call_output
 
 
 class Rewritten:
-    """An `AnswerWatch` that compares each answer with what came back of it."""
+    """An `AnswerWatch` that compares each answer with the form in which the client sent it back."""
 
     def __init__(self) -> None:
         self._replies: dict[int, tuple[ChatRequest, ChatReply]] = {}
@@ -29,11 +29,11 @@ class Rewritten:
 
     @property
     def found(self) -> dict[int, list[str]]:
-        """Turns that came back otherwise than they were answered, and how: each way once."""
+        """The turns that came back changed, each with its changes without duplicates."""
         return {turn: list(ways) for turn, ways in sorted(self._found.items()) if ways}
 
     def placed(self, request: ChatRequest, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:
-        """Compare the recognised answers of a request."""
+        """Compare the answers that were recognised in a request."""
         spoken = [place for place, message in enumerate(request.messages) if message["role"] == "assistant"]
         written = dict(zip(spoken, answers_in(request.protocol, body), strict=True))
         for place, turn in turns.items():
@@ -45,13 +45,16 @@ class Rewritten:
                 ways.update(dict.fromkeys(ways_of(answered, reply, written[place])))
 
     def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
-        """Keep an answer."""
+        """Keep an answer for comparison."""
         self._replies[turn] = (request, reply)
 
 
 def answers_in(protocol: str, body: Mapping[str, Any]) -> list[Any]:
-    """The assistant's messages in a request, as the client wrote them: messages of chat completions, the content of
-    Anthropic's messages, the items of a turn in Responses."""
+    """The assistant's messages in a request, as the client wrote them.
+
+    For Chat Completions each is a message, for Anthropic's Messages the content of a message, and for Responses the
+    list of items of a turn.
+    """
     if protocol == "openai_responses":
         return list(_turns_of(body.get("input")))
     spoken = [message for message in body["messages"] if message["role"] == "assistant"]
@@ -59,12 +62,12 @@ def answers_in(protocol: str, body: Mapping[str, Any]) -> list[Any]:
 
 
 def ways_of(request: ChatRequest, reply: ChatReply, back: Any) -> list[str]:
-    """How what came back differs from the answer.
+    """Describe how an answer was changed when it came back.
 
     Args:
-        request: What was answered.
+        request: The request that was answered.
         reply: The answer.
-        back: As `answers_in` gives it.
+        back: What came back, in the form of `answers_in`.
     """
     if request.protocol == "openai_chat":
         return list(_message(message_body(reply), back))
@@ -74,7 +77,7 @@ def ways_of(request: ChatRequest, reply: ChatReply, back: Any) -> list[str]:
 
 
 def _turns_of(items: Any) -> Iterator[list[Mapping[str, Any]]]:
-    """The assistant's items, turn by turn, as `read_input` joins them."""
+    """The assistant's items grouped into turns, in the same way as `read_input` joins them."""
     turn: list[Mapping[str, Any]] = []
     for item in items if isinstance(items, list) else ():
         kind = item.get("type") or "message"
@@ -97,7 +100,7 @@ def _has_spoken(item: Mapping[str, Any]) -> bool:
 
 
 def _message(sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
-    """A message of chat completions."""
+    """The changes to a message of Chat Completions."""
     yield from _fields(sent, back, passed=("role", "content", "tool_calls"))
     yield from _content(sent["content"], back.get("content", _MISSING))
     calls = back.get("tool_calls") or ()
@@ -110,15 +113,15 @@ def _message(sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _blocks(sent: Sequence[Mapping[str, Any]], back: Any) -> Iterator[str]:
-    """The content of a message of Anthropic's."""
+    """The changes to the content of a message in Anthropic's Messages."""
     if isinstance(back, str):
-        yield "content as a text"
+        yield "content as a string"
         back = [{"type": "text", "text": back}]
     yield from _parts(sent, back)
 
 
 def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Items or blocks, each compared with the one of its type that comes in its place."""
+    """The changes to items or blocks. Each is compared with the next remaining one of its type."""
     left = list(back)
     for ours in sent:
         kind = ours["type"]
@@ -149,13 +152,13 @@ def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]])
 
 
 def _fields_of_part(ours: Any, theirs: Any) -> Iterator[str]:
-    """The fields of the only part of an item's content."""
+    """The changes to the fields of a content part, if it is the only part on both sides."""
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs) == 1:
         yield from _fields(ours[0], theirs[0], passed=("text",), of="its part")
 
 
 def _fields(sent: Mapping[str, Any], back: Mapping[str, Any], *, passed: Sequence[str], of: str = "") -> Iterator[str]:
-    """Fields left out, added, or with another value."""
+    """The fields that were removed, added or changed."""
     behind = f" of {of}" if of else ""
     for name, value in sent.items():
         if name in passed:
@@ -163,7 +166,7 @@ def _fields(sent: Mapping[str, Any], back: Mapping[str, Any], *, passed: Sequenc
         if name not in back:
             yield f"without {'' if value not in (None, '', [], {}) else 'the empty '}{name}{behind}"
         elif back[name] != value:
-            yield f"another {name}{behind}"
+            yield f"different {name}{behind}"
     for name, value in back.items():
         if name not in sent and name not in passed:
             yield f"with {'' if value not in (None, '', [], {}) else 'an empty '}{name}{behind}"
@@ -179,12 +182,12 @@ def _content(sent: str, back: Any, of: str = "") -> Iterator[str]:
         yield f"content as parts{behind}"
         back = _text(back)
     if isinstance(back, str) and back != sent:
-        yield f"other white space around the text{behind}"
+        yield f"different white space around the text{behind}"
 
 
 def _call(name: str, sent_id: Any, back_id: Any, sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
     if back_id != sent_id:
-        yield f"another id of the call of {name}"
+        yield f"different id of the call of {name}"
     ours, theirs = sent["arguments"], back.get("arguments")
     if type(ours) is type(theirs) and (ours == theirs and json.dumps(ours) == json.dumps(theirs)):
         return
@@ -192,11 +195,11 @@ def _call(name: str, sent_id: Any, back_id: Any, sent: Mapping[str, Any], back: 
         yield f"arguments of {name} as {'an object' if theirs is not None else 'null'}"
     ours, theirs = _read(ours), _read(theirs)
     if json.dumps(ours) == json.dumps(theirs):
-        yield f"arguments of {name} in other white space"
+        yield f"arguments of {name} with different white space"
     elif ours == theirs and json.dumps(ours, sort_keys=True) == json.dumps(theirs, sort_keys=True):
-        yield f"arguments of {name} in another order"
+        yield f"arguments of {name} in a different order"
     else:
-        yield f"arguments of {name} written otherwise"
+        yield f"arguments of {name} written differently"
 
 
 def _read(arguments: Any) -> Any:
@@ -207,7 +210,7 @@ def _read(arguments: Any) -> Any:
 
 
 def _text(content: Any) -> Any:
-    """The text of parts; what is no list stays as it is."""
+    """The joined text of a list of parts; anything else is returned unchanged."""
     if not isinstance(content, list):
         return content
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -1,4 +1,4 @@
-"""Finds the environments that a person names: by id, import path, Python file, or the TOML file of a run."""
+"""Finds the environments that a user names by id, import path, Python file, or the TOML file of a run."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class CheckTarget:
     """One environment to check."""
 
     name: str
-    """Bundled id or import path."""
+    """The bundled id or import path."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """The arguments that it is made with."""
+    """The arguments for creating the environment."""
     max_turns: int | None = None
-    """Most turns, where its table in a TOML file says so."""
+    """Maximum number of turns, if its table in a TOML file sets it."""
     seq_len: int | None = None
-    """Most tokens of an episode, where the TOML file says so."""
+    """Maximum number of tokens, if the TOML file sets it."""
     config: RunConfig | None = None
-    """The run of a TOML file, of which the environment is one."""
+    """The run's configuration, if the environment comes from a TOML file."""
 
 
 def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[CheckTarget]:
-    """The environments behind `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
+    """The environments that are meant by `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
 
     Args:
-        given: What was typed.
-        args: Arguments for the environment; those of a TOML file are in its tables.
-        tables: The components that a TOML file may name; None: their names and parameters are not looked at.
+        given: The name as typed by the user.
+        args: Arguments for the environment; must be empty for a TOML file, whose tables have the arguments.
+        tables: The components that a TOML file may name; None: component names and parameters are not validated.
 
     Raises:
-        UsageError: no such file, a file without an environment or with several, or `args` beside a TOML file.
+        UsageError: the file does not exist, has no environment or several, or `args` were given with a TOML file.
     """
     path, _, attribute = given.removeprefix("@").partition(":")
     if path.endswith(".toml"):
         if args:
-            raise UsageError(f"--args beside {path}: the arguments stand in its tables; change them there")
+            raise UsageError(f"--args cannot be combined with {path}: change the arguments in its tables")
         return _in_config(Path(path), tables)
     if path.endswith(".py"):
         return [CheckTarget(name=_in_module(Path(path), attribute), args=args)]
@@ -74,7 +74,7 @@ def _in_config(path: Path, tables: ComponentTables | None) -> list[CheckTarget]:
 
 
 def _in_module(path: Path, attribute: str) -> str:
-    """The import path of the environment in a file; its folder becomes importable."""
+    """The import path of the environment in a file. Makes the file's folder importable."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     folder = str(path.resolve().parent)
@@ -102,5 +102,5 @@ def _in_module(path: Path, attribute: str) -> str:
     ]
     if len(names) != 1:
         found = f"the classes {', '.join(names)}" if names else "no class with the methods examples and start"
-        raise UsageError(f"{path} holds {found}; type for example: verbatim env check {path}:{(names or ['MyEnv'])[0]}")
+        raise UsageError(f"{path} has {found}; type for example: verbatim env check {path}:{(names or ['MyEnv'])[0]}")
     return f"{path.stem}.{names[0]}"

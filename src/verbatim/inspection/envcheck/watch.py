@@ -1,4 +1,4 @@
-"""Runs a coroutine on a thread of its own, and finds the code that keeps its event loop from turning."""
+"""Runs a coroutine on its own thread and finds code that blocks its event loop."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from verbatim.rollouts.main_loop import run_main
 T = TypeVar("T")
 
 BLOCKED = 0.25
-"""Seconds without a turn of the loop that count as blocking, if they are spent in the same code."""
+"""Seconds without a pass of the loop that count as blocking, if they are spent in the same code."""
 _LOOK_EVERY = 0.05
 _MOST_BETWEEN = 0.1
-"""Most seconds that count between two looks: in a longer gap the machine has stood still, and not the code."""
+"""Maximum seconds to count between two looks: a longer gap means that the machine was paused, not the code."""
 _OURS = Path(verbatim.__file__).parent
 _THEIRS = (_OURS / "environments", _OURS / "rollouts" / "gateway" / "verifiers")
-"""Bundled environments are looked at like those of users."""
+"""Bundled environments, which are watched like those of users."""
 _TOOLS = _OURS / "environments" / "tools"
-"""What runs tools is ours, although it lies beside the bundled environments."""
+"""The code that runs tools, which is not watched although it is in the folder of the bundled environments."""
 _LIBRARY = Path(asyncio.__file__).parents[1]
-"""Python's own modules."""
+"""The folder of Python's standard library."""
 
 
 class Stuck(Exception):
-    """The loop has not turned for so long that it was given up; `place` is where."""
+    """The loop was blocked for so long that it was abandoned; `place` names the blocking code."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -41,11 +41,11 @@ class Stuck(Exception):
 
 
 class LoopWatch:
-    """`blocked` holds the seconds for which code at each place (`my_env.py:31 in look`) held up the loop.
+    """Runs a coroutine; `blocked` maps each place (`my_env.py:31 in look`) to the seconds it blocked the loop.
 
     Args:
-        give_up_after: Seconds without a turn of the loop after which it is given up.
-        own: The folder of the environment's package, if it is an installed one.
+        give_up_after: Seconds without a pass of the loop after which it is abandoned.
+        own: The folder of the environment's package; None if it is not a package.
     """
 
     def __init__(self, give_up_after: float, own: Path | None = None) -> None:
@@ -54,11 +54,11 @@ class LoopWatch:
         self.blocked: dict[str, float] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns.
+        """Run the coroutine and return its result.
 
         Raises:
-            Stuck: the loop did not turn for `give_up_after` seconds. Its thread is left behind.
-            BaseException: what the coroutine raised.
+            Stuck: the loop made no pass for `give_up_after` seconds. Its thread keeps running.
+            BaseException: whatever the coroutine raised.
         """
         result: Future[T] = Future()
         presses = CtrlC()
@@ -66,7 +66,7 @@ class LoopWatch:
         def main() -> None:
             try:
                 result.set_result(run_main(self._beating(work), presses.heard_elsewhere))
-            except BaseException as error:  # noqa: BLE001  carried to the caller
+            except BaseException as error:  # noqa: BLE001  re-raised in the caller
                 result.set_exception(error)
 
         thread = threading.Thread(target=main, name="verbatim-env-check", daemon=True)
@@ -88,10 +88,13 @@ class LoopWatch:
             beats.cancel()
 
     def _look_until(self, thread: threading.Thread) -> None:
-        """Look at the loop's thread until it has ended. Code is at fault where it was seen, in one pause of the loop,
-        for at least `BLOCKED` seconds: a pause alone may be the machine's."""
+        """Sample the stack of the loop's thread until the thread ends.
+
+        Code is blamed only if it was seen for at least `BLOCKED` seconds during one pause of the loop: a pause alone
+        may be due to the machine.
+        """
         place, beat = "", 0.0
-        seconds = paused = 0.0  # in which it was seen at this place; in which the loop did not turn
+        seconds = paused = 0.0  # time seen at this place; time without a pass of the loop
         last = time.monotonic()
         while thread.is_alive():
             thread.join(_LOOK_EVERY)
@@ -110,12 +113,12 @@ class LoopWatch:
 
 
 def _place(frame: FrameType | None, own: Path | None) -> str:
-    """Which of the user's functions the loop has called and runs now: `my_env.py:31 in look`; "" where none runs."""
+    """The user's outermost function that the loop is running, as `my_env.py:31 in look`; "" if none is."""
     seen = ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.parent.name == "asyncio" and frame.f_code.co_name == "_run":
-            return seen  # a callback of the loop: what is outside of it is the loop itself
+            return seen  # the frame that runs a callback: everything further out is the loop itself
         if _is_the_users(path, own):
             seen = f"{path.name}:{frame.f_code.co_firstlineno} in {frame.f_code.co_name}"
         frame = frame.f_back
