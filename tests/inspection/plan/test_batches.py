@@ -26,7 +26,7 @@ def test_rollouts_are_as_long_as_seq_len_with_a_prompt_that_their_group_shares()
     assert not np.array_equal(first[:512], other[:512])
     assert (batch.sampled_tokens, batch.prompt_tokens, batch.longest_sampled) == (4 * 1536, 4 * 512, 1536)
     assert batch.mean_context == 512 + 1536 / 2
-    assert "a prompt of 512 that its group shares and 3 turns of 512 sampled" in batch.said
+    assert "a prompt of 512 that its group shares, and 3 turns of 512 sampled" in batch.said
 
 
 def test_turns_that_cannot_fill_a_trajectory_leave_the_rest_to_the_prompt():
@@ -71,7 +71,7 @@ def test_the_last_trajectories_of_a_run_are_taken_without_those_that_failed(tmp_
     assert (batch.num_rollouts, batch.sampled_tokens, batch.prompt_tokens) == (2, 12, 40)
     assert batch.mean_context == (5 * 12.5 + 7 * 33.5) / 12
     assert not batch.is_assumed and "the last 2 trajectories" in batch.said
-    assert "fewer than the 4 of a batch" in batch_of_run(config(), tmp_path).said
+    assert "fewer than the batch_size of 4" in batch_of_run(config(), tmp_path).said
 
 
 def test_a_run_without_trajectories_is_refused(tmp_path):

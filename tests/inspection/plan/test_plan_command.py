@@ -121,8 +121,8 @@ def test_what_does_not_fit_says_what_to_change(file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "h1000"], "--gpu h1000: this device is not known; expected one of 4090, a100-40"),
-        (["--gpu", "h100", "--gpus", "1"], "--gpus 1, but the file asks for 2"),
+        (["--gpu", "h1000"], "--gpu h1000: this device is unknown; expected one of 4090, a100-40"),
+        (["--gpu", "h100", "--gpus", "1"], "--gpus 1, but the file requests 2"),
         (["--gpu", "h100", "--from-run", "nowhere"], "--from-run nowhere: there is no folder trajectories"),
         (
             ["--gpu", "h100", "--gpus", "400"],

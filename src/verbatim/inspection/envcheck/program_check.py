@@ -41,7 +41,7 @@ class ProgramReport:
     """The error that a run would count for this episode; None if nothing went wrong."""
     reward: float | None
     counts: Mapping[str, int]
-    """Counts of requests and repeated requests, of branches by reason, and of fields refused, overridden or unenforced."""
+    """Counts of requests and repeated requests, branches by reason, and fields refused, overridden or unenforced."""
     branches: Sequence[Mapping[str, Any]]
     num_turns: int
     num_samples: int

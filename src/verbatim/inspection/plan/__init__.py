@@ -1,1 +1,1 @@
-"""Predicts, before a run, the memory of each process of the trainer, and the seconds of a step on both sides."""
+"""Predicts, before a run, the memory of each trainer process and the duration of a step in trainer and sampler."""

@@ -1,4 +1,4 @@
-"""A plan as one JSON object."""
+"""Converts a plan to one JSON object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbatim.inspection.plan.show import problem
 
 
 def plan_as_json(plan: Plan, changes: Sequence[Suggestion]) -> dict[str, Any]:
-    """All figures of a plan: bytes, seconds, tokens."""
+    """All figures of a plan, in bytes, seconds and tokens."""
     case, memory = plan.case, plan.memory
     return {
         "fits": plan.fits,

@@ -1,4 +1,4 @@
-"""Makes the batch that a plan is for: of an earlier run's trajectories, or as long as the configuration allows."""
+"""Makes the batch to plan for: from an earlier run's trajectories, or as long as the configuration allows."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from verbatim.core.types import TrainingSample, Trajectory, Turn
 from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, read_trajectories
 
 KEPT_IDS = 100
-"""Ids of a kept set where nothing says how many: `top_p` or `min_p` without `top_k`, and no run to look at."""
+"""Assumed number of ids in a kept set if it is unknown: `top_p` or `min_p` without `top_k`, and no earlier run."""
 PROMPT_SHARE = 0.25
-"""Share of a trajectory's tokens that its prompt has, where the turns could fill all of them."""
+"""Assumed share of a trajectory's tokens that its prompt takes, if the turns alone could fill the trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedBatch:
-    """A batch, and what the sampler did for it."""
+    """A batch, and the sampler's work for it."""
 
     samples: Sequence[TrainingSample]
-    """What is trained."""
+    """The training samples."""
     num_rollouts: int
-    """Trajectories."""
+    """Number of trajectories."""
     sampled_tokens: int
-    """Tokens that were drawn."""
+    """Number of sampled tokens."""
     prompt_tokens: int
-    """Tokens of contexts that were not drawn: each is read once."""
+    """Number of context tokens that were not sampled; the sampler reads each once."""
     longest_sampled: int
-    """Tokens drawn in the longest trajectory, one after the other."""
+    """Number of sampled tokens in the trajectory with the most of them; they are sampled sequentially."""
     mean_context: float
-    """Tokens before a drawn token."""
+    """Mean number of tokens before a sampled token."""
     said: str
-    """Where the lengths are from."""
+    """A sentence that says where the lengths come from."""
     is_assumed: bool = True
-    """Whether they are as long as the configuration allows, and not those of a run."""
+    """True if the lengths are the maximum that the configuration allows; False if they come from a run."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
+        """Number of tokens in the longest sample."""
         return max(map(len, self.samples))
 
 
 def assumed_batch(config: RunConfig) -> PlannedBatch:
-    """Every rollout is as long as it may be: `orchestrator.seq_len`.
+    """A batch in which every rollout has the maximum length, `orchestrator.seq_len`.
 
-    A prompt that its group shares, and turns of `max_tokens` sampled tokens that follow each other at once; the sampled
-    ones are at most three quarters of all.
+    Each rollout is a prompt, which its group shares, followed directly by turns of `max_tokens` sampled tokens. At most
+    three quarters of its tokens are sampled.
 
-    Example: `seq_len = 2048`, 16 turns of up to 512 tokens: a prompt of 512, and three turns of 512.
+    Example: `seq_len = 2048` and 16 turns of up to 512 tokens give a prompt of 512 tokens and three turns of 512.
     """
     orchestrator = config.orchestrator
     length = orchestrator.seq_len
@@ -70,7 +70,8 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
     turns = [min(turn, sampled - start) for start in range(0, sampled, turn)]
     prompt = length - sampled
     rng = np.random.default_rng(0)
-    vocabulary = config.model.build.vocab_size if config.model.build is not None else 256  # every model has as many
+    # Every model has at least 256 ids.
+    vocabulary = config.model.build.vocab_size if config.model.build is not None else 256
     trajectories = []
     for group in range(orchestrator.batch_size // orchestrator.group_size):
         opening = rng.integers(0, vocabulary, prompt, dtype=np.int32)
@@ -82,20 +83,20 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
         config,
         trajectories,
         f"assumed: each of {len(trajectories):,} rollouts has orchestrator.seq_len = {length:,} tokens, a prompt of "
-        f"{prompt:,} that its group shares and {shape} sampled; --from-run FOLDER takes those of a run",
+        f"{prompt:,} that its group shares, and {shape} sampled; --from-run FOLDER uses the lengths of a run",
     )
 
 
 def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
-    """The last trajectories of a run, as many as a batch has.
+    """A batch of the last trajectories of a run.
 
     Raises:
-        UsageError: no run folder, or one without trajectories that can be trained.
+        UsageError: the folder does not exist, is not a run folder, or has no trajectories that can be trained.
     """
     path = run / TRAJECTORIES if run.is_dir() else run
     if not path.exists():
         raise UsageError(
-            f"--from-run {run}: there is no folder {TRAJECTORIES}; expected the folder of a run with "
+            f"--from-run {run}: there is no folder {TRAJECTORIES}; expected a run folder with "
             "monitor.save_trajectories = true, for example runs/NAME/latest"
         )
     kept: deque[Trajectory] = deque(maxlen=config.orchestrator.batch_size)
@@ -103,7 +104,7 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
     if not any(trajectory.num_sampled_tokens for trajectory in kept):
         raise UsageError(f"--from-run {run}: {path} has no trajectory that could be trained")
     few = (
-        f", which are fewer than the {config.orchestrator.batch_size:,} of a batch"
+        f", fewer than the batch_size of {config.orchestrator.batch_size:,}"
         if (len(kept) < config.orchestrator.batch_size)
         else ""
     )
@@ -112,8 +113,10 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
 
 
 def kept_set_bytes(config: RunConfig, batch: PlannedBatch) -> int:
-    """Bytes of the kept sets of a batch, 4 for each id: as many as those of the run it is from, else `top_k` or
-    `KEPT_IDS` for each token; 0 where nothing is cut."""
+    """The size of a batch's kept sets in bytes, at 4 bytes per id; 0 if sampling keeps all ids.
+
+    The number of ids is taken from the run's kept sets. Without them, it is `top_k` or `KEPT_IDS` per sampled token.
+    """
     if not config.needs_kept_sets:
         return 0
     found = sum(len(sample.kept_sets.ids) for sample in batch.samples if sample.kept_sets is not None)

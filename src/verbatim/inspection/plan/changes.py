@@ -1,4 +1,4 @@
-"""Tries what makes a plan fit: each change by itself, then all of them, with the memory that each gives."""
+"""Tries changes that may make a plan fit, each alone and then together, and reports the memory of each."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from verbatim.inspection.plan.predict import Case, Plan, predict
 
 _SMALL_CHUNK = 256
 _LARGE_SHARE = 0.05
-"""Share of the peak; logits below it are not worth a smaller chunk."""
+"""Share of the peak memory below which the logits are not worth a smaller chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Something to type, and what it gives."""
+    """A change to the command line and its effect."""
 
     typed: str
-    """As options."""
+    """The change as command-line options."""
     needed: int | None
-    """Bytes of the trainer's device; None where the trainer refuses it."""
+    """Predicted memory needed on the trainer's device in bytes; None if the trainer rejects the change."""
     fits: bool
-    """Whether that is enough."""
+    """True if the changed plan fits."""
     refused: str = ""
-    """Why, where it is refused."""
+    """Why the trainer rejects the change; empty if it does not."""
 
 
 def tried_changes(plan: Plan) -> list[Suggestion]:
-    """The changes that apply to a plan, each measured as the plan was; together, those that keep what is trained."""
+    """The changes that apply to a plan, each measured like the plan itself.
+
+    The last one combines the changes that do not affect what is trained: no adapters and no shorter sequences.
+    """
     found: list[Suggestion] = []
     together, typed = plan.case, []
     for change in _possible(plan):
@@ -98,7 +101,7 @@ def _tried(typed: str, case: Case) -> Suggestion:
 
 
 def _set(**keys: Any) -> Callable[[Case], Case]:
-    """Sets keys of `[trainer]`."""
+    """A change that sets keys of `[trainer]`."""
 
     def to(case: Case) -> Case:
         trainer = case.config.trainer.model_copy(update=keys)

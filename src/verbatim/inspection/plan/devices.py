@@ -1,4 +1,4 @@
-"""Lists the devices that a plan knows: memory, rate of computing, and how fast memory and links are."""
+"""Lists the devices that a plan knows, with their memory, compute rates and bandwidths."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, by its maker's figures."""
+    """One device, with its manufacturer's figures."""
 
     name: str
-    """What it is called here."""
+    """The name by which `--gpu` selects it."""
     memory: int
-    """Bytes that programs see."""
+    """Memory available to programs in bytes."""
     flops: Mapping[str, float]
-    """Operations per second of matrix products by number format, without sparsity."""
+    """Peak operations per second of matrix products by number format, without sparsity."""
     bandwidth: float
-    """Bytes per second from and to its memory."""
+    """Memory bandwidth in bytes per second."""
     link: float
-    """Bytes per second to another device of the same machine, in one direction."""
+    """Bandwidth to another device of the same machine in bytes per second, in one direction."""
     is_cuda: bool = True
-    """Whether it is a CUDA device."""
+    """True for a CUDA device."""
 
 
 def _gpu(name: str, gib: float, bfloat16: float, float32: float, bandwidth: float, link: float) -> Device:
-    """Teraflops, terabytes per second of memory, gigabytes per second of a link."""
+    """A device from its memory in GiB, teraflops, memory bandwidth in TB/s and link bandwidth in GB/s."""
     return Device(
         name=name,
         memory=int(gib * GIB),
@@ -53,34 +53,34 @@ GPUS: Mapping[str, Device] = {
         _gpu("l40s", 44.4, 362, 91.6, 0.864, 32),
     )
 }
-"""The SXM form of those that have one. float32 without TF32, which torch does not use by default. A link is NVLink
-where there is one, else PCIe 4."""
+"""The known GPUs, in their SXM variant if there is one. float32 is without TF32, because torch does not use TF32 by
+default. The link is NVLink if there is one, else PCIe 4."""
 CPU = "cpu"
 NAMES = (*GPUS, CPU)
-"""What `--gpu` takes."""
+"""The values that `--gpu` accepts."""
 
 
 def find_device(name: str) -> Device:
-    """The device of this name; "cpu" is measured, which takes a moment.
+    """Return the device with this name. "cpu" is measured, which takes a moment.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: the name is unknown.
     """
     if name.lower() == CPU:
         return this_cpu()
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     raise UsageError(
-        f"--gpu {name}: this device is not known; expected one of {', '.join(NAMES)}. The nearest one "
-        "with no more memory gives a plan that is on the safe side"
+        f"--gpu {name}: this device is unknown; expected one of {', '.join(NAMES)}. For a safe estimate, "
+        "use the most similar device that does not have more memory"
     )
 
 
 def device_here(is_cuda: bool) -> Device:
-    """The first CUDA device of this machine, or its CPU.
+    """Return the first CUDA device of this machine, or its CPU.
 
     Raises:
-        UsageError: a CUDA device that the table does not have.
+        UsageError: the CUDA device is not in the table.
     """
     if not is_cuda:
         return this_cpu()
@@ -95,15 +95,16 @@ def device_here(is_cuda: bool) -> Device:
     ]
     if not fitting:
         raise UsageError(
-            f"this machine has a {found.name}, which is not in the table; name one that is like it: --gpu "
-            f"{', '.join(GPUS)}"
+            f"this machine has a {found.name}, which is not in the table; name a similar one: --gpu {', '.join(GPUS)}"
         )
     return fitting[0]
 
 
 def this_cpu() -> Device:
-    """This machine: its memory, and rates of one large product and one large copy, measured by the processor's clock,
-    which stands still while others have it."""
+    """This machine's memory, and its rates for one large product and one large copy.
+
+    The rates are measured in CPU time, so that other processes on the machine do not distort them.
+    """
     import torch
 
     a = torch.ones(1024, 1024, device="cpu")
@@ -124,7 +125,7 @@ def this_cpu() -> Device:
 
 
 def _gain() -> float:
-    """How many times as fast products in bfloat16 are as those in float32; 1 where the processor has none of them."""
+    """The speed of bfloat16 products relative to float32; 1 if the processor has no bfloat16 instructions."""
     import torch
 
     from verbatim.models.instructions import has_bfloat16
@@ -139,7 +140,7 @@ def _gain() -> float:
 
 
 def _fastest(do: Callable[[], object], num_threads: int) -> float:
-    """Seconds of the fastest of a few calls, where all threads have a core."""
+    """Seconds of the fastest of a few calls, assuming that every thread has its own core."""
     seconds = []
     for _ in range(4):
         began = time.process_time()
@@ -149,12 +150,12 @@ def _fastest(do: Callable[[], object], num_threads: int) -> float:
 
 
 def _host_memory() -> int:
-    """Bytes of this machine, or of the control group that this process may use."""
+    """This machine's memory in bytes, or the limit of this process's control group if that is lower."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             total = min(total, int(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # none, or "max"
+        except (OSError, ValueError):  # no such file, or "max": no limit
             continue
     return total

@@ -1,4 +1,4 @@
-"""Attention plans that compute nothing and take the memory of FlexAttention on CUDA, for steps on fake tensors."""
+"""Attention plans for steps on fake tensors: they compute nothing but allocate what FlexAttention does on CUDA."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from verbatim.trainer.parallel.sequence import SequencePlan
 
 
 class FlexMemory:
-    """The `AttentionPlan` that has the inputs, outputs and saved tensors of `FlexPlan`. No values."""
+    """An `AttentionPlan` with the inputs, outputs and saved tensors of `FlexPlan`, but without values."""
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
-        """A tensor of the attention output's shape, [1, U, H, E]."""
+        """Return a tensor with the shape of the attention output, [1, U, H, E]."""
         inputs = (x.to(value_BKTD.dtype).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         out: Tensor = _Flex.apply(*inputs)  # type: ignore[no-untyped-call]
         if call.sinks_H is not None:
@@ -28,7 +28,7 @@ class FlexMemory:
 
 
 class _Flex(torch.autograd.Function):
-    """Saves queries, keys, values, the output and a float32 for each query; its gradients are those of its inputs."""
+    """Saves the queries, keys, values, output and one float32 per query; returns a gradient for each input."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class _Flex(torch.autograd.Function):
 
 
 def as_on_cuda(plan: AttentionPlan) -> AttentionPlan:
-    """The plan that takes the memory on CUDA of one that was made for a CPU."""
+    """Replace the parts of a plan made for a CPU so that it allocates what it would on CUDA."""
     if isinstance(plan, TreePlan):
         return FlexMemory()
     if isinstance(plan, SequencePlan):

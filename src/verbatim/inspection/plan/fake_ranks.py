@@ -1,4 +1,4 @@
-"""Stands in for the other processes of a trainer: this one is rank 0 of as many as are asked for, and is alone."""
+"""Simulates the other processes of a trainer: this process is rank 0 and the only one that exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class FakeRanks(Ranks):
-    """`Ranks` whose collectives give back what this process has, without another process."""
+    """`Ranks` whose collectives return this process's own values, as if all ranks had the same."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.local_rank, self.deadline = 0, size, 0, 600.0
@@ -40,7 +40,7 @@ class FakeRanks(Ranks):
 
 @contextlib.contextmanager
 def fake_ranks(size: int) -> Iterator[FakeRanks | None]:
-    """As `size` processes train together, while the block runs; None: one alone."""
+    """Act as rank 0 of `size` processes while the block runs. Yields None if `size` is 1."""
     if size == 1:
         yield None
         return

@@ -1,7 +1,7 @@
-"""Takes optimizer steps on fake tensors, by the trainer's own code, and measures their memory on one process of many.
+"""Takes optimizer steps on fake tensors with the trainer's own code and measures the memory of one process.
 
-What a process holds between operations is measured; what a kernel needs inside of an operation, and what an allocator
-keeps for later, is not.
+The measurement covers the tensors that are alive between operations. It does not cover workspace inside a kernel or
+memory that an allocator caches.
 """
 
 from __future__ import annotations
@@ -56,67 +56,67 @@ from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 
 MOST_RUN = 2
-"""Micro-batches that are run, where a process has more of them: the one with the most targets, and the one with the
-most tokens, while gradients are there."""
+"""Maximum number of micro-batches to run: the one with the most targets, and the one with the most tokens, which comes
+last, when gradients already exist."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepCase:
-    """A step whose memory is asked for."""
+    """A step whose memory is to be measured."""
 
     source: str
-    """A folder or hub id in Hugging Face format; of a folder only the config.json is read."""
+    """The model: a hub id, or a folder in Hugging Face format, from which only config.json is read."""
     trainer: TrainerConfig
     """The `[trainer]` table."""
     loss: Loss
-    """What it resolved to."""
+    """The loss, with its parameters."""
     samples: Sequence[TrainingSample]
     """The batch."""
     processes: int = 1
-    """That train together."""
+    """Number of processes that train together."""
     on_cuda: bool = False
-    """Whether they compute on CUDA devices."""
+    """True if the processes compute on CUDA devices."""
     seq_len: int = 0
-    """Most tokens of a sample, if that is known."""
+    """Maximum number of tokens of a sample; 0 if unknown."""
     reference: str | None = None
-    """A folder or hub id of a model that is not trained; under adapters the one in training takes no memory for it.
-    None: without."""
+    """Folder or hub id of the frozen reference model; None if there is none. With adapters, a reference that equals
+    `source` takes no extra memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepMemory:
-    """What one process needs, in bytes: of all processes the one with the largest micro-batch."""
+    """The memory in bytes of the process with the largest micro-batch."""
 
     peak: int
-    """The most at one time, of a step after the first."""
+    """Peak memory of any step after the first, which creates the optimizer state."""
     parts: Mapping[str, int]
-    """The same by kind of tensor (`live_memory.KINDS`)."""
+    """The memory at the peak by kind of tensor (`live_memory.KINDS`)."""
     between_steps: int
-    """What is held while nothing is computed."""
+    """Memory held between steps."""
     num_parameters: int
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     num_trained: int
-    """Parameters that are trained."""
+    """Number of parameters that are trained."""
     packing: str
-    """"rows" or "tree": how most of the tokens lie."""
+    """The packing of most tokens: "rows" or "tree"."""
     dealt: Sequence[Sequence[MicroBatch]]
-    """The micro-batches of the optimizer step with the most tokens, by process, or by group of processes that share
-    each of them (`trainer.parallel.sequence`)."""
+    """The micro-batches of the optimizer step with the most tokens, one list per process, or per group of processes
+    that share each micro-batch (`trainer.parallel.sequence`)."""
     config: Any
     """The text part of the model's `transformers` configuration."""
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
+        """Number of tokens in the largest micro-batch."""
         return max(map(_most_tokens, self.dealt))
 
 
 def measure(case: StepCase) -> StepMemory:
-    """Take two steps on fake tensors.
+    """Take two steps on fake tensors and measure the second.
 
     Raises:
-        ModelError: the trainer would refuse the model, or so many processes for it; or one whose rows are computed each
-            by itself, which fake tensors cannot tell apart.
+        ModelError: the trainer would reject the model or the number of processes for it, or the model computes each row
+            in a separate pass, which fake tensors cannot represent.
     """
     with fake_ranks(case.processes) as ranks, contextlib.ExitStack() as stack:
         model = _model(case.source)
@@ -133,15 +133,18 @@ def measure(case: StepCase) -> StepMemory:
 
 
 def _float32_attention(config: Any) -> contextlib.AbstractContextManager[None]:
-    """What `scaled_dot_product_attention` does on CUDA in float32 where query heads share keys: its flash kernel is for
-    16 bits, the other for as many keys as queries, so all scores are made."""
+    """Makes `scaled_dot_product_attention` behave as on CUDA in float32, if query heads share keys.
+
+    The flash kernel supports only 16-bit formats, and the memory-efficient kernel needs as many key heads as query
+    heads. So CUDA falls back to the math kernel, which materialises all scores.
+    """
     heads = getattr(config, "num_attention_heads", None)
     shared = getattr(config, "num_key_value_heads", None) not in (None, heads)
     return sdpa_kernel([SDPBackend.MATH]) if shared else contextlib.nullcontext()
 
 
 def _model(source: str) -> Any:
-    """The model without weights, whose attention follows plans."""
+    """The model without weights, with attention that follows plans."""
     with refusing(f"the config.json of model {source!r} cannot be read"):
         model = empty_model(source, torch.float32).eval()
     other = plan_attention(tiny_copy(model))
@@ -150,18 +153,18 @@ def _model(source: str) -> Any:
             f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
             "verbatim plan cannot measure"
         )
-    tiny_pair(model, planned=True)  # kept for later checks: no small copy can be made of fake tensors
+    tiny_pair(model, planned=True)  # cached for later checks, because fake tensors cannot be copied to a small model
     follow_plans(model)
     return model
 
 
 class _FakeBatch(DeviceBatch):
-    """A micro-batch whose attention has the memory that it has on the device."""
+    """A micro-batch whose attention allocates what it would on the device."""
 
     on_cuda = False
 
     def plan(self) -> AttentionPlan:
-        """The plan of one pass; its shapes depend on values, so it is made of real ones."""
+        """The attention plan of one pass. Its shapes depend on values, so it is made from real tensors."""
         with _disable_current_modes():
             made = super().plan()
         return as_on_cuda(made) if self.on_cuda else made
@@ -169,12 +172,12 @@ class _FakeBatch(DeviceBatch):
 
 @dataclass(frozen=True)
 class _FakeTargets(TargetLogprobs):
-    """Micro-batches are made of real values, because their shapes depend on these."""
+    """Makes micro-batches from real tensors, because their shapes depend on values."""
 
     on_cuda: bool = False
 
     def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
-        """A micro-batch, or this rank's slice of it."""
+        """The micro-batch on the device, or this rank's slice of it."""
         with _disable_current_modes():
             batch = _FakeBatch(micro_batch, self.model.device, self.sequence)
         batch.on_cuda = self.on_cuda
@@ -182,35 +185,35 @@ class _FakeTargets(TargetLogprobs):
 
 
 class _Added:
-    """Low-rank adapters, which are tried on small copies that have values."""
+    """Low-rank adapters. They are injected without fake tensors, because injecting tests them on a small real copy."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
 
     def inject(self, model: Any) -> None:
-        """Add them to a model whose parameters are on the meta device."""
+        """Add the adapters to a model whose parameters are on the meta device."""
         with _disable_current_modes():
             self._adapters.inject(model)
 
     def hide(self) -> None:
-        """They stay: no folder is read."""
+        """Do nothing: no weights are loaded, so the adapters need not be hidden."""
 
 
 class _Offload(ActivationOffload):
-    """What waits in host memory takes none here."""
+    """Offloads activations without counting the host memory they would take."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
     def hooks(self) -> saved_tensors_hooks:
-        """A context: of what autograd saves in it shape and dtype alone are kept."""
+        """A context in which only the shape and dtype of tensors saved by autograd are kept."""
         return saved_tensors_hooks(
             lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1], device="cpu")
         )
 
 
 class _Step:
-    """A trainer on fake tensors: it runs the parts of `Trainer` in the same order, except those that read values."""
+    """A trainer on fake tensors. It runs the parts of `Trainer` in the same order, except those that read values."""
 
     def __init__(
         self, case: StepCase, model: Any, ranks: FakeRanks | None, fake: FakeTensorMode, memory: LiveMemory
@@ -290,7 +293,7 @@ class _Step:
         with _disable_current_modes():
             dealt = self._deal()
         run, missing = _largest(max(dealt, key=_most_tokens))
-        self._take_step(run[:1])  # the optimizer gets its state
+        self._take_step(run[:1])  # creates the optimizer state
         self._memory.restart()
         self._take_step(run)
         parts = dict(self._memory.at_peak)
@@ -309,7 +312,7 @@ class _Step:
         )
 
     def _deal(self) -> list[list[MicroBatch]]:
-        """The micro-batches of the largest optimizer step, by process."""
+        """The micro-batches of the largest optimizer step, one list per process."""
         case = self._case
         on_cpu = not case.on_cuda and case.loss.level == "token"
         budget = case.trainer.micro_batch_tokens or (CPU_MICRO_BATCH_TOKENS if on_cpu else MICRO_BATCH_TOKENS)
@@ -346,8 +349,10 @@ def _most_tokens(micro_batches: Sequence[MicroBatch]) -> int:
 
 
 def _largest(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
-    """Those that are run, the one with the most tokens last, when gradients are there; and the tokens of the others
-    over theirs."""
+    """The micro-batches to run, and the tokens of all others relative to theirs.
+
+    The one with the most tokens is last, because gradients exist by then and the memory is highest.
+    """
     by_tokens = sorted(micro_batches, key=lambda m: m.num_tokens)
     by_targets = max(micro_batches, key=lambda m: len(m.targets))
     run = [m for m in by_tokens[-MOST_RUN:] if m is not by_targets][-(MOST_RUN - 1) :]
@@ -362,7 +367,7 @@ def _fake_buffers(module: nn.Module, fake: FakeTensorMode) -> None:
 
 
 def _make_room(model: nn.Module) -> None:
-    """Put parameters from the meta device onto the device of the fake tensors. What is tied stays tied."""
+    """Move parameters from the meta device to the device of the fake tensors. Tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,8 +1,8 @@
-"""Counts the bytes of all tensors that are alive while operations run on fake tensors, and keeps the highest sum.
+"""Counts the bytes of all live tensors while operations run on fake tensors, and records the peak.
 
-A fake tensor has shape, dtype and lifetime of a real one, and no memory. torch's own tracker
-(`torch.distributed._tools`) refuses a module that is called several times before its backward pass, as the output head
-is here, once for each chunk of targets.
+A fake tensor has the shape, dtype and lifetime of a real one, but no memory. torch's own tracker
+(`torch.distributed._tools`) cannot be used: it rejects a module that is called several times before its backward pass,
+and the output head is called once for each chunk of targets.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ OPTIMIZER = "optimizer"
 REFERENCE = "reference"
 WEIGHTS = "weights"
 KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, REFERENCE, GATHERED, ACTIVATIONS, LOGITS, BATCH)
-"""What a tensor is: this process's parameters, its optimizer state, its gradients, a model that is not trained, weights
-and gradients on their way between processes, what the backward pass needs and what is between two operations,
-vocabulary-sized logits, and ids, places and masks of micro-batches."""
+"""The kinds of tensors, in this order: this process's parameters, its optimizer state, its gradients, the frozen
+reference model, weights and gradients in transfer between processes, tensors saved for the backward pass or used
+between two operations, vocabulary-sized logits, and the ids, positions and masks of micro-batches."""
 
 _aten: Any = torch.ops.aten
 _c10d: Any = torch.ops.c10d
@@ -44,13 +44,13 @@ class _Storage:
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs inside of a `FakeTensorMode`; to be entered after it.
+    """Counts live tensors inside a `FakeTensorMode`, and must be entered after it.
 
-    Code that reads a value gets one with which it goes on: a number is 1, two tensors are equal, and a mask of one
-    dimension keeps everything.
+    Code that reads a value gets a made-up one so that it can continue: any number is 1, any two tensors are equal, and
+    any one-dimensional mask keeps everything.
 
     Args:
-        vocab_size: The last size of a tensor of logits.
+        vocab_size: Size of the last dimension by which logits are recognised.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -60,21 +60,21 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = dict.fromkeys(KINDS, 0)
         self._total = 0
         self.peak = 0
-        """The highest sum since the last `restart`, in bytes."""
+        """Peak of the total since the last `restart`, in bytes."""
         self.at_peak: dict[str, int] = {}
-        """The bytes of each kind at that time."""
+        """Bytes of each kind at the peak."""
 
     @property
     def total(self) -> int:
-        """What is alive now, in bytes."""
+        """Total of all live tensors now, in bytes."""
         return self._total
 
     def restart(self) -> None:
-        """Look for the highest sum from now on."""
+        """Forget the peak and record a new one from now on."""
         self.peak, self.at_peak = self._total, dict(self._now)
 
     def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Say what these tensors are."""
+        """Set the kind of these tensors."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -86,7 +86,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count while the block runs, also what FSDP does to storages without an operation."""
+        """Count while the block runs, including storages that FSDP resizes directly instead of by an operation."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -102,7 +102,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def mark_storage(self, storage: Any, kind: str) -> None:
-        """Say what a storage is, whose size may have changed."""
+        """Set the kind of a storage and update its size."""
         found = self._count(storage, kind)
         self._change(found.kind, -found.num_bytes)
         found.kind, found.num_bytes = kind, storage.nbytes()
@@ -111,7 +111,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls again, with this process's rows
+            return NotImplemented  # DTensor then calls the operation again on the local shards
         if func is _aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func in _VALUES:
@@ -122,7 +122,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = _SHAPED[func]
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(args):
-            if type(tensor) is Tensor:  # made outside: places, masks
+            if type(tensor) is Tensor:  # a real tensor, made outside the fake mode: positions, masks
                 self._count(tensor.untyped_storage(), BATCH)
         if func is _c10d._allgather_base_.default:
             self.mark([args[0]], GATHERED)
@@ -159,7 +159,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The products of groups of rows, or of columns, with a matrix each; torch's own fake ones know bfloat16 alone."""
+    """Shape of grouped matrix products. torch's own fake implementation supports only bfloat16."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.ndim == b.ndim:
         shape.insert(0, len(a) if a.ndim == 3 or offs is None else len(offs))
@@ -167,16 +167,16 @@ def _grouped_mm(
 
 
 def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Counts of numbers that are all below `minlength`."""
+    """Shape of the counts, given that all values are below `minlength`."""
     return values.new_empty(minlength, dtype=None if weights is None else weights.dtype)
 
 
 _SHAPED = {_aten._grouped_mm.default: _grouped_mm, _aten.bincount.default: _bincount}
-"""Operations whose shapes fake tensors do not know."""
+"""Replacements for operations whose output shapes fake tensors cannot infer."""
 
 
 def _everything(index: Any) -> Any:
-    """A mask as the indices of all its places; anything else as it is."""
+    """For a one-dimensional mask, the indices of all its positions; anything else unchanged."""
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == 1:
         return torch.arange(len(index), device=index.device)
     return index

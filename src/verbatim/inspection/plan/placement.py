@@ -1,4 +1,4 @@
-"""Says which devices a run's two sides take: as many as its file asks for, or as there are."""
+"""Determines which devices trainer and sampler use: as many as the file requests, or as many as there are."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ Where = Literal["own devices", "beside the trainer", "in turns with the trainer"
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which side computes where."""
+    """The devices of trainer and sampler."""
 
     processes: int
-    """Processes of the trainer, each on a device of its own."""
+    """Number of trainer processes, each on its own device."""
     replicas: Replicas
-    """Replicas of the sampler."""
+    """The sampler's replicas."""
     where: Where
-    """Where the sampler is."""
+    """Where the sampler runs."""
 
     @property
     def sampler_devices(self) -> int:
-        """Devices that the sampler has for itself here."""
+        """Number of devices on this machine that only the sampler uses."""
         return self.replicas.count * self.replicas.devices_each if self.where == "own devices" else 0
 
     @property
     def devices(self) -> int:
-        """Devices that both take here."""
+        """Number of devices that trainer and sampler use together on this machine."""
         return self.processes + self.sampler_devices
 
 
 def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
-    """Where a run computes.
+    """Place a run's trainer and sampler on devices.
 
     Args:
         config: The run's configuration.
-        is_cuda: Whether the devices are CUDA devices; on a CPU both sides share the machine.
-        gpus: Devices that there are; the trainer takes those that the sampler leaves, unless the file says how many.
-            None: as many as the file asks for.
+        is_cuda: Whether the devices are CUDA devices; on a CPU, both sides share the machine.
+        gpus: Number of available devices. The trainer takes those that the sampler leaves, unless the file sets its
+            number of processes. None: as many devices as the file requests.
 
     Raises:
-        UsageError: there are too few.
+        UsageError: there are too few devices.
     """
     settings = inference_settings(config)
     processes = config.trainer.parallel.processes
@@ -55,7 +55,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
     if not is_cuda:
         where: Where = "beside the trainer"
     else:
-        replicas = replace(replicas, packs=False)  # the kernel is for CPUs
+        replicas = replace(replicas, packs=False)  # the compiled kernel is only for CPUs
         where = "own devices"
         if isinstance(settings, TorchSettings) and _numbered(settings.device) == _numbered(config.trainer.device):
             where = "beside the trainer"
@@ -68,7 +68,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
         return found
     if found.devices > gpus:
         raise UsageError(
-            f"--gpus {gpus}, but the file asks for {found.devices}: {processes} for the trainer "
+            f"--gpus {gpus}, but the file requests {found.devices}: {processes} for the trainer "
             f"(trainer.parallel.processes) and {found.sampler_devices} for the sampler; lower them, or "
             "plan for more"
         )
@@ -78,10 +78,10 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
 
 
 def may_be_several(config: RunConfig, placement: Placement) -> bool:
-    """Whether the trainer of this file may have several processes."""
+    """True if this configuration allows the trainer to have several processes."""
     return config.trainer.separate_process and placement.where != "in turns with the trainer"
 
 
 def _numbered(device: str) -> str:
-    """A device's name with its number; both "auto" and "cuda" are the first one."""
+    """A device's name with its index; "auto" and "cuda" both mean the first device."""
     return "cuda:0" if device in ("auto", "cuda") else device

@@ -1,4 +1,4 @@
-"""Puts a plan together: memory, bytes, seconds, and whether all of it fits."""
+"""Makes a plan: memory, transfer sizes, durations, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -20,74 +20,74 @@ from verbatim.run.build import frozen_models, make_loss
 from verbatim.trainer.packing.cost import model_cost
 
 MEMORY_SHARE = 0.9
-"""Share of a device's memory that tensors may take; the rest is for driver, libraries and what the allocator keeps."""
+"""Share of a device's memory for tensors; the rest is for the driver, libraries and the allocator's cache."""
 UTILISATION = 0.3
-"""Share of a device's peak rate of computing that is reached."""
+"""Assumed share of a device's peak compute rate that is reached."""
 BANDWIDTH_UTILISATION = 0.6
-"""Share of its memory's bandwidth that is reached."""
+"""Assumed share of its memory bandwidth that is reached."""
 _MASTER = 4
-"""Bytes of a published number: float32."""
+"""Bytes per published parameter (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What is not computed, and may be said on the command line."""
+    """Values that a plan assumes; the command line can change them."""
 
     memory_share: float = MEMORY_SHARE
-    """Share of a device's memory that tensors may take."""
+    """Share of a device's memory available to tensors."""
     utilisation: float = UTILISATION
-    """Share of the peak rate of computing that is reached."""
+    """Share of the peak compute rate that is reached."""
     bandwidth_utilisation: float = BANDWIDTH_UTILISATION
-    """Share of the memory's bandwidth that is reached."""
+    """Share of the memory bandwidth that is reached."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """What a plan is made for."""
+    """The input of a plan."""
 
     config: RunConfig
     """The run's configuration."""
     source: str
     """A folder or hub id with the model's configuration."""
     batch: PlannedBatch
-    """What is sampled and trained in a step."""
+    """The batch that is sampled and trained in a step."""
     device: Device
     """The device of each process."""
     placement: Placement
-    """Which side computes where."""
+    """The devices of trainer and sampler."""
     assumed: Assumptions = Assumptions()
-    """Shares of what the device has."""
+    """The shares of memory and speed to assume."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What a run needs."""
+    """The predicted memory and durations of a run."""
 
     case: Case
-    """What it was made for."""
+    """The input of the plan."""
     memory: StepMemory
-    """Memory of the trainer's process that needs most."""
+    """Memory of the trainer process that needs the most."""
     trainer: TrainerSpeed
-    """The trainer's part of a step."""
+    """Durations of the trainer's part of a step."""
     sampler: SamplerSpeed
-    """The sampler's part of a step."""
+    """Durations of the sampler's part of a step."""
     update_bytes: int
-    """Published with each step."""
+    """Bytes of weights that each step publishes."""
     kept_set_bytes: int
-    """Of the ids among which tokens are drawn, in each step's records and batch; 0 where nothing is cut."""
+    """Bytes of the kept sets in each step's records and batch; 0 if sampling keeps all ids."""
     needed: int
-    """Bytes on the device that holds the trainer's process; on a CPU of all that computes there."""
+    """Bytes needed on the device of one trainer process; on a CPU, bytes needed by everything on the machine."""
     usable: int
-    """Bytes that tensors may take there."""
+    """Bytes available to tensors on that device."""
 
     @property
     def fits(self) -> bool:
-        """Whether trainer and sampler have enough memory."""
+        """True if trainer and sampler have enough memory."""
         return self.needed <= self.usable and self.sampler_fits
 
     @property
     def sampler_fits(self) -> bool:
-        """Whether a device of the sampler's own holds its weights, and the cache of the longest trajectory."""
+        """True if each device of the sampler holds its weights and cache. Always True for a sampler without its own."""
         if self.case.placement.where in ("beside the trainer", "elsewhere"):
             return True
         room = self.case.device.memory * self.case.placement.replicas.memory_share
@@ -95,30 +95,32 @@ class Plan:
 
     @property
     def tokens_that_fit(self) -> int:
-        """About so many tokens of a micro-batch would fill the memory: what grows with them is taken as a straight
-        line."""
+        """The approximate number of tokens of a micro-batch that fills the memory.
+
+        Assumes that the memory of activations, logits and the batch is proportional to the tokens.
+        """
         growing = sum(self.memory.parts[kind] for kind in (ACTIVATIONS, LOGITS, BATCH))
         room = self.usable - (self.needed - growing)
         return max(0, int(room / growing * self.memory.most_tokens))
 
     @property
     def holds_longest(self) -> bool:
-        """Whether the longest trajectory fits."""
+        """True if a micro-batch with the longest trajectory fits."""
         return self.case.batch.longest <= self.tokens_that_fit
 
     @property
     def seconds(self) -> dict[str, float]:
-        """A step, and how long each side waits in it."""
+        """The duration of a step, and how long each side waits in it, in seconds."""
         turns = self.case.placement.where == "in turns with the trainer"
         level = 0 if turns else self.case.config.orchestrator.max_async_level
         return dict(step_seconds(self.trainer.seconds, self.sampler.seconds, level=level))
 
 
 def predict(case: Case) -> Plan:
-    """Measure the trainer's step on fake tensors, and compute the rest.
+    """Measure the trainer's step on fake tensors and compute the rest of the plan.
 
     Raises:
-        UsageError: what the trainer would refuse: the model, or so many processes for it.
+        UsageError: the trainer would reject the model, or the number of processes for it.
     """
     memory = measure(step_case(case))
     config, placement, device = case.config, case.placement, case.device
@@ -164,7 +166,7 @@ def predict(case: Case) -> Plan:
 
 
 def step_case(case: Case) -> StepCase:
-    """What is measured."""
+    """The step to measure."""
     config = case.config
     frozen = list(frozen_models(config).values())
     reference = None
@@ -185,7 +187,7 @@ def step_case(case: Case) -> StepCase:
 
 @contextlib.contextmanager
 def model_source(config: RunConfig) -> Iterator[str]:
-    """A folder or hub id with the configuration of a run's model, while the block runs.
+    """Yield a folder or hub id with the configuration of the run's model. It is valid while the block runs.
 
     Raises:
         ModelError: no model has that name or folder.

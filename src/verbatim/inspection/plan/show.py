@@ -1,4 +1,4 @@
-"""Prints a plan for people: what was assumed, memory, bytes, seconds, and what to change."""
+"""Prints a plan for people: its assumptions, memory, durations, and what to change if it does not fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS: Mapping[str, str] = {
     GATHERED: "gathered from other processes",
     ACTIVATIONS: "activations",
     LOGITS: "logits of a chunk of targets",
-    BATCH: "ids and places of micro-batches",
+    BATCH: "ids and positions of micro-batches",
 }
 
 
@@ -44,22 +44,22 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(Text.assemble(("it fits", "bold green"), f": {_gib(plan.needed)} of {_gib(plan.usable)}"))
         return
     console.print(Text.assemble(("it does not fit", "bold red"), f": {problem(plan)}"))
-    console.print("\nWhat could be changed is measured now, one after the other.", style="dim")
+    console.print("\nNow measuring possible changes, one at a time.", style="dim")
 
 
 def problem(plan: Plan) -> str:
-    """Why it does not fit, in a sentence."""
+    """The reason why a plan does not fit, in a sentence."""
     case, device = plan.case, plan.case.device.name
     if plan.needed > plan.usable:
         most = plan.tokens_that_fit
         longest = case.batch.longest
         said = f"{_gib(plan.needed)} are needed and {_gib(plan.usable)} can be used on {device}"
         if not most:
-            return f"{said}; what is held between steps is too much already"
+            return f"{said}; the memory held between steps is already too much"
         said += f"; micro-batches of about {most:,} tokens would fit"
         if longest > most:
             said += (
-                f", and the longest trajectory has {longest:,}: lower orchestrator.seq_len, or have several "
+                f", and the longest trajectory has {longest:,}: lower orchestrator.seq_len, or let several "
                 "processes share it (trainer.parallel.sequence)"
             )
         return said
@@ -86,8 +86,8 @@ def _head(plan: Plan) -> RenderableType:
     assumed = case.assumed
     table.add_row(
         "assumed",
-        f"{assumed.utilisation:.0%} of the peak rate of computing, "
-        f"{assumed.bandwidth_utilisation:.0%} of the memory's bandwidth, "
+        f"{assumed.utilisation:.0%} of the peak compute rate, "
+        f"{assumed.bandwidth_utilisation:.0%} of the memory bandwidth, "
         f"{assumed.memory_share:.0%} of the memory for tensors",
     )
     return table
@@ -128,7 +128,7 @@ def _memory(plan: Plan) -> RenderableType:
     for kind, said in _KINDS.items():
         if plan.memory.parts.get(kind):
             table.add_row(said, _in_gib(plan.memory.parts[kind]))
-    table.add_row("at the highest point of a step", _in_gib(plan.memory.peak), style="bold")
+    table.add_row("at the peak of a step", _in_gib(plan.memory.peak), style="bold")
     table.add_row("between steps", _in_gib(plan.memory.between_steps), style="dim")
     if not plan.case.device.is_cuda and plan.case.placement.processes > 1:
         table.add_row(
@@ -137,7 +137,7 @@ def _memory(plan: Plan) -> RenderableType:
         )
     if plan.case.placement.where == "beside the trainer":
         copies = ", their packed copy" if plan.sampler.packed else ""
-        table.add_row(f"the sampler beside it: weights{copies}, keys and values", _in_gib(plan.sampler.memory))
+        table.add_row(f"the sampler on the same device: weights{copies}, keys and values", _in_gib(plan.sampler.memory))
     return table
 
 
@@ -149,8 +149,8 @@ def _speed(plan: Plan) -> RenderableType:
     table.add_column("")
     exchange = ""
     if trainer.exchange_seconds:
-        longer = "longer than" if trainer.exchange_seconds > trainer.compute_seconds else "beside"
-        exchange = f"; {_seconds(trainer.exchange_seconds)} s of exchange {longer} computing"
+        longer = "longer than" if trainer.exchange_seconds > trainer.compute_seconds else "overlapped with"
+        exchange = f"; {_seconds(trainer.exchange_seconds)} s of exchange, {longer} the computation"
     table.add_row(
         "sampler",
         _seconds(sampler.seconds),
@@ -172,17 +172,17 @@ def _speed(plan: Plan) -> RenderableType:
 def _waiting(plan: Plan) -> str:
     orchestrator, seconds = plan.case.config.orchestrator, plan.seconds
     if plan.case.placement.where == "in turns with the trainer" or orchestrator.max_async_level == 0:
-        return f"One after the other: a step takes {_seconds(seconds['step'])} s.\n"
+        return f"Trainer and sampler take turns: a step takes {_seconds(seconds['step'])} s.\n"
     side = "trainer" if seconds["trainer_waits"] > 0 else "sampler"
     ahead = counted(orchestrator.max_async_level, "batch", "batches")
     return (
-        f"At the same time: a step takes {_seconds(seconds['step'])} s, of which the {side} waits "
-        f"{_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n"
+        f"Trainer and sampler work at the same time: a step takes {_seconds(seconds['step'])} s, of which the {side} "
+        f"waits {_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n"
     )
 
 
 def show_changes(changes: Sequence[Suggestion], console: Console) -> None:
-    """Print the changes that were tried."""
+    """Print the changes that were tried, with their memory."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     table.add_column("with", overflow="fold")
     table.add_column("GiB", justify="right")
@@ -204,7 +204,7 @@ def _grid() -> Table:
 
 
 def _in_gib(num_bytes: float) -> str:
-    """GiB, with two digits of small models.
+    """A size in GiB, with two significant digits if it is small.
 
     >>> _in_gib(3 * GIB), _in_gib(GIB / 320)
     ('3.00', '0.0031')

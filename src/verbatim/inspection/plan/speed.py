@@ -1,6 +1,7 @@
-"""Predicts the seconds of a step: the trainer's from its operations, the sampler's from what each pass has to read.
+"""Predicts the duration of a step: of the trainer from its operations, of the sampler from the bytes each pass reads.
 
-Rates are a device's peak times a stated utilisation. Tools, environments and the loading of weights take no time here.
+Rates are a device's peak times an assumed utilisation. Tools, environments and weight loading are assumed to take no
+time.
 """
 
 from __future__ import annotations
@@ -18,62 +19,62 @@ from verbatim.trainer.packing.cost import CostModel
 from verbatim.trainer.packing.deal import lock_step_time
 
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a number."""
+"""Bytes per number of each format."""
 FORWARD_AND_BACKWARD = 3.0
-"""The backward pass takes two products where the forward pass takes one."""
+"""Cost of both passes in forward passes: the backward pass has two products for each one of the forward pass."""
 BACKWARD_OF_ADAPTERS = 1.0
-"""Frozen weights have no gradient: one product."""
+"""Cost of the backward pass with adapters, in forward passes: frozen weights need no gradient, so one product."""
 OPTIMIZER_BYTES = 28
-"""Bytes moved for each trained parameter in an optimizer step: AdamW reads weight, gradient and both
-moments, and writes all but the gradient; float32."""
+"""Bytes moved for each trained parameter in an optimizer step: AdamW reads the weight, the gradient and both moments,
+and writes all of them except the gradient, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpeed:
-    """One step of the trainer, all its processes together."""
+    """The speed of one trainer step, over all processes."""
 
     seconds: float
-    """The whole step."""
+    """Duration of the whole step."""
     compute_seconds: float
-    """Forward and backward passes, waiting for each other included."""
+    """Duration of forward and backward passes, including the time that processes wait for each other."""
     exchange_seconds: float
-    """Gathering weights and reducing gradients, which overlaps with computing."""
+    """Duration of gathering weights and reducing gradients, which overlaps with computing."""
     optimizer_seconds: float
-    """Reading and writing the optimizer's state."""
+    """Duration of the optimizer step, bound by memory bandwidth."""
     operations: float
     """Floating-point operations of forward and backward passes."""
     tokens: int
-    """Tokens that are computed."""
+    """Number of tokens computed."""
     tokens_per_second: float
-    """These tokens, over the step's seconds."""
+    """`tokens` divided by `seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSpeed:
-    """The rollouts of one step, on all replicas."""
+    """The speed of the rollouts of one step, over all replicas."""
 
     seconds: float
-    """The rollouts of a batch."""
+    """Duration of a batch's rollouts."""
     prefill_seconds: float
-    """Reading prompts and tool results."""
+    """Duration of reading prompts and tool results."""
     decode_seconds: float
-    """Drawing tokens."""
+    """Duration of sampling tokens."""
     tokens_per_second: float
-    """Drawn tokens over the seconds."""
+    """Number of sampled tokens divided by `seconds`."""
     in_flight: int
-    """Sequences that a replica decodes together."""
+    """Number of sequences that a replica decodes together."""
     bound_by: Literal["memory bandwidth", "compute", "the longest rollout"]
-    """What decides how long drawing takes."""
+    """What limits the speed of sampling."""
     weights: int
     """Bytes of the weights on each of a replica's devices."""
     packed: int
-    """Bytes of the copy of the matrices that the compiled kernel reads; 0 where the weights themselves are read."""
+    """Bytes of the packed copy of the matrices for the compiled kernel; 0 if the kernel is not used."""
     cache: int
-    """Bytes of the keys and values of these sequences on each of a replica's devices."""
+    """Bytes of the keys and values of the `in_flight` sequences on each of a replica's devices."""
 
     @property
     def memory(self) -> int:
-        """Bytes of all that on each of a replica's devices."""
+        """Bytes of weights, packed copy and cache on each of a replica's devices."""
         return self.weights + self.packed + self.cache
 
 
@@ -88,21 +89,21 @@ def trainer_speed(
     utilisation: float,
     num_forward_models: int = 0,
 ) -> TrainerSpeed:
-    """A step of `optimizer_steps_per_batch` times these micro-batches.
+    """Predict a step of `optimizer_steps_per_batch` optimizer steps, each with the given micro-batches.
 
     Args:
         dealt: The micro-batches of an optimizer step, by process or by group of `parallel.sequence` processes.
-        cost: What they cost.
+        cost: The cost model of the micro-batches.
         config: The `[trainer]` table.
-        device: Of each process.
-        num_parameters: Of the whole model.
-        num_trained: Parameters that are trained.
+        device: The device of each process.
+        num_parameters: Number of parameters of the whole model.
+        num_trained: Number of parameters that are trained.
         utilisation: The share of the device's peak that forward and backward passes reach.
-        num_forward_models: Models that score the batch and are not trained.
+        num_forward_models: Number of frozen models that score the batch.
     """
     passes = FORWARD_AND_BACKWARD if config.lora is None else 1 + BACKWARD_OF_ADAPTERS
     passes += (1.0 if config.gradient_checkpointing else 0.0) + num_forward_models
-    passes += 1.0 if config.router_aux_loss_coef else 0.0  # the one that finds the load of the experts
+    passes += 1.0 if config.router_aux_loss_coef else 0.0  # the pass that measures the load of the experts
     costs = [[cost.micro_batch(m) for m in mine] for mine in dealt]
     rate = device.flops[config.dtype] * utilisation
     steps, share = config.optimizer_steps_per_batch, config.parallel.sequence
@@ -128,7 +129,7 @@ def trainer_speed(
 
 
 def cache_bytes_per_token(model_config: Any, width: int) -> float:
-    """Bytes of the keys and values of one token, in all layers that see every token; of others none.
+    """The bytes of one token's keys and values, in all layers with full attention. Sliding windows are not counted.
 
     Example: 28 layers of 8 key/value heads of 128 numbers in two bytes each: 2 x 28 x 8 x 128 x 2 = 114,688.
     """
@@ -144,10 +145,12 @@ def cache_bytes_per_token(model_config: Any, width: int) -> float:
 
 
 def packed_parameters(model_config: Any, num_parameters: int) -> int:
-    """Parameters of which the embedded sampler's compiled kernel keeps a packed copy: those that are multiplied. The
-    embeddings are not, unless they are the output head too. 0 of a mixture of experts, which it does not compute.
+    """The number of parameters in the packed copy of the embedded sampler's compiled kernel.
 
-    Example: of 1,000,000 parameters with 1,000 embeddings of 64 numbers, 936,000; of tied ones all.
+    The copy holds all matrices that are multiplied, so it has the embeddings only if they are also the output head. 0
+    for a mixture of experts, which the kernel does not support.
+
+    Example: 936,000 of 1,000,000 parameters with 1,000 embeddings of 64 numbers; all of them if these are tied.
     """
 
     def get(name: str) -> int:
@@ -170,18 +173,20 @@ def sampler_speed(
     utilisation: float,
     bandwidth_utilisation: float,
 ) -> SamplerSpeed:
-    """The rollouts of a batch: a pass reads all weights once, and the cache of each sequence; or computes as long.
+    """Predict the rollouts of a batch.
+
+    A decoding pass takes the longer of two times: reading all weights and the cache of each sequence, or computing.
 
     Args:
-        batch: What is drawn.
-        replicas: Where.
-        cost: Of the model.
-        model_config: Its `transformers` configuration.
-        device: Of the sampler.
-        num_parameters: Of the model.
-        in_flight: Episodes in flight, over all replicas.
-        utilisation: The share of the peak rate of computing that is reached.
-        bandwidth_utilisation: The same of the memory's bandwidth.
+        batch: The batch to sample.
+        replicas: The sampler's replicas.
+        cost: The model's cost model.
+        model_config: The model's `transformers` configuration.
+        device: The sampler's device.
+        num_parameters: Number of parameters of the model.
+        in_flight: Number of episodes in flight, over all replicas.
+        utilisation: The share of the peak compute rate that is reached.
+        bandwidth_utilisation: The share of the memory bandwidth that is reached.
     """
     width, share = WIDTH[replicas.dtype], replicas.devices_each
     weights = num_parameters * width / share
@@ -216,9 +221,9 @@ def sampler_speed(
 
 
 def step_seconds(trainer: float, sampler: float, *, level: int) -> Mapping[str, float]:
-    """A step's seconds, and how long each side waits in it: one after the other at level 0, else at the same time.
+    """The duration of a step and how long each side waits in it. The sides take turns at level 0, else they overlap.
 
-    Example: a trainer of 3 s and a sampler of 5 s: 8 s, or 5 s in which the trainer waits for 2.
+    Example: a trainer of 3 s and a sampler of 5 s take 8 s in turns, or 5 s overlapped, of which the trainer waits 2 s.
     """
     if level == 0:
         return {"step": trainer + sampler, "trainer_waits": sampler, "sampler_waits": trainer}
