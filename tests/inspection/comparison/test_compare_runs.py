@@ -145,7 +145,7 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
     (run / "config.toml").write_text("= broken")
     (run / "evaluations" / "step-000003.parquet").write_text("nonsense")
     text = shown([run, make_run(tmp_path / "b", wins={3: 8})])
-    assert "metrics.jsonl, byte 0: no JSON" in text
+    assert "metrics.jsonl, byte 0: not JSON" in text
     assert "config.toml is missing or damaged: its keys are not compared" in text
     assert "evaluations/step-000003.parquet cannot be read as a file of Verbatim's trajectories" in " ".join(
         text.split()
@@ -158,7 +158,7 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
         (lambda place: place / "nowhere", "there is no folder "),
         (
             lambda place: place / "empty",
-            "is no run folder: it has none of config.toml, metrics.jsonl, checkpoints; found nothing",
+            "is not a run folder: it has none of config.toml, metrics.jsonl, checkpoints; found nothing",
         ),
         (lambda place: place / "file.txt", " is a file"),
         (lambda place: place / "notes", "found a.txt, b.txt"),
@@ -384,5 +384,5 @@ def test_a_run_is_refused_where_a_metric_log_is_all_that_is_there_only_if_it_is_
     (run / "config.toml").unlink()
     assert read_run(run).last_step == 3
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(UsageError, match="is no run folder"):
+    with pytest.raises(UsageError, match="is not a run folder"):
         read_run(run)

@@ -130,7 +130,7 @@ async def test_metrics_are_columns_with_gaps_and_say_what_they_mean(tmp_path: Pa
     assert evaluation["metrics"]["reward/low"] is None
     assert later["steps"] == [4, 5] and later["columns"] == {"loss": [None, 0.1], "mine": [None, None]}
     assert found["names"]["loss"]["about"] and "mine" not in found["names"]
-    assert problem.startswith("metrics.jsonl, byte ") and problem.endswith(": no JSON")
+    assert problem.startswith("metrics.jsonl, byte ") and problem.endswith(": not JSON")
 
 
 async def test_the_configuration_is_shown_without_secrets(tmp_path: Path):
@@ -366,7 +366,7 @@ async def test_long_texts_are_cut_and_fetched_whole(tmp_path: Path):
         assert cut == {"path": "messages/1/a~1b~0c/x/0", "length": 250_000, "shown": 200_000}
         assert await client.get("trajectories/t/text", path=cut["path"]) == {"path": cut["path"], "text": text}
         wrong = await client.get("trajectories/t/text", path="messages/7/content", status=400)
-        assert wrong == {"error": "path = 'messages/7/content': there is nothing"}
+        assert wrong == {"error": "path = 'messages/7/content': there is nothing at this path"}
         await client.get("trajectories/t/text", path="messages", status=400)
 
 
@@ -412,10 +412,10 @@ HOSTILE_KEYS = [
 
 
 REFUSED = [
-    ("trajectories?colour=red", 400, "there is no filter 'colour'; there are breaks, env, errors, flag, group, "),
+    ("trajectories?colour=red", 400, "there is no filter 'colour'; the filters are breaks, env, errors, flag, group, "),
     ("trajectories?step=abc", 400, "step = 'abc'; expected a number or a range, such as 7, 3-9, 3- or -1--0.5"),
     ("trajectories?sort=tokens", 400, "sort = 'tokens'; expected one of kind, step, trajectory_id"),
-    ("trajectories?limit=100000", 400, "offset = 0, limit = 100000; expected an offset from 0"),
+    ("trajectories?limit=100000", 400, "offset = 0, limit = 100000; expected an offset of at least 0"),
     ("trajectories?limit=many", 400, "limit: expected an integer"),
     ("trajectories/nobody", 404, "no trajectory 'nobody' here"),
     ("trajectories/~1.99", 404, "no trajectory '~1.99' here"),

@@ -123,7 +123,7 @@ def test_nothing_in_the_data_ends_a_block_and_only_the_page_itself_may_run(folde
 def test_a_file_that_is_there_and_a_wrong_filter_are_refused(folder: Path, tmp_path: Path):
     out = tmp_path / "run.html"
     out.write_text("mine")
-    with pytest.raises(UsageError, match="is there already; name a new file"):
+    with pytest.raises(UsageError, match="already exists; name a new file"):
         export([read(folder)], PAGE, out, filters={}, most=1)
     assert out.read_text() == "mine"
     with pytest.raises(UsageError, match="step = 'x'"):
@@ -152,7 +152,7 @@ def test_the_command_exports_what_its_options_ask_for(
         (["view", "{run}", "--port", "70000"], "port 70000; expected 0 (any that is free) to 65535"),
         (["view", "{run}", "--export", "{out}", "--step", "9-3"], "step = '9-3'; expected the lower number first"),
         (["view", "{run}", "--export", "{out}", "--step", "900-"], "the filters match no trajectory of 7; nothing was"),
-        (["view", "{run}", "--export", "{missing}/x.html"], "there is no folder {missing}; name a file in one that is"),
+        (["view", "{run}", "--export", "{missing}/x.html"], "there is no folder {missing}; name a file in an existing"),
     ],
 )
 def test_what_the_command_refuses(

@@ -105,7 +105,7 @@ async def test_a_row_whose_file_breaks_later_is_an_error_message(tmp_path: Path)
         assert error.startswith("row 0 of trajectories/step-000001.parquet cannot be read")
         path.unlink()
         error = (await client.get("trajectories/t1", status=400))["error"]
-        assert error == "row 0 of trajectories/step-000001.parquet: the file is no longer there"
+        assert error == "row 0 of trajectories/step-000001.parquet: the file no longer exists"
         await client.get("trajectories")
 
 
@@ -145,12 +145,12 @@ def test_rows_in_several_row_groups_are_found_one_by_one(tmp_path: Path):
 @pytest.mark.parametrize("made", ["nothing", "file", "empty", "others", "parent"])
 def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path, made: str):
     path = tmp_path / "given"
-    expected = "Type verbatim view FOLDER with the folder of a run, such as runs/NAME/latest"
+    expected = "Type verbatim view FOLDER with a run folder, such as runs/NAME/latest"
     if made == "nothing":
         found = f"there is no folder {path}"
     elif made == "file":
         path.write_text("x")
-        found, expected = f"{path} is a file", "expected the folder of a run, such as runs/NAME/latest"
+        found, expected = f"{path} is a file", "expected a run folder, such as runs/NAME/latest"
     else:
         path.mkdir()
         found = "it has none of config.toml, metrics.jsonl, trajectories, evaluations; found nothing"

@@ -78,7 +78,7 @@ def test_a_damaged_tokenizer_leaves_ids_and_a_reason(tmp_path: Path):
     (run / "model" / "tokenizer.json").write_text("{")
     view = read(run)
     assert view.trajectory("t")["pieces"] == {} and view.about()["tokenizer"] is None
-    assert "tokenizer.json is no tokenizer" in view.about()["tokenizer_problem"]
+    assert "tokenizer.json is not a tokenizer" in view.about()["tokenizer_problem"]
 
 
 def test_ids_that_the_tokenizer_lacks_have_no_text_and_breaks_are_explained_without_it(tmp_path: Path):

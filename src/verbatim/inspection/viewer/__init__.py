@@ -1,4 +1,4 @@
-"""Shows a run as a page: an index over its folder, an HTTP API on the loopback, and an export as one HTML file.
+"""Shows runs as a web page: an index of each run folder, an HTTP API on the loopback, and an export to one HTML file.
 
-The package needs the extra `viewer`; pyarrow and starlette are imported where they are used.
+The package needs the extra `viewer`.
 """

@@ -1,4 +1,4 @@
-"""Serves the page and its API: to loopback names only, with every reading on a thread."""
+"""Serves the page and its API, only under loopback host names. All reading happens on threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NO_FILTERS = ("offset", "limit", "sort")
 
 
 class ViewerApp:
-    """An ASGI application over some runs."""
+    """An ASGI application that shows the given runs."""
 
     def __init__(self, runs: Sequence[RunView], assets: Mapping[str, Asset]) -> None:
         self._runs, self._assets = runs, assets
@@ -51,18 +51,18 @@ class ViewerApp:
         if _LOOPBACK.fullmatch(host):
             answer = await self._answered(request)
         else:
-            answer = _error(403, f"Host: {host[:100]!r} is no name of this machine's loopback")
+            answer = _error(403, f"Host: {host[:100]!r} is not a loopback name of this machine")
         answer.headers.update(_HEADERS)
         await answer(scope, receive, send)
 
     def close(self) -> None:
-        """End its threads."""
+        """End the application's threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answered(self, request: Request) -> Response:
         try:
             if request.method not in ("GET", "HEAD"):
-                return _error(405, f"there is no {request.method[:20]} here, only GET")
+                return _error(405, f"method {request.method[:20]} is not supported, only GET")
             return await self._found(request)
         except LookupError as error:
             return _error(404, str(error.args[0] if error.args else error))
@@ -70,12 +70,12 @@ class ViewerApp:
             return _error(400, str(error))
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # one answer fails, the page stays
+        except Exception as error:  # a failed answer must not end the page
             logger.exception("%s failed", request.url.path)
             return _error(500, error_text(error))
 
     async def _found(self, request: Request) -> Response:
-        """The answer of whatever the path names; a name in it may hold slashes, as %2F."""
+        """The answer for the resource that the path names. A name in the path may contain slashes, encoded as %2F."""
         path = request.scope["raw_path"].decode("ascii").removeprefix("/")
         match [unquote(part) for part in path.split("/")]:
             case ["api", "runs"]:
@@ -99,11 +99,11 @@ class ViewerApp:
     def _run(self, text: str) -> RunView:
         number = int(text[:9])
         if number >= len(self._runs):
-            raise LookupError(f"there is no run {number}; there are 0 to {len(self._runs) - 1}")
+            raise LookupError(f"there is no run {number}; the runs are 0 to {len(self._runs) - 1}")
         return self._runs[number]
 
     async def _answer(self, read: Callable[[], Any]) -> Response:
-        """What `read` gives, as JSON; both are made on a thread."""
+        """The result of `read` as JSON. Both are made on a thread, so that the event loop is not blocked."""
         data = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: to_json(read()))
         return Response(data, media_type=_JSON)
 
@@ -144,5 +144,5 @@ _READERS: Mapping[tuple[str, ...], Callable[[RunView, str, Request], Any]] = {
     ("trajectories", "*", "text"): lambda run, name, request: run.text(name, request.query_params.get("path", "")),
     ("groups", "*"): lambda run, name, request: run.group(name),
 }
-"""What answers a request about a run, by its path behind the run's number; `*` is the trajectory or the group that it
-names. Called on a thread."""
+"""The function that answers a request about a run, by the path after the run's number. `*` is the name of a trajectory
+or group. The functions are called on a thread."""

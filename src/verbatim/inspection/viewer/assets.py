@@ -1,4 +1,4 @@
-"""Holds the page: the built files of the folder `assets`, which the wheel brings along."""
+"""Loads the page: the built files in the folder `assets`, which are part of the wheel."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Asset:
 
 
 def load_assets(folder: Path = FOLDER) -> dict[str, Asset]:
-    """The files by their path in the folder; only these can be asked for.
+    """Load the files, by their path in the folder. No other files are served.
 
     Raises:
-        UsageError: the page is not there.
+        UsageError: the page is missing.
     """
     found = {
         path.relative_to(folder).as_posix(): Asset(path.read_bytes(), _TYPES[path.suffix])
@@ -42,7 +42,7 @@ def load_assets(folder: Path = FOLDER) -> dict[str, Asset]:
     }
     if INDEX not in found:
         raise UsageError(
-            f"the page is missing: there is no {folder / INDEX}. Build it, as viewer/README.md says, or "
+            f"the page is missing: there is no {folder / INDEX}. Build it as described in viewer/README.md, or "
             "install the wheel"
         )
     return found

@@ -1,4 +1,4 @@
-"""Says why turns of one trajectory break the extension property, in the doctor's words."""
+"""Explains with the doctor why turns of a trajectory break the extension property."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.viewer.tokenizer import RunTokenizer
 
 _LONGEST = 300_000
-"""Tokens of breaking prompts up to which they are compared here: more would keep a reader waiting."""
+"""Maximum number of tokens in breaking prompts that are compared for the page: more would take too long."""
 
 
 class BreakReader:
     """Explains the breaks of a run's trajectories.
 
     Args:
-        tokenizer: The run's; without it most causes cannot be told.
+        tokenizer: The run's tokenizer; without it, most causes cannot be determined.
     """
 
     def __init__(self, tokenizer: RunTokenizer | None) -> None:
@@ -30,19 +30,19 @@ class BreakReader:
         self._lines: Any = None
 
     def explain(self, trajectory: Trajectory) -> dict[int, dict[str, Any]]:
-        """For each turn that breaks: `{"reason": class, "words": [line, ...]}`."""
+        """Return `{"reason": class, "words": [line, ...]}` for each turn that breaks, by its index."""
         turns = trajectory.turns
         breaking = breaks(turns)
         if not breaking:
             return {}
         tokens = sum(turns[place].num_prompt_tokens for place in breaking)
         if tokens > _LONGEST:
-            words = f"{tokens:,} tokens of prompts break here, too many to compare in a page; type verbatim doctor RUN"
+            words = f"the breaking prompts have {tokens:,} tokens, too many to compare here; type verbatim doctor RUN"
             return {place: {"reason": "not_compared", "words": [words]} for place in breaking}
         logged = LoggedTrajectory(trajectory=trajectory, line=0)
         try:
             found = Doctor(self._text, self._template_line).examine(logged)
-        except UsageError:  # ids that the tokenizer does not have
+        except UsageError:  # ids that are not in the tokenizer's vocabulary
             found = Doctor().examine(logged)
         return {
             diagnosis.turn: {"reason": diagnosis.kind.value, "words": _words(diagnosis)}
@@ -51,7 +51,7 @@ class BreakReader:
         }
 
     def warm_up(self) -> None:
-        """Load what reads chat templates, which takes about a second, before it is asked for."""
+        """Load the chat template code in advance, because loading takes about a second."""
         self._template_line(BreakClass.THINKING_STRIPPED)
 
     def _template_line(self, kind: BreakClass) -> TemplateLine | None:

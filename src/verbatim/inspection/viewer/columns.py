@@ -1,7 +1,7 @@
-"""Defines the index's columns, and reads them from outcome files.
+"""Defines the columns of the index and reads them from outcome files.
 
-A row of the index says what the table of trajectories shows, and where its record is: in the file of which step, and
-there at which row.
+A row of the index holds what the table of trajectories shows, and the location of its record: the file of a step, and a
+row in that file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from verbatim.logs.outcomes.schema import SCHEMA
 
 TRAIN, EVAL = "train", "eval"
 _LONGEST_NAMES = 300
-"""Characters of an environment's and a group's name in an address."""
+"""Maximum total length of an environment's and a group's name in an address, in characters."""
 LONGEST_ERROR = 300
-"""Characters of an error that the index keeps."""
+"""Maximum length of an error in the index, in characters."""
 
 OUTCOMES, EVALUATED_OUTCOMES = 0, 1
-"""Where a record is: in a outcome file of `trajectories/`, or of `evaluations/`."""
+"""The source of a record: an outcome file of `trajectories/`, or of `evaluations/`."""
 FOLDERS = {OUTCOMES: "trajectories", EVALUATED_OUTCOMES: "evaluations"}
-"""The folders of outcome files."""
+"""The folder of the outcome files of each source."""
 KINDS = {OUTCOMES: TRAIN, EVALUATED_OUTCOMES: EVAL}
 _KEY = re.compile(r"~(v?)(\d{1,9})\.(\d{1,18})", re.ASCII)
 
@@ -45,17 +45,17 @@ COLUMNS = pa.schema([
     ("num_turns", pa.int32()), ("num_sampled_tokens", pa.int64()), ("num_trained_tokens", pa.int64()),
     ("num_breaks", pa.int32()),
 ])  # fmt: skip
-"""`place` is the row in the file of step `file`."""
+"""The columns of the index. `file` is the step whose file holds the record, and `place` is its row there."""
 
 _PLACES = ("source", "file", "place", "kind")
 _STORED = [name for name in COLUMNS.names if name not in _PLACES]
 SHOWN = [name for name in COLUMNS.names if name not in ("source", "file", "place")]
-"""The columns that a row of the API has under the same names."""
+"""The columns that rows of the API also have, under the same names."""
 
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """Where a record is."""
+    """The location of a record."""
 
     source: int
     file: int
@@ -63,7 +63,7 @@ class RecordLocation:
 
     @property
     def key(self) -> str:
-        """As the API names it.
+        """The name of the location in the API.
 
         >>> RecordLocation(OUTCOMES, 12, 5).key, RecordLocation(EVALUATED_OUTCOMES, 20, 5).key
         ('~12.5', '~v20.5')
@@ -80,8 +80,11 @@ class RecordLocation:
 
 
 def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: str) -> str:
-    """Names a group: ids of evaluated groups repeat with each evaluation, and with each environment. Where the names
-    are too long for an address, the key of the row stands for its group."""
+    """The name of a group in the API.
+
+    Ids of evaluated groups repeat in each evaluation and environment, so the name includes both. If the names are too
+    long for an address, the row's key names its group.
+    """
     if len(env or "") + len(group_id or "") > _LONGEST_NAMES:
         return key
     parts = [kind, env or "", step if kind == EVAL else 0, group_id or ""]
@@ -89,7 +92,7 @@ def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: 
 
 
 def group_of(key: str) -> tuple[str, str, int, str] | None:
-    """The inverse of `group_key`: kind, environment, step (0 in training) and id; None for any other text."""
+    """The inverse of `group_key`: kind, environment, step (0 for training) and id; None for any other text."""
     if not key.startswith("~"):
         return None
     try:
@@ -103,10 +106,10 @@ def group_of(key: str) -> tuple[str, str, int, str] | None:
 
 
 def read_columns(path: Path, step: int, source: int = OUTCOMES) -> pa.Table:
-    """The index's rows of a outcome file.
+    """Read the index rows of an outcome file.
 
     Raises:
-        UsageError: it is damaged, or no file of ours.
+        UsageError: the file is damaged, or is not an outcome file.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -132,16 +135,16 @@ def read_columns(path: Path, step: int, source: int = OUTCOMES) -> pa.Table:
         }
         return pa.Table.from_arrays([columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)
     except (pa.ArrowException, AttributeError, IndexError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"{path.name} has other columns than trajectories of ours: {cut(str(error), 200)}") from error
+        raise UsageError(f"{path.name} does not have the columns of trajectories: {cut(str(error), 200)}") from error
 
 
 def _with_plain_flags(group: pa.Table) -> pa.Table:
-    """A row group whose flags are lists of texts: pyarrow joins no lists of dictionaries of several groups."""
+    """A row group with flags as lists of strings, because pyarrow cannot concatenate lists of dictionaries."""
     flags = group.column("flags").combine_chunks()
     plain = pa.ListArray.from_arrays(flags.offsets, pc.cast(flags.values, pa.string()))
     return group.set_column(group.schema.get_field_index("flags"), "flags", plain)
 
 
 def _text(value: Any) -> str:
-    """Without lone surrogates, which Arrow does not store."""
+    """The text with lone surrogates escaped, because Arrow cannot store them."""
     return str(value).encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Makes the answer about one trajectory: its turns, and tokens in parts that a page can hold."""
+"""Builds the answer about one trajectory: its turns, with tokens in parts that a page can hold."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from verbatim.core.trajectory_json import plain
 from verbatim.logs.outcomes.table import StoredOutcome
 
 MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
-"""Tokens of one turn, and of all turns, in one answer."""
+"""Maximum number of tokens of one turn, and of all turns, in one answer."""
 LONGEST_TEXT = 200_000
-"""Characters of a text in an answer."""
+"""Maximum length of a text in an answer, in characters."""
 _PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "policy_versions", "kept_counts")
-"""Values of each completion id."""
+"""The columns with one value per completion id."""
 _LARGEST_INTEGER = 2**53
 _PLAIN = ("stop_reason", "temperature", "parse_status", "tool_calls", "state_key", "timing")
 Arrays = Mapping[str, NDArray[Any] | None]
-"""The tokens of a turn, by column."""
+"""The token data of a turn, by column."""
 Part = dict[str, Any]
 
 
 def turn_answers(found: StoredOutcome, breaks: Mapping[int, Mapping[str, Any]]) -> list[Part]:
-    """Every turn, with the first tokens of each."""
+    """Return all turns, each with its first tokens."""
     left, answers = MOST_OF_ALL, []
     prompts = prompt_lengths(found)
     contexts = [
@@ -64,7 +64,7 @@ def turn_answers(found: StoredOutcome, breaks: Mapping[int, Mapping[str, Any]]) 
 
 
 def prompt_lengths(found: StoredOutcome) -> list[int]:
-    """Tokens of the whole prompt of each turn."""
+    """Return the length of each turn's whole prompt in tokens."""
     return [
         turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
         for turn, arrays in zip(found.record["turns"], found.turns, strict=True)
@@ -72,10 +72,10 @@ def prompt_lengths(found: StoredOutcome) -> list[int]:
 
 
 def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
-    """A part of a turn's tokens: what is new in its prompt, then its completion, from `offset` on.
+    """Return up to `most` of a turn's tokens from `offset` on: the new tokens of its prompt, then its completion.
 
-    Example: a turn of 3 new prompt ids and a completion of 4; `offset = 2, most = 3` gives the last prompt id and the
-    first two of the completion, and `tokens_omitted` 2.
+    Example: for a turn with 3 new prompt ids and a completion of 4, `offset = 2, most = 3` gives the last prompt id,
+    the first two ids of the completion, and `tokens_omitted` 2.
     """
     prompt, completion = _array(arrays, "prompt_new_ids"), _array(arrays, "completion_ids")
     end = min(len(prompt) + len(completion), offset + max(0, most))
@@ -93,10 +93,10 @@ def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
 
 
 def one_part(found: StoredOutcome, turn: int, offset: int) -> Part:
-    """More tokens of one turn.
+    """Return more tokens of one turn.
 
     Raises:
-        UsageError: no such turn, or no such offset.
+        UsageError: there is no such turn or offset.
     """
     if not 0 <= turn < len(found.turns):
         raise UsageError(f"turn = {turn}; the trajectory has turns 0 to {len(found.turns) - 1}")
@@ -108,13 +108,13 @@ def one_part(found: StoredOutcome, turn: int, offset: int) -> Part:
 
 
 def ids_of(parts: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The ids in these answers."""
+    """The distinct ids in these parts."""
     lists = [part[name] for part in parts for name in ("prompt_new_ids", "completion_ids")]
     return set(np.unique(np.concatenate(lists)).tolist()) if lists else set()
 
 
 def cut_texts(value: Any, path: str, cuts: list[Part]) -> Any:
-    """The value with long texts cut; `cuts` gets a path, the whole length and what is shown of each."""
+    """Return the value with long texts cut. `cuts` gets the path, full length and shown length of each cut."""
     if isinstance(value, str):
         if len(value) <= LONGEST_TEXT:
             return value
@@ -131,10 +131,10 @@ def cut_texts(value: Any, path: str, cuts: list[Part]) -> Any:
 
 
 def text_at(record: Mapping[str, Any], path: str) -> str:
-    """The whole text at a path such as `messages/3/content`, in which `~1` stands for `/` and `~0` for `~` (RFC 6901).
+    """Return the whole text at a path such as `messages/3/content`, where `~1` means `/` and `~0` means `~` (RFC 6901).
 
     Raises:
-        UsageError: there is no text.
+        UsageError: there is no text at the path.
     """
     value: Any = record
     for part in path.split("/"):
@@ -144,9 +144,9 @@ def text_at(record: Mapping[str, Any], path: str) -> str:
         elif isinstance(value, Mapping) and name in value:
             value = value[name]
         else:
-            raise UsageError(f"path = {path!r}: there is nothing")
+            raise UsageError(f"path = {path!r}: there is nothing at this path")
     if not isinstance(value, str):
-        raise UsageError(f"path = {path!r}: a {type(value).__name__}; expected a text")
+        raise UsageError(f"path = {path!r}: a {type(value).__name__}; expected a string")
     return value
 
 

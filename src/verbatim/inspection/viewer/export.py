@@ -1,7 +1,7 @@
-"""Writes runs as one HTML file that opens from disk: the page, and the API's answers as compressed JSON.
+"""Writes runs to one HTML file that opens from disk: the page, and the API's answers as compressed JSON.
 
-Each answer is a block `<script type="application/json" data-url="..." data-encoding="gzip-base64">`. Base64 has no
-character that ends a script, so nothing in the data can.
+Each answer is an element `<script type="application/json" data-url="..." data-encoding="gzip-base64">`. Base64 contains
+no `<`, so no data can end the element.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _END = re.compile(r"</(?=script)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Written:
-    """What an export holds."""
+    """A summary of an export."""
 
     trajectories: int
     of_total: int
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
 
 
 def export(
@@ -53,24 +53,24 @@ def export(
     sort: str = "",
     most: int,
 ) -> Written:
-    """Write the file.
+    """Write the export.
 
     Args:
-        runs: Read here; no thread follows them.
+        runs: The runs, which are read here; no thread follows them.
         assets: The page: one document with one script and one stylesheet.
-        path: A new file.
-        filters: As the API takes them.
-        sort: Which trajectories first, as the API takes it.
-        most: Trajectories of each run.
+        path: The file to create.
+        filters: Filters in the form of the API.
+        sort: The order of trajectories in the form of the API.
+        most: Maximum number of trajectories per run.
 
     Raises:
-        UsageError: the file is there already, a filter cannot be read, or the filters match no trajectory.
-        OSError: it cannot be written.
+        UsageError: the file already exists, a filter is invalid, or the filters match no trajectory.
+        OSError: the file cannot be written.
     """
     if path.exists():
-        raise UsageError(f"--export {path} is there already; name a new file")
+        raise UsageError(f"--export {path} already exists; name a new file")
     if not path.parent.is_dir():
-        raise UsageError(f"--export {path}: there is no folder {path.parent}; name a file in one that is there")
+        raise UsageError(f"--export {path}: there is no folder {path.parent}; name a file in an existing folder")
     asked = Filters.of(filters)
     begin, end = _page(assets)
     count = 0
@@ -95,7 +95,7 @@ def export(
 
 
 def _answers(run: RunView, filters: Filters, sort: str, most: int) -> Iterator[tuple[str, Any]]:
-    """Each answer with what stands behind the run in its address."""
+    """Yield each answer with the part of its address after the run's number."""
     yield "/metrics", run.metrics(None)
     yield "/config", run.config()
     yield "/summary", run.summary()
@@ -103,7 +103,7 @@ def _answers(run: RunView, filters: Filters, sort: str, most: int) -> Iterator[t
     rows: list[dict[str, Any]] = []
     while len(rows) < most:
         found = run.rows(filters, sort=sort, offset=len(rows), limit=min(MOST_ROWS, most - len(rows)))
-        if found["pending"]:  # messages are being searched
+        if found["pending"]:  # the search through messages is still running
             time.sleep(_PATIENCE)
             continue
         rows += found["rows"]
@@ -130,16 +130,18 @@ def _write(file: BinaryIO, url: str, answer: Any) -> None:
 
 
 def _page(assets: Mapping[str, Asset]) -> tuple[bytes, bytes]:
-    """The document before and behind the data, with script and style inside and a policy that allows only these."""
+    """The document before and after the data, with script and style inlined and a policy that allows only these."""
     page = assets[INDEX].data.decode()
     scripts, styles = _SCRIPT.findall(page), _STYLE.findall(page)
     if len(scripts) > 1 or len(styles) > 1:
-        raise UsageError(f"the page has {len(scripts)} scripts and {len(styles)} stylesheets; an export takes one each")
+        raise UsageError(
+            f"the page has {len(scripts)} scripts and {len(styles)} stylesheets; expected at most one of each"
+        )
     policy = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
     style = script = ""
     if styles:
         style = _text(assets, _HREF.findall(styles[0])[0])
-        assert "</style" not in style.lower(), "a stylesheet cannot hold the end of its element"
+        assert "</style" not in style.lower(), "a stylesheet cannot contain the end tag of its element"
         policy.append(f"style-src {_hash(style)}")
     if scripts:
         script = _END.sub(r"<\\/", _text(assets, scripts[0]))
@@ -157,7 +159,7 @@ def _page(assets: Mapping[str, Asset]) -> tuple[bytes, bytes]:
 
 def _text(assets: Mapping[str, Asset], name: str) -> str:
     if name not in assets:
-        raise UsageError(f"the page asks for {name}, which is not among its files")
+        raise UsageError(f"the page refers to {name}, which is not among its files")
     return assets[name].data.decode()
 
 

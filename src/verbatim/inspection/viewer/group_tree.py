@@ -1,4 +1,4 @@
-"""Draws the trajectories of a group as a prefix tree: what they share stands once."""
+"""Builds a prefix tree of the trajectories of a group, in which shared tokens occur once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verbatim.core.trajectories.outcome import TRAINED
 from verbatim.core.types import Trajectory
 
 _SHOWN = 64
-"""Ids at the beginning of a node whose text is shown."""
+"""Number of ids at the start of a node whose text is shown."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A sequence that no other one of its trajectory begins with."""
+    """A sequence that is not a prefix of another sequence of its trajectory."""
 
     ids: Int32
     trained: NDArray[np.bool_]
@@ -30,13 +30,13 @@ class _Leaf:
 def group_tree(
     group: Sequence[tuple[Trajectory, Sequence[str]]], text: Callable[[Sequence[int]], str | None]
 ) -> list[dict[str, Any]]:
-    """The nodes, each after its parent.
+    """Return the nodes, each after its parent.
 
-    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: one of 2 tokens at position 0,
-    which both share, and at position 2 one of 1 token and one of 2.
+    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: one with the 2 shared tokens at position 0,
+    and at position 2 one with 1 token and one with 2.
 
     Args:
-        group: Each trajectory with the outcomes of its turns.
+        group: The trajectories, each with the outcomes of its turns.
         text: Decodes the first ids of a node.
     """
     leaves = [
@@ -83,13 +83,13 @@ def _add_nodes(
     start: int,
     parent: int | None,
 ) -> None:
-    """The nodes of the leaves `first` to `last`, which are equal up to `start`, in the order of the leaves."""
+    """Add the nodes of the leaves `first` to `last`, which are equal up to `start`, in the order of the leaves."""
     waiting = [(first, last, start, parent)]
     while waiting:
         first, last, start, parent = waiting.pop()
         if first == last:
             continue
-        # Leaves that go on with the same token share more than `start` with their neighbour.
+        # The leaves are sorted, so neighbours that share more than `start` tokens continue with the same token.
         ends = [place + 1 for place in range(first, last - 1) if shared[place] <= start]
         parts = list(zip([first, *ends], [*ends, last], strict=True))
         if len(parts) > 1:
@@ -112,7 +112,7 @@ def _add_nodes(
                     "trained": int(trained.sum()),
                 }
             )
-        # A leaf that ends here adds nothing more.
+        # Leaves that end with this node add no further nodes. They come first in the sort order.
         rest = first
         while rest < last and len(leaves[rest].ids) == end:
             rest += 1

@@ -1,7 +1,8 @@
-"""Indexes the trajectories of a run folder, and follows it while the run goes on.
+"""Indexes the trajectories of a run folder and follows the folder while the run continues.
 
-The figures of all trajectories lie in one Arrow table in memory (about 200 bytes for each); tokens and texts stay on
-disk. The files of the newest steps are read first, so that a page has something to show while a long run is indexed.
+The figures of all trajectories are in one Arrow table in memory, about 200 bytes per trajectory; tokens and texts stay
+on disk. The files of the newest steps are read first, so that the page has something to show while a long run is
+indexed.
 """
 
 from __future__ import annotations
@@ -21,52 +22,52 @@ from verbatim.inspection.viewer.columns import COLUMNS, FOLDERS, read_columns
 from verbatim.logs.outcomes.files import files_in
 
 _PUBLISH_SECONDS = 0.25
-"""How often the rows read so far are shown while a folder is indexed."""
+"""Seconds between updates of the snapshot while a folder is being indexed."""
 _PROBLEMS = 50
-"""Most problems that are listed."""
+"""Maximum number of problems to list."""
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What is known of a folder at one time."""
+    """The state of the index at one time."""
 
     table: pa.Table
-    """One row for each trajectory; columns as in `COLUMNS`, in no order."""
+    """One row per trajectory, in no particular order, with the columns `COLUMNS`."""
     version: int = 0
-    """Grows with each change."""
+    """Increases with each change."""
     generation: int = 0
-    """Grows where what was there is no longer: a run was resumed from an earlier step."""
+    """Increases when indexed rows became invalid, because a run was resumed from an earlier step."""
     indexed: float = 0.0
-    """The share of the folder's bytes that were read: 1 when nothing is left."""
+    """Share of the folder's bytes that have been read; 1 when the index is complete."""
     problems: tuple[str, ...] = ()
-    """Files that cannot be read, a sentence each."""
+    """A sentence for each file that cannot be read."""
 
 
 _Mark = tuple[int, int, int]
 _File = tuple[int, int]
-"""Source and step of a outcome file."""
+"""Source and step of an outcome file."""
 
 
 @dataclass(eq=False)
 class RunIndex:
-    """The index of one run folder. `refresh` is called by one thread; `snapshot` may be read by any."""
+    """The index of one run folder. Only one thread may call `refresh`; any thread may read `snapshot`."""
 
     folder: Path
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(COLUMNS.empty_table()))
     _files: dict[_File, _Mark] = field(default_factory=dict)
-    """The outcome files in the table."""
+    """The outcome files in the table, with the modification time, size and inode at which they were read."""
     _bad: dict[_File, tuple[_Mark, str]] = field(default_factory=dict)
-    """Those that cannot be read, and why."""
+    """The outcome files that cannot be read, with the reason."""
     _new: list[pa.Table] = field(default_factory=list)
     _gone: list[_File] = field(default_factory=list)
-    """Those whose rows are no longer there."""
+    """The files whose rows must be removed from the table."""
     _rewritten: bool = False
     _read: int = 0
     _left: int = 0
     _published: float = 0.0
 
     def refresh(self, stop: threading.Event | None = None) -> None:
-        """Take in what is new, and let go of what is gone. Rows read so far are published while it goes on."""
+        """Read new files and remove the rows of files that are gone. Publishes the rows read so far in between."""
         self._rewritten, self._read = False, 0
         self._published = time.monotonic()
         new = self._new_files()
@@ -86,17 +87,17 @@ class RunIndex:
         self._publish()
 
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
-        """Outcome files that are not in the table as they are now, the newest first."""
+        """The outcome files that are new or have changed since they were read, the newest first."""
         found: dict[_File, tuple[Path, _Mark]] = {}
         linked: dict[_File, tuple[_Mark, str]] = {}
         oldest: dict[int, int] = {}
         for source, name in FOLDERS.items():
             for step, path in files_in(self.folder / name).items():
-                if not is_inside(self.folder, path):  # it may lead anywhere
+                if not is_inside(self.folder, path):  # a link may lead out of the run folder
                     why = f"{name}/{path.name} is reached by a link, which is not followed"
                     linked[source, step] = ((0, 0, 0), why)
                     continue
-                with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed by retention or a resume since it was listed
                     stat = path.stat()
                     found[source, step] = (path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
                     oldest.setdefault(source, step)

@@ -1,4 +1,4 @@
-"""Follows a file of JSON lines that another process appends to, and that a resumed run may cut back."""
+"""Follows a file of JSON lines to which another process appends, and which a resumed run may truncate."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from verbatim.core.disk import open_regular
 
 _COMPARED = 2**16
-"""Bytes of the last line that are compared: a file that was cut back and grew again differs there."""
+"""Maximum number of bytes of the last line to compare: a file that was truncated and grew again differs there."""
 
 
 class FollowedLines:
-    """The lines of a file from where they were last read.
+    """Reads the lines that were added to a file since it was last read.
 
-    Example: of `{"a": 1}\\n{"b"` the first line is given; `{"b"` is when its end has been written.
+    Example: of `{"a": 1}\\n{"b"`, only the first line is returned; the second follows once its end has been written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end = 0
-        """Bytes that were read: whole lines."""
+        """Number of bytes read so far; the end of a line."""
         self._inode, self._last, self._start = -1, b"", 0
 
     def was_rewritten(self) -> bool:
-        """Whether what was read is no longer what the file holds: then `restart`."""
+        """True if the file no longer contains the lines that were read. Then call `restart`."""
         if not self.end:
             return False
         try:
@@ -44,10 +44,10 @@ class FollowedLines:
         self.end, self._inode, self._last, self._start = 0, -1, b"", 0
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Place in bytes and line of each whole line behind those that were read.
+        """Yield (offset in bytes, line) for each complete line after those already read.
 
         Raises:
-            OSError: the file cannot be read; a file that is not there has no lines.
+            OSError: the file cannot be read. A missing file counts as empty.
         """
         try:
             file = open_regular(self.path)

@@ -1,4 +1,4 @@
-"""Searches the messages of a run's trajectories for a text, file by file, on a thread."""
+"""Searches the messages of a run's trajectories for a text, one file at a time, on a thread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from verbatim.inspection.viewer.columns import FOLDERS
 from verbatim.inspection.viewer.index import Snapshot
 
 _KEPT = 4
-"""Searches whose results are kept; an older one is given up."""
+"""Maximum number of searches to keep; older ones are cancelled."""
 Hits = set[tuple[int, int, int]]
-"""Source, file and place of the trajectories that were found."""
+"""(source, file, place) of the trajectories that were found."""
 
 
 @dataclass(eq=False)
@@ -29,14 +29,14 @@ class _Search:
     text: str
     hits: Hits = field(default_factory=set)
     done: set[tuple[int, int]] = field(default_factory=set)
-    """The files that were searched, by source and step."""
+    """The searched files, as (source, step)."""
     version: int = -1
-    """The snapshot that was searched to its end."""
+    """The version of the last snapshot that was searched completely."""
     given_up: bool = False
 
 
 class MessageSearch:
-    """The searches of one run. Each goes on by itself once it was asked for; `found` says what it has so far."""
+    """The searches of one run. A search runs in the background; `found` starts it and returns its results so far."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,7 +48,7 @@ class MessageSearch:
         self._closed = False
 
     def found(self, snapshot: Snapshot, text: str) -> tuple[NDArray[np.bool_], bool]:
-        """Which rows of a snapshot have the text in their messages, and whether the search goes on."""
+        """Return a mask of the rows whose messages contain the text, and whether the search is still running."""
         with self._wanted:
             if snapshot.generation != self._generation:
                 self._give_up_all()
@@ -96,12 +96,12 @@ class MessageSearch:
                 search.version = snapshot.version
 
     def _next(self) -> _Search | None:
-        """The search that was asked for last among those that are not over."""
+        """The unfinished search that was requested last."""
         version = -1 if self._snapshot is None else self._snapshot.version
         return next((s for s in reversed(self._searches.values()) if s.version != version), None)
 
     def _scan(self, search: _Search, snapshot: Snapshot) -> Iterator[tuple[tuple[int, int], Hits]]:
-        """Source and file, and what was found there, of what was not searched yet; newest files first."""
+        """Yield ((source, step), hits) for each file that has not been searched yet, the newest first."""
         needle = json.dumps(search.text)[1:-1]
         sources, files = (np.asarray(snapshot.table.column(name)) for name in ("source", "file"))
         for source, name in FOLDERS.items():
@@ -120,7 +120,7 @@ def _rows_of(table: pa.Table, hits: list[tuple[int, int, int]]) -> NDArray[np.bo
 
 
 def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
-    """Rows whose messages, as JSON, have the needle; none of a file that cannot be read: the index says so."""
+    """The rows whose messages, as JSON, contain the needle. Unreadable files are skipped; the index reports them."""
     found: list[int] = []
     try:
         with pq.ParquetFile(path) as file:

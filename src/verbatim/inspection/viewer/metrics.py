@@ -1,4 +1,4 @@
-"""Follows the metrics and the alarms of a run, as columns."""
+"""Follows the metrics and alarms of a run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from verbatim.inspection.viewer.lines import FollowedLines
 from verbatim.logs.monitors.metric_table import descriptions
 
 _MOST_COLUMNS = 5_000
-"""Names of metrics that are kept."""
+"""Maximum number of metrics to keep."""
 
 
 class MetricsFollower:
-    """The columns of `metrics.jsonl`, its evaluations, and `alarms.jsonl`. Used by one thread at a time."""
+    """The step metrics of `metrics.jsonl` as columns, its evaluations, and the alarms of `alarms.jsonl`.
+
+    Not thread-safe.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._lines = FollowedLines(folder / "metrics.jsonl")
         self._alarm_lines = FollowedLines(folder / "alarms.jsonl")
         self.generation = 0
-        """Grows where the history was rewritten."""
+        """Increases when the files were rewritten, which happens if a run resumes from an earlier step."""
         self._clear()
         self._looked_up: set[str] = set()
         self._named: dict[str, dict[str, str]] = {}
@@ -34,7 +37,7 @@ class MetricsFollower:
     def _clear(self) -> None:
         self.steps: list[int] = []
         self.times: list[float | None] = []
-        """When each step was logged, in seconds since 1970."""
+        """The time at which each step was logged, in seconds since 1970."""
         self._columns: dict[str, array[float]] = {}
         self.evals: list[dict[str, Any]] = []
         self.alarms: list[dict[str, Any]] = []
@@ -42,11 +45,11 @@ class MetricsFollower:
 
     @property
     def last_step(self) -> int:
-        """The newest step; 0 before the first."""
+        """The last logged step; 0 before the first."""
         return self.steps[-1] if self.steps else 0
 
     def refresh(self) -> None:
-        """Take in the lines that are new."""
+        """Read the new lines."""
         logs = ((self._lines, self._take), (self._alarm_lines, self._take_alarm))
         if any(lines.was_rewritten() for lines, _ in logs):
             for lines, _ in logs:
@@ -61,7 +64,7 @@ class MetricsFollower:
                 self._complain(f"{lines.path.name} cannot be read: {error.strerror or error}")
 
     def answer(self, after: int | None = None) -> dict[str, Any]:
-        """The API's answer: the steps behind `after`, or all; evaluations and alarms are always whole."""
+        """Return the API's answer: the steps after `after`, or all steps; always all evaluations and alarms."""
         first = 0
         if after is not None:
             first = next((place for place, step in enumerate(self.steps) if step > after), len(self.steps))
@@ -75,7 +78,7 @@ class MetricsFollower:
         }
 
     def _names(self) -> dict[str, dict[str, str]]:
-        """Unit and meaning of each metric that the run has, as far as they are known."""
+        """The unit and meaning of each of the run's metrics, if known."""
         evals = (name for each in self.evals for name in each["metrics"])
         new = [name for name in dict.fromkeys([*self._columns, *evals]) if name not in self._looked_up]
         self._looked_up.update(new)
@@ -88,7 +91,7 @@ class MetricsFollower:
             return
         metrics = record.get("metrics")
         if not isinstance(metrics, dict) or type(record.get("step")) is not int:
-            self._complain(f"metrics.jsonl, byte {place:,}: no metrics")
+            self._complain(f"metrics.jsonl, byte {place:,}: not a record of metrics")
             return
         if record.get("kind") == "eval":
             found = {name: _number(value) for name, value in metrics.items()}
@@ -119,16 +122,16 @@ class MetricsFollower:
         if isinstance(alarm.get("name"), str) and isinstance(alarm.get("step"), int):
             self.alarms.append({k: cut(value) if isinstance(value, str) else value for k, value in alarm.items()})
         else:
-            self._complain(f"alarms.jsonl, byte {place:,}: no alarm")
+            self._complain(f"alarms.jsonl, byte {place:,}: not an alarm")
 
     def _content(self, name: str, place: int, line: bytes) -> dict[str, Any] | None:
-        """The record of a line; None, and a problem, where it is none of ours."""
+        """The record of a line. If it is not one of Verbatim's, add a problem and return None."""
         try:
             return content_of(name, json.loads(line), f"{name}, byte {place:,},")
         except FormatError as error:
             self._complain(str(error))
         except (ValueError, RecursionError):
-            self._complain(f"{name}, byte {place:,}: no JSON")
+            self._complain(f"{name}, byte {place:,}: not JSON")
         return None
 
     def _complain(self, problem: str) -> None:
@@ -137,7 +140,7 @@ class MetricsFollower:
 
 
 def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
-    """95% intervals of an evaluation over its examples, as it logged them."""
+    """The logged 95% intervals of an evaluation over its examples."""
     found: dict[str, list[float]] = {}
     for name, stem in (("success", "success"), ("reward/mean", "reward")):
         low, high = (_number(metrics.get(f"{stem}/{end}")) for end in ("low", "high"))
@@ -147,7 +150,7 @@ def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """The value as a float if it is a finite number; else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Filters and sorts the rows of an index by what a page asks for."""
+"""Filters and sorts the rows of an index as the page requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from verbatim.core.trajectory_json import plain
 from verbatim.inspection.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, RecordLocation, group_key, group_of
 
 NONE = "(none)"
-"""Stands for a missing value in facets and filters."""
+"""Represents a missing value in facets and filters."""
 NAMED = ("kind", "env", "stop_reason", "reason", "flag")
-"""Filters by name; a row passes that has one of the names given."""
+"""The filters by name. A row passes such a filter if it has one of the given names."""
 _SEARCHED = ("trajectory_id", "example_id", "group_id", "error")
 _SORTED = [name for name in SHOWN if name != "flags"]
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -33,7 +33,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Which rows are wanted; all by default."""
+    """Selects rows; the default selects all."""
 
     kind: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
@@ -43,26 +43,26 @@ class Filters:
     step: Range | None = None
     reward: Range | None = None
     breaks: bool = False
-    """Only those with a break."""
+    """Select only rows with a break."""
     errors: bool = False
-    """Only those with an error."""
+    """Select only rows with an error."""
     group: str = ""
     """A group's key or id."""
     text: str = ""
-    """Occurs in an id, an example, an error or a message; the case of ASCII letters does not count."""
+    """A text that must occur in an id, an error or a message. The case of ASCII letters is ignored."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Sequence[str]]) -> Filters:
-        """From the values of each parameter; empty ones ask for nothing.
+        """Create filters from the values of each request parameter. Empty values are ignored.
 
         Raises:
-            UsageError: an unknown name, or a value that is none of its kind.
+            UsageError: a name is unknown, or a value is invalid.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         fields: dict[str, Any] = {}
         for name, values in asked.items():
             if name not in names:
-                raise UsageError(f"there is no filter {name!r}; there are {', '.join(sorted(names))}")
+                raise UsageError(f"there is no filter {name!r}; the filters are {', '.join(sorted(names))}")
             given = tuple(value for value in values if value)
             if not given:
                 continue
@@ -80,7 +80,7 @@ class Filters:
 
 
 def read_range(name: str, text: str) -> Range:
-    """The two ends, both included.
+    """Parse a range into its two ends, which are both inclusive.
 
     >>> read_range("reward", "-1--0.5"), read_range("step", "10-"), read_range("step", "7")
     ((-1.0, -0.5), (10.0, inf), (7.0, 7.0))
@@ -96,12 +96,12 @@ def read_range(name: str, text: str) -> Range:
 
 
 def matching(table: pa.Table, filters: Filters, in_messages: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Which rows pass: bool [rows].
+    """Return a mask of the rows that pass all filters: bool [rows].
 
     Args:
-        table: An index's.
-        filters: All of which have to be passed.
-        in_messages: Rows whose messages have `filters.text`, as far as that is known.
+        table: The table of an index.
+        filters: The filters.
+        in_messages: Mask of the rows known so far to have `filters.text` in their messages; None if none are known.
     """
     found = np.ones(table.num_rows, dtype=bool)
     for name in NAMED[:-1]:
@@ -155,7 +155,7 @@ def _of_group(table: pa.Table, group: str) -> NDArray[np.bool_]:
 
 
 def _at(table: pa.Table, place: RecordLocation) -> NDArray[np.bool_]:
-    """The row at a place: one, or none."""
+    """A mask of the row at a location, which is at most one."""
     found = np.ones(table.num_rows, dtype=bool)
     for column in ("source", "file", "place"):
         found &= np.asarray(table.column(column)) == getattr(place, column)
@@ -163,7 +163,7 @@ def _at(table: pa.Table, place: RecordLocation) -> NDArray[np.bool_]:
 
 
 def rows_of(table: pa.Table, name: str) -> Rows:
-    """The rows of a key, or of a trajectory's id, those of training before those of evaluations."""
+    """The rows with a key or trajectory id. Rows of training come before rows of evaluations."""
     if (place := RecordLocation.of(name)) is not None:
         return np.flatnonzero(_at(table, place))
     rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
@@ -182,21 +182,21 @@ def _has_text(table: pa.Table, text: str) -> NDArray[np.bool_]:
 
 
 def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
-    """The places of these rows, sorted; rows without a value last, and equal ones with the newest step first.
+    """Return the indices of the selected rows, sorted.
+
+    Rows without a value come last. Among equal values, the newest step comes first.
 
     Args:
-        table: An index's.
-        rows: Which of them, as `matching` says.
-        sort: The name of a column, with `-` before it for the largest first; empty for the newest step first.
+        table: The table of an index.
+        rows: Mask of the rows to sort, as returned by `matching`.
+        sort: The name of a column, preceded by `-` for the largest first; empty for the newest step first.
 
     Raises:
-        UsageError: no such column.
+        UsageError: there is no such column.
     """
     name = sort.removeprefix("-") or "step"
     if name not in _SORTED:
-        raise UsageError(
-            f"sort = {sort!r}; expected one of {', '.join(_SORTED)}, with - before it for the largest first"
-        )
+        raise UsageError(f"sort = {sort!r}; expected one of {', '.join(_SORTED)}, preceded by - for the largest first")
     places = np.flatnonzero(rows)
     wanted = table.select(list(dict.fromkeys([name, "step", "kind", "file", "place"]))).take(pa.array(places))
     newest_first = sort != "step"
@@ -213,7 +213,7 @@ def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
 
 
 def _ranks(column: Any, *, descending: bool) -> NDArray[np.float64]:
-    """Numbers in the order of the values, equal for equal ones; NaN, which is last, for what is missing."""
+    """Sort keys: numbers in the order of the values, equal for equal values; NaN, which sorts last, if missing."""
     if pa.types.is_dictionary(column.type):
         column = pc.cast(column, pa.string())
     if pa.types.is_string(column.type):
@@ -225,7 +225,7 @@ def _ranks(column: Any, *, descending: bool) -> NDArray[np.float64]:
 
 
 def facets(table: pa.Table) -> dict[str, Any]:
-    """The values of each filter with their counts, the most frequent first; of numbers the least and the largest."""
+    """The values of each filter with their counts, the most frequent first; for numbers, the minimum and maximum."""
     found: dict[str, Any] = {}
     for name in NAMED:
         column = table.column("flags" if name == "flag" else name)
@@ -247,7 +247,7 @@ def facets(table: pa.Table) -> dict[str, Any]:
 
 
 def shown(table: pa.Table, rows: Rows) -> list[dict[str, Any]]:
-    """These rows as the API gives them."""
+    """The given rows as the API returns them."""
     part = table.take(pa.array(rows))
     found: list[dict[str, Any]] = part.select([name for name in COLUMNS.names if name in SHOWN]).to_pylist()
     places = zip(*(part.column(name).to_pylist() for name in ("source", "file", "place")), strict=True)

@@ -1,4 +1,4 @@
-"""Reads one trajectory from a run folder, by its place."""
+"""Reads one trajectory from a run folder, given its location."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from verbatim.logs.outcomes.table import StoredOutcome, records_of
 
 
 def trajectory_of(found: StoredOutcome) -> Trajectory:
-    """A stored record as a trajectory.
+    """Convert a stored record to a trajectory.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the record is not a trajectory.
     """
     try:
         return trajectory_from_json(found.record)
     except (KeyError, TypeError, ValueError, AssertionError, IndexError) as error:
         raise UsageError(
-            f"the record is no trajectory of ours ({type(error).__name__}: {cut(str(error), 200)})"
+            f"the record is not a trajectory of Verbatim ({type(error).__name__}: {cut(str(error), 200)})"
         ) from error
 
 
 def read_record(folder: Path, place: RecordLocation) -> StoredOutcome:
-    """The trajectory at a place of a run folder.
+    """Read the trajectory at a location in a run folder.
 
     Raises:
-        UsageError: nothing is there any more, or it is damaged; says where.
+        UsageError: the trajectory no longer exists, or is damaged; names the location.
     """
     path = folder / FOLDERS[place.source] / f"step-{place.file:06d}.parquet"
     where = f"row {place.place} of {path.parent.name}/{path.name}"
     try:
         return _read_outcome(path, place.place)
     except FileNotFoundError:
-        raise UsageError(f"{where}: the file is no longer there") from None
+        raise UsageError(f"{where}: the file no longer exists") from None
     except (
         pa.ArrowException,
         OSError,

@@ -1,4 +1,4 @@
-"""Reads what a run folder says of the run as a whole: name, steps, and whether it goes on."""
+"""Reads the state of a run from its folder: name, steps, and whether it is running."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _PARTS = (CONFIG, "metrics.jsonl", "trajectories", "evaluations")
 
 
 def check_run(folder: Path, command: str = "verbatim view", parts: Sequence[str] = _PARTS) -> None:
-    """Refuse a folder that is no run.
+    """Reject a folder that is not a run folder.
 
     Args:
         folder: The folder.
-        command: What was typed.
-        parts: A run has one of these, at least.
+        command: The command that the user typed.
+        parts: Names of files and folders of which a run folder has at least one.
 
     Raises:
-        UsageError: says what was found, and what to type.
+        UsageError: the folder is not a run folder; says what was found and what to type.
     """
     if any((folder / part).exists() for part in parts):
         return
     if not folder.exists():
         raise UsageError(f"there is no folder {folder}. {_near(folder.parent, command)}")
     if not folder.is_dir():
-        raise UsageError(f"{folder} is a file; expected the folder of a run, such as runs/NAME/latest")
+        raise UsageError(f"{folder} is a file; expected a run folder, such as runs/NAME/latest")
     names = sorted(path.name for path in folder.iterdir())
     found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
     raise UsageError(
-        f"{folder} is no run folder: it has none of {', '.join(parts)}; found {found}. {_near(folder, command)}"
+        f"{folder} is not a run folder: it has none of {', '.join(parts)}; found {found}. {_near(folder, command)}"
     )
 
 
 def _near(folder: Path, command: str) -> str:
-    """What to type instead."""
+    """A sentence that says what to type instead."""
     for pattern in (CONFIG, f"*/{CONFIG}", f"*/*/{CONFIG}", f"runs/*/*/{CONFIG}"):
         try:
             runs = sorted(path.parent for path in folder.glob(pattern))
@@ -57,21 +57,21 @@ def _near(folder: Path, command: str) -> str:
         if runs:
             latest = next((run for run in runs if run.name == "latest"), runs[-1])
             return f"Type {command} {latest}"
-    return f"Type {command} FOLDER with the folder of a run, such as runs/NAME/latest"
+    return f"Type {command} FOLDER with a run folder, such as runs/NAME/latest"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """A run as a whole."""
+    """The state of a run."""
 
     name: str
     state: str
-    """running, finished, stopped (it can be resumed), failed (its log ends with an error) or unknown."""
+    """running, finished, stopped (can be resumed), failed (the log ends with an error) or unknown."""
     max_steps: int | None
 
 
 def read_state(folder: Path) -> RunState:
-    """What the folder says now."""
+    """Read the current state of the run."""
     config = read_config(folder)
     name, steps = config.get("name"), config.get("max_steps")
     return RunState(
@@ -82,7 +82,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The stored configuration; empty where it is missing or damaged."""
+    """The stored configuration; empty if it is missing or damaged."""
     try:
         return tomllib.loads(read_text(folder / CONFIG))
     except (OSError, ValueError, RecursionError):
@@ -90,7 +90,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def origin_in(folder: Path, problems: list[str]) -> Origin | None:
-    """Where the run was forked; None where it was not, and, with a sentence in `problems`, where that is damaged."""
+    """The origin of a forked run; None for any other run.
+
+    If the record of the origin is damaged, also None, and a sentence is added to `problems`.
+    """
     try:
         return read_origin(folder)
     except CheckpointError as error:
@@ -99,7 +102,7 @@ def origin_in(folder: Path, problems: list[str]) -> Origin | None:
 
 
 def config_text(folder: Path) -> str:
-    """The stored configuration as TOML without secrets; a note where it is missing or damaged."""
+    """The stored configuration as TOML without secrets; a comment if it is missing or damaged."""
     try:
         text = read_text(folder / CONFIG)
         config = tomllib.loads(text)
@@ -110,7 +113,7 @@ def config_text(folder: Path) -> str:
 
 
 def summary_text(folder: Path) -> str | None:
-    """What the run printed at its end; None before."""
+    """The summary that the run printed at its end; None if it has not ended."""
     for name in ("summary.txt", "summary.json"):
         try:
             return read_text(folder / name, errors="replace")
@@ -120,10 +123,11 @@ def summary_text(folder: Path) -> str | None:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """A regular file's text.
+    """Read the text of a regular file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no UTF-8.
+        OSError: the file cannot be read.
+        ValueError: the file is not UTF-8.
     """
     return read_regular(path).decode("utf-8", errors)
 
@@ -145,8 +149,10 @@ def _state(folder: Path) -> str:
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process holds a lock. The system's list of locks is read, since asking for the lock could get in the
-    way of a run that starts in this very moment."""
+    """True if a process holds the lock.
+
+    Reads the system's list of locks, because trying to take the lock could interfere with a run that is just starting.
+    """
     try:
         inode = lock.stat().st_ino
     except OSError:

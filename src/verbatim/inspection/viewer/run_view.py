@@ -1,4 +1,4 @@
-"""Answers every question of the API about one run folder. Blocking: called on threads, never on the event loop."""
+"""Answers all API requests about one run folder. The calls block, so they run on threads, never on the event loop."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from verbatim.logs.outcomes.table import StoredOutcome
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 1000
-"""Rows of one answer."""
+"""Maximum number of rows in one answer."""
 _KEPT_ORDERS = 8
 _WARM_UP_SECONDS = 3.0
-"""From the start: the page draws first."""
+"""Seconds from the start to the warm-up, so that the page is drawn first."""
 _FOLLOW_SECONDS = 1.0
 _LARGEST_GROUP = 512
-"""Trajectories of a group that are drawn."""
+"""Maximum number of trajectories of a group in an answer."""
 _TEXT_OF_NODE = 160
-_MISSING = "no trajectory {!r} here; it may be of a step whose file was removed, or that was done again"
+_MISSING = "no trajectory {!r} here; the file of its step may have been removed, or the step repeated"
 
 
 class RunView:
     """One run folder, followed by a thread from `start` to `close`.
 
     Args:
-        folder: The run's.
-        model: A folder with the tokenizer; None looks for the run's own.
+        folder: The run folder.
+        model: A folder with the tokenizer; None: the run's own tokenizer is used, if found.
 
     Raises:
-        UsageError: the folder is no run.
+        UsageError: the folder is not a run folder.
     """
 
     def __init__(self, folder: Path, *, model: Path | None = None) -> None:
@@ -70,7 +70,7 @@ class RunView:
     # ---- following
 
     def start(self) -> None:
-        """Follow the folder from now on."""
+        """Start following the folder."""
         self._thread = threading.Thread(target=self._follow, name=f"index of {self.folder.name}", daemon=True)
         self._thread.start()
 
@@ -80,7 +80,7 @@ class RunView:
             try:
                 self._index.refresh(self._stop)
                 failed = ""
-            except Exception as error:  # noqa: BLE001  the page stays, and the next look may succeed
+            except Exception as error:  # noqa: BLE001  keep the page alive; the next refresh may succeed
                 if (told := error_text(error)) != failed:
                     logger.warning("%s could not be read: %s", self.folder, told)
                 failed = told
@@ -90,7 +90,7 @@ class RunView:
                 warm_at = math.inf
 
     def read_all(self) -> None:
-        """Read everything now, without a thread."""
+        """Read the whole folder now, without a thread."""
         self._index.refresh()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class RunView:
     # ---- the run
 
     def about(self) -> dict[str, Any]:
-        """The run's line in `/api/runs`."""
+        """The run's entry in `/api/runs`."""
         snapshot, state = self._index.snapshot, read_state(self.folder)
         with self._metrics_lock:
             self._metrics.refresh()
@@ -129,7 +129,7 @@ class RunView:
         }
 
     def metrics(self, after: int | None) -> dict[str, Any]:
-        """`/metrics`."""
+        """Answer `/metrics`."""
         with self._metrics_lock:
             self._metrics.refresh()
             answer = self._metrics.answer(after)
@@ -137,24 +137,24 @@ class RunView:
         return answer
 
     def config(self) -> dict[str, Any]:
-        """`/config`."""
+        """Answer `/config`."""
         return {"toml": config_text(self.folder)}
 
     def summary(self) -> dict[str, Any]:
-        """`/summary`."""
+        """Answer `/summary`."""
         return {"text": summary_text(self.folder)}
 
     # ---- the table
 
     def rows(self, filters: Filters, *, sort: str = "", offset: int = 0, limit: int = 100) -> dict[str, Any]:
-        """`/trajectories`: some of the rows that pass.
+        """Answer `/trajectories`: a range of the rows that pass the filters.
 
         Raises:
-            UsageError: no such column to sort by, or numbers below 0.
+            UsageError: there is no such column to sort by, or `offset` or `limit` is out of range.
         """
         if offset < 0 or not 0 <= limit <= MOST_ROWS:
             raise UsageError(
-                f"offset = {offset}, limit = {limit}; expected an offset from 0, and a limit of 0 to {MOST_ROWS}"
+                f"offset = {offset}, limit = {limit}; expected an offset of at least 0 and a limit of 0 to {MOST_ROWS}"
             )
         snapshot = self._index.snapshot
         order, pending = self._order(snapshot, filters, sort)
@@ -183,7 +183,7 @@ class RunView:
         return order, pending
 
     def facets(self) -> dict[str, Any]:
-        """`/facets`."""
+        """Answer `/facets`."""
         snapshot, known = self._index.snapshot, self._facets
         if known is None or known[0] != snapshot.version:
             known = (snapshot.version, query.facets(snapshot.table))
@@ -193,10 +193,10 @@ class RunView:
     # ---- one trajectory
 
     def trajectory(self, name: str) -> dict[str, Any]:
-        """`/trajectories/{key or id}`.
+        """Answer `/trajectories/{key or id}`.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such trajectory.
             UsageError: its record is damaged.
         """
         row, found = self._found(name)
@@ -232,23 +232,23 @@ class RunView:
         return answer
 
     def part(self, name: str, turn: int, offset: int) -> dict[str, Any]:
-        """More tokens of a turn.
+        """Return more tokens of a turn.
 
         Raises:
             LookupError: there is no such trajectory.
-            UsageError: its record is damaged, or the turn or the offset is none of it.
+            UsageError: its record is damaged, or it has no such turn or offset.
         """
         _, found = self._found(name)
         part = details.one_part(found, turn, offset)
         return {"turn": part, **self._pieces([part])}
 
     def text(self, name: str, path: str) -> dict[str, Any]:
-        """A text of a trajectory, whole. Raises as `part`."""
+        """Return a text of a trajectory in full. Raises like `part`."""
         _, found = self._found(name)
         return {"path": path, "text": details.text_at(found.record, path)}
 
     def raw(self, name: str) -> dict[str, Any]:
-        """The record as `verbatim export` writes it. Raises as `trajectory`."""
+        """Return the record as `verbatim export` writes it. Raises like `trajectory`."""
         _, found = self._found(name)
         record: dict[str, Any] = plain(trajectory_line(found.row["step"], trajectory_of(found)))
         return record
@@ -266,11 +266,11 @@ class RunView:
     # ---- a group
 
     def group(self, name: str) -> dict[str, Any]:
-        """`/groups/{group_key or id}`: its rows, and their prefix tree.
+        """Answer `/groups/{group_key or id}`: the group's rows and their prefix tree.
 
         Raises:
-            LookupError: there is none.
-            UsageError: a record of it is damaged.
+            LookupError: there is no such group.
+            UsageError: a record of the group is damaged.
         """
         table = self._index.snapshot.table
         order = query.in_order(table, query.matching(table, Filters(group=name)), "sample_index")
@@ -291,10 +291,10 @@ class RunView:
 
     @cached_property
     def _tokenizer(self) -> tuple[RunTokenizer | None, str | None]:
-        """The tokenizer, or why there is none."""
+        """The tokenizer, or the reason why there is none."""
         folder = self._model or find_tokenizer(self.folder)
         if folder is None:
-            return None, "the run folder has no tokenizer: ids are shown; add --model FOLDER"
+            return None, "the run folder has no tokenizer, so ids are shown instead of text; add --model FOLDER"
         try:
             return RunTokenizer(folder), None
         except ValueError as error:
@@ -312,9 +312,9 @@ class RunView:
 
 
 def list_runs(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """`/api/runs`: where several runs have one name, each says what differs of its folder.
+    """Answer `/api/runs`. If several runs have the same name, the end of the folder that differs is added to the name.
 
-    Example: two runs `guess_number` in `runs/a/0` and `runs/b/0` are `guess_number (a/0)` and `guess_number (b/0)`.
+    Example: two runs `guess_number` in `runs/a/0` and `runs/b/0` become `guess_number (a/0)` and `guess_number (b/0)`.
     """
     found = [{"id": number, **run.about()} for number, run in enumerate(runs)]
     parts = [run.folder.resolve().parts for run in runs]

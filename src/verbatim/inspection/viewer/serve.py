@@ -1,4 +1,4 @@
-"""Serves runs on the loopback, as a context manager."""
+"""Serves runs on the loopback interface, as a context manager."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 PACKAGES = ("starlette", "uvicorn", "orjson", "pyarrow")
 _GRACE = 1.0
-"""Seconds for answers to be written when the viewer ends."""
+"""Seconds to finish writing answers when the viewer ends."""
 _CONNECTIONS = 1024
 
 
 def refuse_without_packages() -> None:
-    """Refuse to go on where the extra `viewer` is not installed.
+    """Raise an error if the extra `viewer` is not installed.
 
     Raises:
-        UsageError: packages are missing; says what to type.
+        UsageError: packages are missing; says how to install them.
     """
     refuse_without(*PACKAGES, extra="viewer", what="verbatim view")
 
 
 @contextlib.asynccontextmanager
 async def serve_runs(runs: Sequence[RunView], assets: Mapping[str, Asset], *, port: int = 0) -> AsyncIterator[str]:
-    """Serve these runs while the block lasts; gives the page's address.
+    """Serve the runs while the block runs, and yield the page's address.
 
     Args:
-        runs: Their threads run from here to the end of the block.
+        runs: The runs; their threads run while the block runs.
         assets: The page.
-        port: 0 takes a free one.
+        port: The port; 0 selects a free one.
 
     Raises:
-        UsageError: the port is taken, or no port.
+        UsageError: the port is in use or invalid.
     """
     from verbatim.inference.http.connections import Server
     from verbatim.inference.http.doors import ConnectionTable

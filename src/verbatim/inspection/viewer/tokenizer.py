@@ -1,4 +1,4 @@
-"""Finds a run's tokenizer and gives the text of single ids. It needs neither torch nor transformers."""
+"""Finds a run's tokenizer and decodes single ids. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = "tokenizer.json"
 
 
 def find_tokenizer(run: Path) -> Path | None:
-    """The folder with the tokenizer of a run's model: in the run folder, or the folder that its configuration names."""
+    """Find the folder with the tokenizer of a run's model: in the run folder, or the configured model folder."""
     for folder in _candidates(run):
         if (folder / FILE).is_file() and not (folder / FILE).is_symlink():
             return folder
@@ -33,25 +33,25 @@ def _candidates(run: Path) -> Iterator[Path]:
 
 
 class RunTokenizer:
-    """A `tokenizer.json`, with what the doctor asks of a tokenizer.
+    """A tokenizer from `tokenizer.json`, with the methods that the doctor needs.
 
     Args:
-        folder: A model's folder.
+        folder: The folder of a model.
 
     Raises:
-        ValueError: the file is none; the package `tokenizers` is missing.
+        ValueError: the file is not a tokenizer, or the package `tokenizers` is missing.
     """
 
     def __init__(self, folder: Path) -> None:
         if not is_installed("tokenizers"):
-            raise ValueError("texts of ids need the package tokenizers: pip install 'verbatim-rl[viewer]'")
+            raise ValueError("decoding ids needs the package tokenizers: pip install 'verbatim-rl[viewer]'")
         from tokenizers import Tokenizer
 
         self.name_or_path = str(folder)
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / FILE))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{folder / FILE} is no tokenizer: {error}") from error
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{folder / FILE} is not a tokenizer: {error}") from error
         self._folder = folder
         self.added_tokens_decoder: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
 
@@ -68,14 +68,14 @@ class RunTokenizer:
 
     @cached_property
     def eos_token_id(self) -> int | None:
-        """The id that ends a turn, where the configuration names it."""
+        """The id that ends a turn; None if the configuration does not name it."""
         token = self._config.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The Jinja text; None where there is none, or several."""
+        """The Jinja text of the chat template; None if there is none or several."""
         try:
             return read_text(self._folder / "chat_template.jinja")
         except (OSError, ValueError):
@@ -83,11 +83,11 @@ class RunTokenizer:
             return template if isinstance(template, str) else None
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
-        """The text of a run of ids, control tokens included."""
+        """The text of consecutive ids, including control tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """An id's name in the vocabulary."""
+        """The name of an id in the vocabulary."""
         name: str | None = self._tokenizer.id_to_token(token)
         return name
 
@@ -96,8 +96,11 @@ class RunTokenizer:
         return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
 
     def pieces(self, ids: Iterable[int]) -> dict[str, Any]:
-        r"""`pieces`, the text of each id; `byte_pieces`, ids that are no whole characters, with a text such as
-        `\xf0\x9f`; `special`, control tokens. Ids that the vocabulary does not have are left out."""
+        r"""Return the text of ids, under three keys.
+
+        `pieces` has the text of each id. `byte_pieces` lists the ids that are incomplete UTF-8, whose text is like
+        `\xf0\x9f`. `special` lists the control tokens. Ids that are not in the vocabulary are left out.
+        """
         pieces: dict[int, str] = {}
         byte_pieces, special = [], []
         for token in sorted(set(ids)):
@@ -127,14 +130,14 @@ class RunTokenizer:
                 return bytes([int(name[3:5], 16)])
             except ValueError:
                 return name.encode()
-        if "\u2581" in name:  # a space, as SentencePiece writes it; decoding one id alone would lose the first
+        if "\u2581" in name:  # SentencePiece's space, which would be lost by decoding a single id
             return name.replace("\u2581", " ").encode()
         text = self.decode([token])
         return (text or name).encode()
 
 
 def _byte_table() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes (Radford et al. 2019, GPT-2's encoder)."""
+    """The characters that represent bytes in byte-level vocabularies (Radford et al. 2019, GPT-2's encoder)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
