@@ -1,4 +1,4 @@
-"""Decides what is learned. Advantages, filters and losses are pure functions; the curriculum has state.
+"""Defines what a run learns from. Advantages, filters and losses are pure functions; the curriculum has state.
 
 In: the trajectories of a group, or the logprobs of a micro-batch. Out: advantages, verdicts, the next example, a loss
 with its metrics. Import from here the types that your own loss, advantage or filter takes and returns. Read first:

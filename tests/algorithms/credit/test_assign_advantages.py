@@ -180,7 +180,7 @@ def test_what_no_rollout_can_be_credited_with_is_refused_before_a_run(function, 
 def test_an_advantage_that_reads_more_than_made_up_rollouts_have_is_warned_about(caplog):
     try_advantage(lambda inputs: AdvantageOutputs(advantages=[r.info["seconds"] for r in inputs.rollouts]))
     (said,) = (record.getMessage() for record in caplog.records)
-    assert "tried on two made-up rollouts: raised KeyError: 'seconds'; the run will stop there" in said
+    assert "tried on two made-up rollouts: raised KeyError: 'seconds'; the run will stop with this error" in said
 
 
 # ---- length penalties

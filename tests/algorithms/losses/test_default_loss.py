@@ -216,7 +216,7 @@ def test_a_teacher_that_has_no_weight_is_not_read():
 
 
 def test_a_weight_without_a_teacher_is_refused():
-    with pytest.raises(ComponentError, match="teacher_tau > 0 learns from a teacher, and the batch has no teacher"):
+    with pytest.raises(ComponentError, match="teacher_tau > 0 learns from a teacher, but the batch has no teacher"):
         default_loss(inputs([0.3], [0.2], [2.0]), teacher_tau=0.1)
 
 

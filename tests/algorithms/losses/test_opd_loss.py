@@ -46,7 +46,7 @@ def test_metrics_say_how_far_the_teacher_is():
 
 
 def test_without_a_teacher_it_is_refused():
-    with pytest.raises(ComponentError, match="opd learns from a teacher, and the batch has no teacher_logprobs"):
+    with pytest.raises(ComponentError, match="opd learns from a teacher, but the batch has no teacher_logprobs"):
         opd_loss(inputs([0.5], [0.5], [1.0]))
 
 

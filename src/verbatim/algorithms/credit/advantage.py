@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One group: its rollouts without an error, including those that filters will drop. If agents have rewards of their
-    own, only one agent's share of them."""
+    """One group: its rollouts without an error, including those that filters will drop.
+
+    If agents have their own rewards, only one agent's share of each rollout.
+    """
 
     rollouts: Sequence[Trajectory]
     """The rollouts. Each is also a mapping: `rollout["reward"]`."""
@@ -51,16 +53,18 @@ AdvantageFunction = Callable[..., AdvantageOutputs]
 
 @dataclass(frozen=True)
 class Advantage:
-    """An entry of `ADVANTAGES`: the function, and what a run must know about it. A plain function also works, with the
-    default properties."""
+    """An entry of `ADVANTAGES`: the function, and what a run must know about it.
+
+    A plain function can be used instead; it has the default properties.
+    """
 
     function: AdvantageFunction
     """`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`; `parameters` are set in the file."""
     compares_rewards: bool = False
-    """Whether it only compares the rewards of a group's rollouts with each other. Then a group of one has the advantage
-    0, and rewards of turns are not used."""
+    """True if the function only compares the rewards of a group's rollouts with each other. Then a group of one has the
+    advantage 0, and turn rewards are not used."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments from the file, already bound."""
+    """Keyword arguments from the configuration file, passed with every call."""
 
     def __call__(self, inputs: AdvantageInputs, **parameters: Any) -> AdvantageOutputs:
         """Call the function with its parameters."""
@@ -77,25 +81,25 @@ def assign_advantages(
 ) -> Group:
     """The group with advantages on its completed trajectories.
 
-    If agents have rewards of their own, the function is called once for each of these agents, with rollouts that
+    If agents have their own rewards, the function is called once for each of these agents, with rollouts that
     contain only its turns and its reward, and once for all other agents, with `reward`. A length penalty applies to the
     same rollouts. The advantage returned for a rollout then goes to those turns.
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
-    never reaches the trainer. A bad reward is in no baseline. A length penalty changes only the rewards that the
-    function sees, not those of the trajectories. It counts trained tokens only, and needs `max_length` and
-    `needs_logprobs`, as in `trajectories.build`, to find them.
+    never reaches the trainer. A bad reward does not count in any baseline. A length penalty changes only the rewards
+    that the function sees, not those of the trajectories. It counts only trained tokens, which it finds with
+    `max_length` and `needs_logprobs`, as in `trajectories.build`.
 
     Raises:
-        ComponentError: the function raised, or did not return one number, or one list with a number per turn, for each
-            rollout.
+        ComponentError: the function raised, or did not return for each rollout a number or a list with one number per
+            turn.
     """
     # Before any call: a NaN reward would make the whole group's baseline NaN.
     group = _without_bad_rewards(group)
     if not group.completed:
         return group
     where = f"advantage {function_name(function)}, group {group.group_id}"
-    # By identity: trajectory ids may be empty outside of a run.
+    # Keyed by identity, because trajectory ids may be empty outside a run.
     credited = {id(t): t for t in group.completed}
     for agent in agents_with_rewards(group.completed):
         shares = [s for s in (share_of(t, agent) for t in group.completed) if s is not None]
@@ -137,7 +141,7 @@ def try_advantage(function: AdvantageFunction) -> None:
     except ComponentError as error:
         if error.__cause__ is None:  # the result was wrong; with a cause, the function itself raised
             raise
-        logger.warning("%s; the run will stop there if its own rollouts lack that too", error)
+        logger.warning("%s; the run will stop with this error if its own rollouts cause it too", error)
         return
     assign_advantages(Group(group_id="made-up", example_id="made-up", env="", trajectories=tuple(rollouts)), function)
 
@@ -156,7 +160,7 @@ def _without_bad_rewards(group: Group) -> Group:
 
 
 def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: str) -> Sequence[object]:
-    """The function's advantage for each rollout."""
+    """Call the function and return its advantage for each rollout."""
     try:
         outputs = function(AdvantageInputs(rollouts=rollouts))
     except ComponentError as error:
@@ -203,7 +207,7 @@ def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) ->
 
 def _number(value: Any) -> float:
     if isinstance(value, str):
-        raise TypeError("a text")
+        raise TypeError("a string")
     try:
         return float(value)
     except OverflowError:  # an integer too large for a float
@@ -211,7 +215,7 @@ def _number(value: Any) -> float:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a component, for messages."""
+    """The name of a function, for messages."""
     while isinstance(function, functools.partial | Advantage):
         function = function.function if isinstance(function, Advantage) else function.func
     return getattr(function, "__qualname__", type(function).__qualname__)

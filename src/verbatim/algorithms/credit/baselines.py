@@ -21,7 +21,7 @@ def default_advantage(inputs: AdvantageInputs) -> AdvantageOutputs:
 def rloo_advantage(inputs: AdvantageInputs) -> AdvantageOutputs:
     """`A_i = s_i - mean of the other s = G/(G-1) (s_i - mean(s))` for a group of G (arXiv 2402.14740).
 
-    A rollout is not in its own baseline, so the gradient is an unbiased estimate. A group of one gives 0.
+    A rollout is not part of its own baseline, so the gradient estimate is unbiased. A group of one gives 0.
 
     Example: rewards `[1, 0, 0]` give `[1, -0.5, -0.5]`.
     """
@@ -41,7 +41,7 @@ def normalized_advantage(inputs: AdvantageInputs, *, eps: NonNegativeFloat = 1e-
         eps: Added to the divisor to keep it away from 0.
 
     Raises:
-        ComponentError: a negative `eps`.
+        ComponentError: `eps` is negative.
     """
     if not eps >= 0:
         raise ComponentError(f"normalized: eps = {eps}; expected a number >= 0, for example 1e-8")

@@ -1,4 +1,4 @@
-"""The `chunk_returns` advantage: the discounted return from each turn on, with one discount per turn."""
+"""The `chunk_returns` advantage: the discounted return from each turn on, discounted once per turn."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def chunk_returns_advantage(
 ) -> AdvantageOutputs:
     """`A_k = G_k` for each turn k, or `G_k` minus the group's mean (chunk returns of IPA, arXiv 2512.24873).
 
-    The group's mean is the mean over trajectories of each trajectory's mean G, so long ones do not weigh more. An
-    untrained turn, or one without sampled tokens, gets 0.
+    The group's mean is the mean over trajectories of each trajectory's mean G, so long trajectories do not weigh more.
+    An untrained turn, or one without sampled tokens, gets 0.
 
     Example: two rollouts of two turns each with the rewards 1 and 0 and `gamma = 0.5` give `[0.5, 1]` and `[0, 0]`.
-    Their means are 0.75 and 0, so with `baseline = "group"` it is `[0.125, 0.625]` and `[-0.375, -0.375]`.
+    Their means are 0.75 and 0, so `baseline = "group"` gives `[0.125, 0.625]` and `[-0.375, -0.375]`.
 
     Args:
         inputs: One group.
@@ -33,7 +33,7 @@ def chunk_returns_advantage(
         baseline: "none" or "group". With rewards of 0 and 1 and no baseline, a failure has G = 0 and teaches nothing.
 
     Raises:
-        ComponentError: a discount outside [0, 1], or another baseline.
+        ComponentError: `gamma` is outside [0, 1], or `baseline` has another value.
     """
     if baseline not in ("none", "group"):
         raise ComponentError(f'chunk_returns: baseline = {baseline!r}; expected "none" or "group"')
@@ -64,10 +64,10 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     only the remainder (such as a length penalty).
 
     Example: three turns, the second of which sampled nothing, a reward of 1 and `gamma = 0.5`: `{0: 0.5, 2: 1.0}`;
-    if the second has a reward of 2 of its own, `{0: 1.5, 2: 1.0}`.
+    if the second turn has its own reward of 2, `{0: 1.5, 2: 1.0}`.
 
     Raises:
-        ComponentError: a discount outside [0, 1].
+        ComponentError: `gamma` is outside [0, 1].
     """
     if not 0 <= gamma <= 1:
         raise ComponentError(f"gamma = {gamma}; expected a discount from 0 to 1, for example 0.95")

@@ -20,8 +20,8 @@ def gigpo_advantage(
 ) -> AdvantageOutputs:
     """`A_t = (R - mean_group(R)) / F_group + w_step (G_t - mean_state(G)) / F_state` (GiGPO, arXiv 2505.10978).
 
-    G_t is the turn's return (`turn_returns`). A state's mean is over all turns of the group, in any rollout, that acted
-    in the state with this key. F is the standard deviation of the same set, or 1 with `scale = "none"`. A set of equal
+    G_t is the turn's return (`turn_returns`). The state's mean is over all turns of the group, in any rollout, with
+    the same `state_key`. F is the standard deviation of the same set, or 1 with `scale = "none"`. A set of equal
     values, a state seen once and a turn without a state key contribute 0. A turn without sampled tokens gets 0.
 
     Example: two rollouts with the rewards 1 and 0; the first acts in states a and b, the second only in a. With
@@ -30,7 +30,7 @@ def gigpo_advantage(
     `[2, 1]` and `[-2]`.
 
     Args:
-        inputs: One group, whose environment sets `state_key`.
+        inputs: One group of an environment that sets `state_key`.
         gamma: Discount per turn.
         w_step: Weight of the comparison within states.
         scale: "std" or "none".

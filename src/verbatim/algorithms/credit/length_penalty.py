@@ -25,16 +25,17 @@ def penalised(
 ) -> list[Trajectory]:
     """The completed rollouts of one group, with the rewards that advantage functions see.
 
-    Only trained tokens and turns count: not turns that are context only, exceed a sample's length or have no logprobs,
-    and not tokens that are in no turn. A relative bonus compares, and goes to, only rollouts with trained tokens.
+    Only trained tokens and turns count. Turns that are only context, exceed the maximum length of a sample or lack
+    logprobs do not count, nor do tokens outside any turn. A relative bonus compares only rollouts with trained tokens,
+    and only these receive it.
 
     Args:
         rollouts: The rollouts with their original rewards.
         penalty: The configured penalty.
         max_length: Maximum tokens of a sample, or None for no maximum.
-        needs_logprobs: Whether a turn without logprobs is context only.
+        needs_logprobs: Whether a turn without logprobs is only context.
 
-    Example: rewards 1 and 1 for 100 and 700 sampled tokens, with a target of 200 tokens and the slope 0.001: 1 and 0.5.
+    Example: rewards 1 and 1 for 100 and 700 trained tokens become 1 and 0.5, with a target of 200 and the slope 0.001.
     """
     rewards = [float(rollout["reward"]) for rollout in rollouts]
     longest = sys.maxsize if max_length is None else max_length
@@ -45,7 +46,7 @@ def penalised(
     if penalty.kind == "relative":
         shaped = list(rewards)
         places = [place for place, cost in enumerate(costs) if cost]
-        # No bonus if the best reward is only reached by rollouts without trained tokens.
+        # No bonus if only rollouts without trained tokens reach the best reward.
         if places and are_equal((max(rewards), max(rewards[place] for place in places))):
             bonus = with_relative_bonus([rewards[place] for place in places], [costs[place] for place in places])
             for place, reward in zip(places, bonus, strict=True):

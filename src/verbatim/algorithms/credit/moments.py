@@ -1,4 +1,4 @@
-"""Computes means and deviations of a few rewards such that rounding alone never decides what is trained."""
+"""Computes means and deviations of rewards so that rounding errors never decide what is trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verbatim.core.records.equality import are_equal, deviation
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; for equal values exactly one of them.
+    """The mean, or exactly the first value if all values are equal.
 
     `fmean` of equal values may differ from them by rounding, and an advantage of 1e-17 would count as a signal.
     """

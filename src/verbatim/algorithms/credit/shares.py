@@ -1,4 +1,4 @@
-"""Splits trajectories by agents with rewards of their own, so that each of these agents gets its own credit."""
+"""Splits trajectories between agents with their own rewards, so that each of these agents gets its own credit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verbatim.core.types import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
-    """One agent's share of a trajectory, or the share of all agents without a reward of their own."""
+    """One agent's share of a trajectory, or the share of all agents without their own reward."""
 
     whole: Trajectory
     """The trajectory itself."""
@@ -26,11 +26,12 @@ class Share:
 
 
 def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
-    """The agents with rewards of their own, ordered by name, followed by None for all other agents together, if any of
-    their turns may be trained.
+    """The agents with their own rewards, ordered by name, then None for all other agents together.
 
-    Example: rollouts with turns of the agents "a" and "b", where "b" has a reward of its own: `["b", None]`. Without
-    rewards of agents: `[None]`.
+    None is left out if no turn of the other agents may be trained.
+
+    Example: rollouts with turns of the agents "a" and "b", where "b" has its own reward: `["b", None]`. Without
+    agent rewards: `[None]`.
     """
     named = sorted({agent for rollout in rollouts for agent in rollout.agent_rewards})
     others = any(
@@ -40,8 +41,9 @@ def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
 
 
 def share_of(rollout: Trajectory, agent: str | None) -> Share | None:
-    """An agent's share of a rollout, or for None that of all agents without a reward of their own. Returns None if the
-    agent has no reward in this rollout.
+    """The share of a rollout of one agent, or, for None, of all agents without their own reward.
+
+    Returns None if the agent has no reward in this rollout.
 
     Example: turns of a, b, a with the rewards `{"a": 1.0}`: the share of "a" has the places (0, 2) and the reward 1,
     that of None the place (1,) and the trajectory's reward.

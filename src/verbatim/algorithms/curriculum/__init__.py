@@ -1,4 +1,4 @@
-"""Chooses the next example, and finds groups without a gradient. Has its own random generator and `state_dict`."""
+"""Chooses the next example and finds groups without a gradient. Has its own random generator and `state_dict`."""
 
 from verbatim.algorithms.curriculum.pools import DifficultyPools, Flatness, PoolRules, flatness
 from verbatim.algorithms.curriculum.schedule import ExampleSchedule, ScheduledExample

@@ -1,5 +1,8 @@
-"""Removes what is too easy or too hard: groups with equal rewards, which have no gradient, and examples that are always
-or never solved, which go to a pool and are no longer sampled."""
+"""Finds what is too easy or too hard.
+
+Groups with equal rewards have no gradient. Examples that are always or never solved go to a pool and are no longer
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRules:
-    """When an example goes to a pool, and how many examples return."""
+    """The rules by which examples go to pools and return."""
 
     easy_threshold: float | None = None
     """An example with this mean reward or more is easy; None: never."""
@@ -50,8 +53,8 @@ class DifficultyPools:
     stays normal.
 
     Args:
-        example_ids: Ids of the examples of each environment.
-        rules: When an example goes to a pool.
+        example_ids: The ids of each environment's examples.
+        rules: The rules by which examples go to pools and return.
     """
 
     def __init__(self, example_ids: Mapping[str, Sequence[str]], rules: PoolRules) -> None:
@@ -98,8 +101,11 @@ class DifficultyPools:
         return lifted
 
     def metrics(self) -> dict[str, float]:
-        """`pool/{env}/{easy,normal,hard}`: current shares of the dataset. `evicted_examples/{env}/{easy,hard}`: share
-        of the groups since the last call whose example went to that pool."""
+        """The metrics of the pools, by name.
+
+        `pool/{env}/{easy,normal,hard}` are the current shares of the dataset. `evicted_examples/{env}/{easy,hard}` are
+        the shares of the groups since the last call whose example went to that pool.
+        """
         found: dict[str, float] = {}
         for env, ids in self._ids.items():
             pooled = Counter(pool for pool, _ in self._pooled[env].values())
@@ -142,8 +148,8 @@ def flatness(group: Group) -> Flatness | None:
     """Why a group has no gradient under a group baseline, or None if it has one.
 
     Compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
-    rollouts do not count. If agents have rewards of their own, those of each agent must be equal as well. Equal rewards
-    are "hard" at 0 or less, "easy" at 1 or more, and otherwise "flat". A group without any reward gives None.
+    rollouts do not count. If agents have their own rewards, the rewards of each agent must be equal as well. Equal
+    rewards are "hard" at 0 or less, "easy" at 1 or more, and otherwise "flat". A group without any reward gives None.
 
     Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
     """

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledExample:
-    """One draw: the example for a group."""
+    """The example drawn for one group."""
 
     index: int
-    """Number of the draw, from 0; also the group's number."""
+    """Number of the draw, from 0, which is also the group's number."""
     env: str
     """The environment's label."""
     example: Example
@@ -31,14 +31,14 @@ class ScheduledExample:
 class ExampleSchedule:
     """An endless, reproducible order of examples.
 
-    Every example of an environment that is not pooled is drawn once before any is drawn again. An environment with all
-    examples pooled and none returning is no longer drawn; the others keep their ratios.
+    Every unpooled example of an environment is drawn once before any is drawn again. An environment is no longer drawn
+    once all its examples are pooled and none return; the others keep their ratios.
 
     Args:
         examples: Examples of each environment.
         ratios: Relative number of groups of each environment.
         seed: Seed of all draws.
-        pool_rules: When examples go to a pool; by default never.
+        pool_rules: The rules by which examples go to pools; by default they never do.
 
     Raises:
         RunStopped: an environment has no examples.
@@ -65,7 +65,7 @@ class ExampleSchedule:
         """The difficulty pools."""
 
     def draw(self) -> ScheduledExample:
-        """The next example.
+        """Draw the next example.
 
         Raises:
             NothingToSample: every example of every environment is pooled.
@@ -88,10 +88,10 @@ class ExampleSchedule:
                 for env in self._examples
             )
             raise NothingToSample(
-                f"every example is in a difficulty pool ({sizes}): nothing is left to sample. To go on with some of "
+                f"every example is in a difficulty pool ({sizes}): nothing is left to sample. To continue with some of "
                 "them, resume with orchestrator.buffer.easy_fraction or hard_fraction above 0"
             )
-        if len(envs) == 1:  # uses no random number
+        if len(envs) == 1:  # consumes no random number
             return envs[0]
         weights = np.array([self._ratios[env] for env in envs], dtype=np.float64)
         return envs[int(self._rng.choice(len(envs), p=weights / weights.sum()))]
@@ -115,13 +115,13 @@ class ExampleSchedule:
     def _lift(self, env: str) -> list[str]:
         lifted = self.pools.lift(env, self._rng)
         if lifted:
-            logger.warning("environment %r: every example was in a difficulty pool; %d come back", env, len(lifted))
+            logger.warning("environment %r: every example was in a difficulty pool; %d return", env, len(lifted))
         else:
-            logger.warning("environment %r: every example is in a difficulty pool; it is sampled no more", env)
+            logger.warning("environment %r: every example is in a difficulty pool; it is no longer sampled", env)
         return lifted
 
     def lookup(self, env: str, example_id: str, index: int) -> ScheduledExample:
-        """An earlier draw, to be run again after a resume.
+        """Return an earlier draw, to run it again after a resume.
 
         Raises:
             RunStopped: the environment no longer has this example.
@@ -131,7 +131,7 @@ class ExampleSchedule:
         except KeyError:
             raise RunStopped(
                 f"environment {env!r} no longer has the example {example_id!r} that was being run when "
-                "the checkpoint was written; resume with the data set of that run"
+                "the checkpoint was written; resume with the dataset of that run"
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class ExampleSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. The same draws follow, unless a share of the pooled examples returns now."""
+        """Continue from `state_dict`. The same draws follow, unless pooled examples return."""
         self._rng.bit_generator.state = dict(state["rng"])
         self._pass = {env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()}
         self._drawn = state["drawn"]
@@ -154,6 +154,6 @@ class ExampleSchedule:
         for env in self._examples:
             lifted = self.pools.lift(env, self._rng)
             if lifted:
-                logger.info("environment %r: %d pooled examples come back", env, len(lifted))
+                logger.info("environment %r: %d pooled examples return", env, len(lifted))
             if self.pools.members(env, "normal"):
                 self._drained.discard(env)

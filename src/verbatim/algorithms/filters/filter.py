@@ -1,4 +1,4 @@
-"""Defines a filter, and applies several of them to one trajectory."""
+"""Defines filters and applies them to a trajectory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Action = Literal["drop", "monitor"]
 
 
 Reads = Literal["logprobs", "advantages"]
-"""Values of a filter's class attribute `reads`: a run whose rollouts lack these data leaves the filter out."""
+"""The data that a filter needs, named in its class attribute `reads`. A run without these data skips the filter."""
 
 
 class Filter(Protocol):
-    """A frozen dataclass whose fields are its parameters; an instance is called with a trajectory."""
+    """A frozen dataclass whose fields are the filter's parameters. Its instances are called with a trajectory."""
 
     @property
     def action(self) -> Action:
@@ -31,15 +31,15 @@ class FilterVerdict:
     """The verdict of all filters on one trajectory."""
 
     flagged: tuple[str, ...]
-    """Names of all filters that flagged it, including monitoring ones."""
+    """The names of all filters that flagged the trajectory, including monitoring filters."""
     dropped_by: str | None
-    """The first dropping filter that flagged it, or None if it is kept."""
+    """The first dropping filter that flagged the trajectory; None if it is kept."""
 
 
 def apply_filters(trajectory: Trajectory, filters: Mapping[str, Filter]) -> FilterVerdict:
     """Apply all filters to a trajectory; it is dropped if any dropping filter flags it.
 
-    A hit of a monitoring filter never protects a trajectory from a dropping filter.
+    Being flagged by a monitoring filter does not protect a trajectory from a dropping filter.
     """
     flagged = tuple(name for name, rule in filters.items() if rule(trajectory))
     dropping = [name for name in flagged if filters[name].action == "drop"]

@@ -17,7 +17,7 @@ from verbatim.core.types import Trajectory
 class Gibberish:
     """Flags a trajectory when the mean logprob of its sampled tokens is below `threshold`.
 
-    Untrained turns and turns without logprobs do not count; if no turn is left, nothing is flagged.
+    Untrained turns and turns without logprobs do not count. If no turn counts, the trajectory is not flagged.
 
     Example: turns with the logprobs `[-6, -1]` and `[-8]` have the mean -5, which is below -4.
     """

@@ -16,14 +16,14 @@ Reason = Literal["length", "max_turns", "malformed", "cancelled", "api_error"]
 class Truncated:
     """Flags a truncated trajectory: one whose `truncated` is true (docs/rollouts.md lists the stop reasons).
 
-    It stays in its group's baseline: its reward still tells how good the others are, but it is not trained on.
+    A dropped trajectory is not trained on, but its reward still counts in its group's baseline.
 
     Example: `reasons = ["length"]` flags a trajectory that reached `max_tokens`, the context length or its token
     budget, but not one that reached `max_turns`.
     """
 
     reasons: tuple[Reason, ...] = get_args(Reason)
-    """The stop reasons that are flagged. With all of them, truncated trajectories without a stop reason are too."""
+    """The stop reasons to flag. If all are listed, truncated trajectories without a stop reason are flagged too."""
     action: Action = "drop"
     """What happens to flagged trajectories: "drop" or "monitor"."""
 

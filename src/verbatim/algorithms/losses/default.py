@@ -20,7 +20,7 @@ def default_loss(
     kl_ref_tau: NonNegativeFloat = 0.0,
     kl_ref: Estimator = "k2",
 ) -> LossOutputs:
-    """The sum over trained tokens of policy gradient and KL term.
+    """The sum over trained tokens of a policy gradient and a KL term.
 
     ```
     A    = adv_tau A_rl + teacher_tau (t - l)    l trainer_logprobs, t teacher_logprobs; detached

@@ -24,8 +24,8 @@ def gspo_loss(
     loss = mean_t  -min(s A_t, clip(s, 1 - eps_low, 1 + eps_high) A_t)
     ```
 
-    The trajectory is the unit: the trainer divides by the number of trajectories, so long and short ones have the same
-    weight. The clip bounds are narrow because the mean of many log ratios varies little.
+    The trainer divides by the number of trajectories, so long and short trajectories have the same weight. The
+    clip bounds are narrow because the mean of many log ratios varies little.
 
     Example: two tokens with `l - m = log 4` and `log 1`: `s = 2`. With `A = -1` for both, the loss is 2 and each
     gradient is `s / 2 = 1`. With `A = 1`, the loss is -1.0004 and there is no gradient.

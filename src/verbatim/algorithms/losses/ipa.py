@@ -22,8 +22,8 @@ def ipa_loss(
     ```
 
     G_c is the advantage of the chunk's tokens. Chunks are identified by `chunk_ids` alone: adjacent chunks are not
-    merged, and an untrained token does not split a chunk. Good chunks are imitated with full weight; bad ones are
-    pushed down with less weight the less likely they have become.
+    merged, and an untrained token does not split a chunk. Good chunks are reinforced with
+    full weight. Bad chunks are suppressed with a weight that decreases as they become less likely.
 
     Example: chunk 0 has tokens with `l - m = log 0.25` and `log 1`, so `rho = 0.5`; chunk 1 has one with `log 3`. With
     `G = -1` for both, the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.
@@ -50,7 +50,7 @@ def ipa_loss(
     ratios_C = log_ratios_C.exp()
     ratios, good = ratios_C[chunks], advantages > 0
     dropped = ratios > max_ratio
-    # Dropped last: good chunks whose ratio is too large are dropped as well.
+    # Dropped last, so that good chunks with too large a ratio are dropped as well.
     weights = ratios.clamp(max=1.0).masked_fill(good, 1.0).masked_fill(dropped, 0.0)
 
     metrics = {

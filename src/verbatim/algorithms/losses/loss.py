@@ -1,4 +1,4 @@
-"""Defines a loss: its inputs (one trajectory's logprobs, advantages and mask), outputs, level and parameters."""
+"""Defines a loss: its inputs (logprobs, advantages and mask of a trajectory), outputs, level and parameters."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ class Loss:
     function: Callable[..., LossOutputs]
     """`function(inputs: LossInputs, **parameters) -> LossOutputs`; its keyword arguments are the parameters."""
     level: Literal["token", "chunk", "sequence"]
-    """"token": a sum of per-token terms, so any set of tokens may be passed. Otherwise it needs a whole trajectory."""
+    """"token": a sum of per-token terms, so any tokens may be passed. The other levels need a whole trajectory."""
     normalizer: Literal["tokens", "trajectories"] = "tokens"
     """The divisor of the sum, counted over the whole optimizer step and all ranks."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments from the file, already bound."""
+    """Keyword arguments from the configuration file, passed with every call."""
     needs_inference_logprobs: bool = True
-    """Whether a trained token without an inference logprob (NaN) is an error; if not, the logprobs are not used."""
+    """If True, a trained token without an inference logprob (NaN) is an error; if False, they are not used."""
     training_mode: Literal["rl", "opd", "sft"] = "rl"
-    """The orchestrator.training_mode that it belongs to; modes other than "rl" bring their own loss."""
+    """The `orchestrator.training_mode` that the loss is for; modes other than "rl" have their own loss."""
     reward_weight: str | None = None
-    """The parameter that weights the advantage, if there is one: at 0 rewards are not used."""
+    """The parameter that weights the advantage, if there is one; if it is 0, rewards are not used."""
     teacher_weight: str | None = None
-    """The parameter that weights a teacher's log ratio, if there is one: above 0 a teacher is used."""
+    """The parameter that weights a teacher's log ratio, if there is one; if it is above 0, a teacher is used."""
 
     @property
     def reads_rewards(self) -> bool:
@@ -111,7 +111,7 @@ class Loss:
 
     @property
     def reads_a_teacher(self) -> bool:
-        """True if a token also teaches something where its advantage is 0."""
+        """True if a token can have a policy gradient although its advantage is 0."""
         return self.training_mode == "opd" or bool(self.parameters.get(self.teacher_weight or ""))
 
     @property
@@ -122,7 +122,7 @@ class Loss:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of the loss in messages."""
         function: Any = self.function
         while isinstance(function, functools.partial):  # a custom loss with bound parameters
             function = function.func
@@ -137,7 +137,7 @@ def refuse_bad_parameters(function: Callable[..., LossOutputs], **parameters: Ha
     """Check a loss's parameters against the types in its signature, like parameters from a file.
 
     Raises:
-        ComponentError: a parameter outside its range.
+        ComponentError: a parameter is outside its range.
     """
     for name, message in _wrong_parameters(function, tuple(parameters.items())):
         raise ComponentError(f"trainer.loss.{name}: {message}")
@@ -147,6 +147,9 @@ def refuse_bad_parameters(function: Callable[..., LossOutputs], **parameters: Ha
 def _wrong_parameters(
     function: Callable[..., LossOutputs], parameters: tuple[tuple[str, Hashable], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """The wrong parameters; cached, because losses are called thousands of times with the same parameters."""
+    """The (name, message) of each wrong parameter.
+
+    Cached, because losses are called thousands of times with the same parameters.
+    """
     _, wrong = check_parameters(function, dict(parameters), num_inputs=1, label="loss")
     return tuple(wrong.items())

@@ -16,7 +16,7 @@ def opd_loss(
     kl_ref_tau: NonNegativeFloat = 0.0,
     kl_ref: Estimator = "k2",
 ) -> LossOutputs:
-    """The sum over trained tokens of the teacher's log ratio as advantage, and a KL term to the sampling policy.
+    """The sum over trained tokens of a policy gradient with the teacher's log ratio as advantage, plus a KL term.
 
     ```
     w    = exp(l - m)                l trainer_logprobs, m inference_logprobs, t teacher_logprobs

@@ -35,8 +35,8 @@ def ppo_loss(
     loss = sum_t  -s                           with a dual clip c, where A < 0:  -max(s, c A)
     ```
 
-    Without the dual clip `w` is unbounded where A < 0, so a token that has become much more likely than it was at
-    sampling gets an unbounded push down.
+    Without the dual clip, `w` is unbounded where A < 0. So a token that has become much more likely since sampling can
+    have an unbounded gradient.
 
     Example: `l = log 0.5`, `m = log 0.25`: `w = 2`. With `A = 1` it is clipped to 1.28: the loss is -1.28, without
     gradient. With `A = -1` it is not clipped: loss 2, gradient 2; `dual_clip = 1.5` gives loss 1.5 without gradient.
@@ -74,7 +74,7 @@ def ppo_loss(
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's term of each token, and where the ratio is clipped below and above: three tensors [M].
+    """PPO's term for each token, and masks of the ratios that are clipped below and above: three tensors [M].
 
     For a given sign of A, the minimum and maximum in the formula reduce to one bound on each side of the ratio:
     `-A min(w, 1 + eps_high)` where A > 0, `-A min(max(w, 1 - eps_low), c)` where A < 0. Exactly at a bound the gradient

@@ -1,4 +1,4 @@
-"""Computes what losses share: trained tokens, importance ratios that never overflow to NaN, and segment means."""
+"""Helpers for losses: trained tokens, importance ratios that never overflow to NaN, and segment means."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 def trained_tokens(inputs: LossInputs, penalty: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """`l`, `m` and `A` (minus the reference's penalty) of the tokens under the mask, each float [M]. Values outside the
-    mask are never read."""
+    """`l`, `m` and `A` (minus the reference's penalty) of the tokens under the mask, each float [M].
+
+    Values outside the mask are never read.
+    """
     mask = inputs.loss_mask
     return inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask], inputs.advantages[mask] - penalty
 
@@ -26,12 +28,12 @@ def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
         ComponentError: `what` needs them, but the batch has none.
     """
     if inputs.teacher_logprobs is None:
-        raise ComponentError(f"{what} learns from a teacher, and the batch has no teacher_logprobs")
+        raise ComponentError(f"{what} learns from a teacher, but the batch has no teacher_logprobs")
     return inputs.teacher_logprobs[inputs.loss_mask]
 
 
 def clamped_ratio(log_ratio: Tensor, weights: Tensor, delta: float) -> Tensor:
-    """`min(exp(log_ratio), delta)`, without gradient where it is clamped; 1 where its weight is 0.
+    """`min(exp(log_ratio), delta)`, without gradient where it is clamped; 1 where the weight is 0.
 
     Filled and clamped before exp: after an overflow in exp, a gradient of 0 would become 0 * inf = NaN.
     """
@@ -46,8 +48,8 @@ def k3(log_ratio: Tensor) -> Tensor:
     """Schulman's low-variance KL estimate `exp(x) - x - 1` of log ratios x.
 
     Above x = 20 it continues along its tangent, `exp(20) - 21 + (exp(20) - 1) (x - 20)`. There the policy has almost
-    given up a token, and from x = 89 on float32 overflows, so the loss would not be finite. verl and slime clamp x at
-    20, which leaves such a token without a gradient; the tangent keeps the gradient that pulls it back.
+    abandoned the token, and from x = 89 on, exp overflows float32, so the loss would not be finite. verl and slime
+    clamp x at 20, which leaves such a token without a gradient; the tangent keeps the gradient that restores it.
 
     Example: x = 20 gives 485165174.4, and x = 120 gives 49001684615.4.
     """
@@ -57,9 +59,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each segment, and for each value the index of its segment's mean.
+    """The mean of each segment, and for each value the index of its segment in the means.
 
-    Values belong to the same segment if their numbers are equal; they need not be adjacent.
+    Values belong to the same segment if their segment numbers are equal; they need not be adjacent.
 
     Args:
         values: Float [M].

@@ -1,4 +1,4 @@
-"""The KL term to a frozen reference model, whose logprobs of the sampled tokens are the stream "reference"."""
+"""The KL term to a frozen reference model. The stream "reference" has its logprobs of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 Estimator = Literal["k1", "k2", "k3"]
 DELTA = 8.0
-"""Upper clamp of the importance ratio that weights the term, for losses without a `delta` of their own."""
+"""Upper clamp of the importance ratio that weights the term, for losses without their own `delta`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReferenceTerm:
-    """What a loss adds for its reference."""
+    """The parts of the reference KL term to include in a loss."""
 
     penalty: Tensor | float = 0.0
     """Subtracted from each token's advantage before anything else: float [M], detached."""
@@ -39,9 +39,9 @@ def reference_term(
     k3   + kl_ref_tau sg(min(w, delta)) (exp(r - l) - (r - l) - 1)      where r - l > 20: along its tangent
     ```
 
-    On samples of the current policy, the expected gradients of k1 and k2 are that of the reverse KL, `E[l - r]`. That
-    of k3, which is common, is not (arXiv 2510.01555). As a loss term k1 would have an expected gradient of 0, so it is
-    subtracted from the advantage. Source of the estimators: Schulman, "Approximating KL divergence" (2020).
+    On samples of the current policy, k1 and k2 have the expected gradient of the reverse KL, `E[l - r]`; k3, which is
+    commonly used, does not (arXiv 2510.01555). As a loss term, k1 would have an expected gradient of 0, so it is
+    subtracted from the advantage instead. Source of the estimators: Schulman, "Approximating KL divergence" (2020).
 
     Example: `l = m = log 0.5`, `r = log 0.25`, `kl_ref_tau = 1`: k2 is `(log 2)^2 / 2` with the gradient `log 2`, k3 is
     `0.5 + log 2 - 1` with the gradient `1 - 0.5`, and k1 subtracts `log 2` from the advantage.
@@ -60,7 +60,7 @@ def reference_term(
     stream = inputs.logprob_streams.get(REFERENCE)
     if stream is None:
         raise ComponentError(
-            f'kl_ref_tau > 0 needs a reference, and the batch has no logprob stream "{REFERENCE}"; add a '
+            f'kl_ref_tau > 0 needs a reference, but the batch has no logprob stream "{REFERENCE}"; add a '
             "[trainer.reference] table to the run's file"
         )
     mask = inputs.loss_mask

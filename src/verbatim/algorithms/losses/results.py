@@ -1,4 +1,4 @@
-"""Checks what a loss returns, and calls a user's loss once on a few tokens before a run begins."""
+"""Checks the return value of a loss, and tries a user's loss on a few tokens before a run begins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PROBE_TOKENS = 6
 
 
 def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
-    """The scalar to minimise, and the metrics, from the return value of a loss.
+    """Check the return value of a loss, and return the scalar to minimise and the metrics.
 
     Args:
         outputs: The loss function's return value.
-        name: Its name in messages.
+        name: The loss's name in messages.
 
     Raises:
         ComponentError: the value is None, a bare tensor or anything other than `LossOutputs`, or its loss is not a
