@@ -141,7 +141,7 @@ def raising(inputs):
         (returning([1.0]), r"returned 1 advantages; expected .*one for each of 2 rollouts"),
         (returning([[1.0], [1.0, 2.0, 3.0]]), "3 advantages for the 1 turns of rollout 1"),
         (returning([0.5, None]), r"returned None for rollout 1 .*expected a number, or a list"),
-        (returning([0.5, "1"]), r"returned '1' for rollout 1 \(a text\); expected a number, or a list"),
+        (returning([0.5, "1"]), r"returned '1' for rollout 1 \(a string\); expected a number, or a list"),
         (returning(["high", 0.5]), "returned 'high' for rollout 0"),
         (returning([[[1.0]], 0.5]), r"returned \[\[1\.0\]\] for rollout 0"),
         (returning("ab"), "returned AdvantageOutputs; expected AdvantageOutputs"),
