@@ -342,7 +342,7 @@ def test_advice_about_servers_is_not_given_about_a_run_of_ours(tmp_path: Path, m
     found = [corpus_case(words).logged.trajectory for words in ("sampled letter by letter", "Qwen3 example")]
     _, out, _ = run(capsys, write(tmp_path / "log.jsonl", *found), "--model", model)
     shown = " ".join(out.split())
-    assert "the conversation was rendered anew" in shown
+    assert "the conversation was rendered again" in shown
     assert "endpoint" not in shown
     assert "Send token ids" not in shown
 

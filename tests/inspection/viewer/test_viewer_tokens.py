@@ -104,7 +104,7 @@ def test_a_break_is_told_in_the_doctors_words(tmp_path: Path):
     assert said["words"][0].startswith("re-tokenised: ")
     assert said["words"][1] == "compared with turn 0, it differs from token 5 on"
     assert "recorded: hi" in said["words"] and "sent: h i" in said["words"]
-    assert any("the conversation was rendered anew" in line for line in said["words"])
+    assert any("the conversation was rendered again" in line for line in said["words"])
 
 
 @pytest.mark.parametrize("text", ["hi", "e\u0301", "\U0001f642"])
