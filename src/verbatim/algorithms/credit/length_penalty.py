@@ -1,4 +1,4 @@
-"""Applies length penalties: advantages see a lower reward for long rollouts, or a higher one for short correct ones."""
+"""Applies length penalties: advantages see lower rewards for long rollouts, or higher ones for short correct ones."""
 
 from __future__ import annotations
 

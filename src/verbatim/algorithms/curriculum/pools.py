@@ -118,7 +118,7 @@ class DifficultyPools:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: a row per pooled example, and the recent rewards of the other examples."""
+        """The state as plain JSON values: a row per pooled example, and the recent rewards of the other examples."""
         rows: dict[str, list[dict[str, Any]]] = {pool: [] for pool in POOLS}
         for env, pooled in self._pooled.items():
             for example_id, (pool, mean) in pooled.items():

@@ -53,7 +53,7 @@ def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> RunCom
         metrics: Names of further step metrics, for curves and tables.
 
     Raises:
-        UsageError: there are fewer than two runs, a run is given twice, a folder has no run, or no run has a metric.
+        UsageError: there are fewer than two runs, a run is given twice, a folder has no run, or a metric is in no run.
     """
     if len(folders) < 2:
         raise UsageError("verbatim compare needs at least two runs: verbatim compare runs/NAME/FIRST runs/NAME/SECOND")

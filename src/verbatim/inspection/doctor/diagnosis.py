@@ -15,7 +15,7 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.doctor.windows import WindowRow, side_by_side
 
 _SAYS_LITTLE = frozenset({BreakClass.UNKNOWN, BreakClass.HISTORY_REWRITTEN, BreakClass.NOT_READ_BACK})
-"""Classes that describe the changed ids but not the cause; a recorded reason is preferred to them."""
+"""Classes that say what changed but not why. The recorded reason `format_unknown` takes precedence over only these."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Diagnosis:
     repeated: int
     """Number of history tokens computed again because of the break, with one row per sample."""
     repeated_in_tree: int
-    """How many of them a prefix tree also computes again, because they follow the first difference."""
+    """How many of the `repeated` tokens a prefix tree also computes again: those after the first difference."""
     share: float
     """`repeated` as a share of the trajectory's tokens, counted with one row per sample."""
 

@@ -14,7 +14,7 @@ from verbatim.rollouts.episode_stats import NO_TURNS, TOOL_FAULTS, TRACEBACK, fa
 from verbatim.rollouts.openings import Openings
 
 _FEWEST = 4
-"""Number of episodes from which on a property that all of them share is reported."""
+"""Minimum number of episodes for reporting a property that all of them share."""
 _WRONG_REWARD = re.compile(r"expected (a finite number|at most [\d.e+]+, all that float32 holds|a number or \{part)")
 
 
@@ -159,7 +159,7 @@ def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator
         last = f"{messages[-1]['role']}: {messages[-1].get('content', '')!r:.120}" if messages else "no message"
         yield CheckFinding(
             kind="score_unreached",
-            expected="a success: a reward of at least 1, or `is_success` of the environment returns True",
+            expected="a success: a reward of at least 1, or an `is_success` of the environment that returns True",
             found=f"{_about(failed, solved)}: the episode's own solution earned {first.trajectory.reward}; "
             f"{of_parts}it ended with: {last}",
             change="fix `score` (does it compare text with numbers, or read the wrong message?) or `solution`; if "

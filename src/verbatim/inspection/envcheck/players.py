@@ -43,7 +43,7 @@ class RandomPlayer:
         self._move: Callable[[random.Random], str | None] | None = None
 
     def meet(self, episode: Episode) -> None:
-        """Decide whether to play only what the episode's `random_move`, if any, returns: in half of the episodes."""
+        """In half of the episodes with a `random_move` method, choose to play only the moves that it returns."""
         move = getattr(episode, "random_move", None)
         self._move = move if move is not None and self._rng.random() < 0.5 else None
 
@@ -76,7 +76,7 @@ class WrittenPlayer:
         """Do nothing: the messages do not depend on the episode."""
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
-        """The next message."""
+        """Return the next message."""
         return _read(next(self._left, {"role": "assistant", "content": ""}))
 
 
@@ -89,7 +89,7 @@ class SolutionPlayer(WrittenPlayer):
         self._began = False
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
-        """The next message.
+        """Return the next message.
 
         Raises:
             EnvironmentFault: `solution` raised, or returned something other than assistant messages.

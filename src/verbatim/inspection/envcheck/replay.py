@@ -53,6 +53,7 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
             done = run_program(
                 [sys.executable, "-c", "from verbatim.inspection.envcheck.replay import main; main()"],
                 given=json.dumps(job).encode(),
+                # A different hash seed: episodes that depend on the order of a set then differ.
                 environment={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)},
                 timeout=_PATIENCE,
             )

@@ -35,7 +35,7 @@ class CheckTarget:
 
 
 def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[CheckTarget]:
-    """The environments that are meant by `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
+    """The environments named by `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
 
     Args:
         given: The name as typed by the user.

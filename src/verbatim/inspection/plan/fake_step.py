@@ -150,7 +150,7 @@ def _model(source: str) -> Any:
     other = plan_attention(tiny_copy(model))
     if other is not None:
         raise ModelError(
-            f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
+            f"{type(model).__name__} mixes tokens by {other}: each row is a separate pass, whose memory "
             "verbatim plan cannot measure"
         )
     tiny_pair(model, planned=True)  # cached for later checks, because fake tensors cannot be copied to a small model
@@ -297,6 +297,7 @@ class _Step:
         self._memory.restart()
         self._take_step(run)
         parts = dict(self._memory.at_peak)
+        # The trainer holds all micro-batches of a step; add those that were not run, in proportion to their tokens.
         unseen = int(parts[BATCH] * missing)
         parts[BATCH] += unseen
         trees = sum(m.num_tokens for mine in dealt for m in mine if not m.is_rows)

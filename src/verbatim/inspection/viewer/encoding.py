@@ -1,4 +1,4 @@
-"""Writes answers as JSON that every browser reads."""
+"""Encodes answers as JSON that every browser can parse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verbatim.run.evaluation.as_json import finite
 
 
 def to_json(value: Any) -> bytes:
-    r"""UTF-8 JSON; numpy arrays as lists, NaN and infinities as null, lone surrogates as escapes.
+    r"""Encode a value as UTF-8 JSON: numpy arrays as lists, NaN and infinities as null, lone surrogates as escapes.
 
     >>> to_json({"a": float("nan"), "b": "\udce9"})
     b'{"a": null, "b": "\\udce9"}'

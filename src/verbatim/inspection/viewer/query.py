@@ -200,6 +200,7 @@ def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
     places = np.flatnonzero(rows)
     wanted = table.select(list(dict.fromkeys([name, "step", "kind", "file", "place"]))).take(pa.array(places))
     newest_first = sort != "step"
+    # lexsort compares by the last key first.
     keys = [
         np.asarray(wanted.column("place")),
         _ranks(wanted.column("file"), descending=newest_first),

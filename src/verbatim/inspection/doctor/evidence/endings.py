@@ -39,14 +39,14 @@ def stop_token(d: Difference) -> str | None:
     if was == is_now:
         other = d.at < start + was and earlier[d.at] != prompt[d.at]
         return (
-            f"turn {span.turn} ended with {_shown(d, earlier[d.at])}, its history ends with {_shown(d, prompt[d.at])}"
+            f"turn {span.turn} ended with {_shown(d, earlier[d.at])}, but with {_shown(d, prompt[d.at])} in the prompt"
             if other
             else None
         )
     if not _next_message(d, start + was, start + is_now):
         return None
     kind = "doubled" if max(was, is_now) > 1 else "missing"
-    place = "in the prompt" if (is_now > was) == (kind == "doubled") else "in what was recorded"
+    place = "in the prompt" if (is_now > was) == (kind == "doubled") else "in the record"
     token = (earlier if was > is_now else prompt)[start]
     return f"the stop token {_shown(d, token)} after turn {span.turn} is {kind} {place}: {was} before, {is_now} now"
 

@@ -24,7 +24,7 @@ def recorded_tools_changed(d: Difference) -> str | None:
 
 
 def tools_changed(d: Difference) -> str | None:
-    """The first difference lies in the tool schemas of the prompt, or in their introduction."""
+    """The first difference is in the tool schemas of the prompt or in their introduction."""
     if d.at >= d.spans[0].start:
         return None
     earlier, now = d.opening_texts
@@ -155,4 +155,5 @@ def _system_message(d: Difference, text: str) -> str | None:
     assert d.text is not None
     ends = [text.find(end) for end in (d.text.decode([stop]) for stop in d.stops) if end in text]
     first = text[: min(ends)] if ends else text
+    # Chat formats write the role at the start of a message.
     return first if "system" in first[:40] else None

@@ -86,6 +86,7 @@ def tool_arguments(d: Difference) -> str | None:
     earlier, now = d.texts
     same = common_prefix(earlier, now)
     braces = [i for i, c in enumerate(earlier[:same]) if c == "{"]
+    # The nearest brace first; the limit bounds the number of parses.
     for start in reversed(braces[-64:]):
         was, is_now = json_at(earlier, start), json_at(now, start)
         if was is None or is_now is None or max(was[1], is_now[1]) <= same:
