@@ -62,11 +62,11 @@ class AgentLoop(EpisodeLoop):
         self._session = str(seed) if session is None else session
         self._draws = Draws(recorder)
         self._knows_experts = False
-        """True once a completion came with routed experts; spares other models the search in `num_routed`."""
+        """True once a completion has included routed experts. Until then, the search in `num_routed` is skipped."""
         self._told: tuple[Message, ...] = ()
         self._num_turns_of: dict[str, int] = {}
         self._num_under_way = 0
-        """Answers that are being sampled, or wait to be parsed."""
+        """Number of answers that are being sampled or waiting to be parsed."""
         self._num_responses: Counter[bytes] = Counter()
         self._rendered_anew: list[dict[str, Any]] = []
 
@@ -124,11 +124,11 @@ class AgentLoop(EpisodeLoop):
                 None: no watcher.
 
         Returns:
-            The reply, and the thread that a next prompt may continue.
+            The reply, and the thread that a later prompt may continue.
 
         Raises:
-            EpisodeOver: no turns are left, the engine stopped, or this prompt leaves no room in the context (a
-                shorter one still may).
+            EpisodeOver: no turns are left, the engine stopped, or this prompt leaves no room in the context (a shorter
+                prompt may still fit).
             RecordError: the sampler's completion cannot be recorded, or the episode has ended.
             SamplerFault: the engine failed, and retries did not help.
         """
@@ -214,13 +214,13 @@ class AgentLoop(EpisodeLoop):
         return self._read(completion, prompt_ids, prompt, self.params, conversation)
 
     async def _rendered(self, prompt: Prompt) -> Conversation:
-        """Render the prompt, a long one on a thread; raise if the episode ended meanwhile."""
+        """Render the prompt, on a thread if it is long. Raises if the episode has ended in the meantime."""
         if not self._is_long(prompt):
             return self._conversation(prompt)
         made = await self._on_thread(prompt)
         if self._draws.over:
             raise self.recorder.refusal()
-        self._refuse_if_over()  # other agents may have used up the limits meanwhile
+        self._refuse_if_over()  # other agents may have used up the limits in the meantime
         return made
 
     def _is_long(self, prompt: Prompt) -> bool:
@@ -250,7 +250,7 @@ class AgentLoop(EpisodeLoop):
         seed: int | None = None,
         watch: Watch | None = None,
     ) -> Completion:
-        """Sample one completion of at most the tokens that are left; by default with the seed of the agent's next
+        """Sample one completion within the remaining token budget. The seed is by default that of the agent's next
         turn."""
         room = self.room_for(len(prompt_ids))
         if room <= 0:
@@ -262,8 +262,8 @@ class AgentLoop(EpisodeLoop):
         self._num_turns_of[agent] = number + 1
         request = SampleRequest(
             prompt_ids=prompt_ids,
-            # Stop strings are cut here and not by the engine, which need not know them, so that the ids include the
-            # token that completes one.
+            # Stop strings are cut here and not by the engine, so that the ids include the token that completes a stop
+            # string. The engine need not support stop strings.
             params=params
             if params.max_tokens == most and not params.stop
             else dataclasses.replace(params, max_tokens=most, stop=()),
@@ -355,7 +355,7 @@ class AgentLoop(EpisodeLoop):
         temperature: float,
         routed_from: int,
     ) -> SampledAnswer:
-        """Make an answer of a reply, whose ids may be a prefix of the completion's."""
+        """Build an answer from a reply, whose ids may be a prefix of the completion's."""
         experts, prompt_ids = completion.routed_experts, conversation.prompt_ids
         self._knows_experts |= experts is not None
         conversation = conversation.answered(reply.ids, None, reply.message, reply.tool_calls)

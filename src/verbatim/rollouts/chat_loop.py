@@ -157,14 +157,14 @@ class TeacherLoop(ChatLoop):
         self._schemas: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add to the last turn what was not known when it was held; `finish` records it."""
+        """Add the values that were not yet known when the last turn was held back for `finish`."""
         held = self._held[-1]
         held["reward"], held["timing"] = reward, dataclasses.replace(held["timing"], tools=tool_seconds)
         held["parse_status"] = held["parse_status"] if held["parse_status"] != "ok" else parse_status
 
     def finish(self) -> None:
-        """Record every turn in the student's ids, in the order of sampling; a RecordError if the student's template
-        cannot render one."""
+        """Record every turn in the student's ids, in the order of sampling. Raises RecordError if the student's
+        template cannot render one of them."""
         written: dict[str, list[Turn]] = {}
         for agent, thread in self._threads.items():
             num_said = sum(held["agent"] == agent for held in self._held)
@@ -195,7 +195,7 @@ class TeacherLoop(ChatLoop):
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         """Hold the turn for `finish`; return its index."""
         thread = self._threads.get(prompt.agent)
-        if thread is not None and thread is not prompt.thread:  # another turn of the agent ended meanwhile
+        if thread is not None and thread is not prompt.thread:  # another turn of the agent has ended in the meantime
             raise _other_history(prompt, thread)
         self._held.append(answer.turn_fields(prompt, state_key))
         return len(self._held) - 1

@@ -53,26 +53,27 @@ class ConversationRollout(abc.ABC):
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of every turn."""
     max_turns: int = EpisodeLimits.max_turns
-    """Most turns of one trajectory; tool calls of the last turn are not run."""
+    """Maximum number of turns per trajectory. Tool calls of the last turn are not run."""
     concurrency: int
-    """Most trajectories in flight at a time."""
+    """Maximum number of trajectories in flight."""
     trajectory_timeout: float
     """Timeout of one trajectory in seconds, including its tools."""
     tool_timeout: float = EpisodeLimits.tool_timeout
     """Timeout of one tool call in seconds."""
     tool_output_limit: int = EpisodeLimits.tool_output_limit
-    """Most characters of one tool result."""
+    """Maximum length of a tool result in characters."""
     tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
     """What happens when a tool raises or times out: "message" tells the model, "stop" ends the trajectory as
     `api_error`."""
     max_malformed_retries: int = EpisodeLimits.max_malformed_retries
-    """Most consecutive turns with malformed calls only; one more ends the trajectory as "malformed"."""
+    """Maximum number of consecutive turns whose calls are all malformed. One more ends the trajectory as
+    "malformed"."""
     trace_dir: str | Path | None = None
     """Folder in which each trajectory is stored as a file as soon as it ends; None: not stored."""
     trace_callback: Callable[[Trajectory], Any] | None = None
     """Returns True if the trajectory is to be stored; None: all are."""
     success_callback: Callable[[Trajectory], Any] | None = None
-    """Returns True to name the file `ok-...`, False for `fail-...`. None: a trajectory that stopped by itself, without
+    """Returns True to name the file `ok-...`, False for `fail-...`. None: a trajectory that ended on its own, without
     an error, is a success."""
     progress: bool | None = None
     """True to show a progress bar; None: if standard error is a terminal."""
@@ -145,8 +146,9 @@ class ConversationRollout(abc.ABC):
     async def run_each(
         self, trajectories: Sequence[Conversation], finished: Callable[[int, Trajectory], object], **overrides: Any
     ) -> None:
-        """Like `run`, but pass each trajectory to `finished`, with its index, as soon as it ends, and keep none. An
-        exception of `finished` is raised here; the episodes then in flight are cancelled, and passed to it too."""
+        """Like `run`, but pass each trajectory to `finished`, with its index, as soon as it ends, instead of collecting
+        them. An exception of `finished` is raised here; the episodes still in flight are cancelled, and their
+        trajectories are passed to `finished` too."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
         offered = offered_tools(openings, settings.tool_manager)
@@ -213,7 +215,7 @@ class ConversationRollout(abc.ABC):
         settle: Settle = lambda trajectory: trajectory,
     ) -> None:
         """Run every episode, `concurrency` of them at a time."""
-        # One iterator for all workers: whoever is free takes the next episode.
+        # All workers share one iterator: a worker that is free takes the next episode.
         waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
         traces: TraceFolder | None = None
         if self.trace_dir is not None:
@@ -242,7 +244,7 @@ class ConversationRollout(abc.ABC):
         """Context manager for one call; yields the function that creates the episode loops."""
 
     async def _hang_up(self) -> None:  # noqa: B027  most engines hold nothing between calls
-        """Close connections of the event loop, which is about to end."""
+        """Close the connections that belong to the event loop, which is about to end."""
 
     def _limits(self) -> EpisodeLimits:
         return EpisodeLimits(

@@ -19,17 +19,18 @@ _TEXT, _DICT = frozenset({str}), frozenset({dict})
 _AS_THEY_ARE = ATOMS - {int}
 """Types whose values are always plain JSON. An `int` is not: it may have too many digits to be written."""
 _MOST_COST, _CONTAINER = MOST_VALUES, 5000
-"""Most characters plus values of a message that takes the fast path without the full check: all limits of the check are
-above this. A list or dict costs `_CONTAINER`."""
+"""Maximum cost of a message on the fast path, which skips the full check: one for each character and value, and
+`_CONTAINER` for each list or dict. All limits of the full check are higher."""
 
 _HEADER = len(marshal.dumps([], 0))
-"""Bytes of the list header, which has the length; cut off so that the bytes of several messages can be joined."""
+"""Size in bytes of a serialised list's header, which holds its length. It is cut off, so that the bytes of several
+messages can be joined."""
 _SHORT = 256
-"""Most bytes for which comparing serialised values is faster than comparing them one by one."""
+"""Maximum size in bytes up to which comparing serialised values is faster than comparing them one by one."""
 
 
 class _NotPlain(Exception):
-    """The value is not plain JSON, or too much of it."""
+    """The value is not plain JSON, or is too large."""
 
 
 def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any:
@@ -38,7 +39,7 @@ def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any
     Args:
         value: The user's value. Subclasses of str, numbers, lists and mappings become the built-in types.
         what: Names the value in the error.
-        of_info: True if this is an `info`, which may also have numpy arrays, and keys of any type.
+        of_info: True if this is an `info`, which may also contain numpy arrays and keys of any type.
 
     Raises:
         EnvironmentFault: the value contains itself, is too deep or too large, has values that JSON cannot represent,
@@ -52,7 +53,7 @@ def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any
         raise EnvironmentFault(f"{what}: {why}")
     try:
         return _rebuilt(value, {})
-    except Exception as error:  # what an environment puts into its messages raises what it likes
+    except Exception as error:  # objects from an environment may raise anything
         raise EnvironmentFault(f"{what} cannot be copied: {error_text(error)}") from error
 
 
@@ -100,8 +101,8 @@ def refuse(value: Any, what: str) -> None:
 
 
 def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
-    """Copy plain JSON; a `_NotPlain` if it is not, or if it costs more than is `left`. The cost of a list or dict is
-    subtracted once it is copied."""
+    """Copy plain JSON. Raises `_NotPlain` if the value is not plain JSON, or costs more than `left[0]`, from which the
+    cost of each copied list or dict is subtracted."""
     kind, cost = type(value), _CONTAINER
     copied = value
     if kind is dict:
@@ -139,8 +140,8 @@ def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
 
 
 Others: TypeAlias = tuple[tuple[int, bytes | None], ...]
-"""Index of each message that holds values other than strings, with these values serialised; None if they are long or
-not plain JSON, so that they must be compared one by one."""
+"""The index of each message with non-string values, and these values serialised. None instead of the bytes if the
+values are long or not plain JSON, and so must be compared one by one."""
 
 
 def others_in(messages: Sequence[Message], start: int = 0) -> Others:
@@ -171,7 +172,7 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
         pass
     try:
         return same_messages(start, known)
-    except Exception as error:  # a user's own mapping raises what it likes
+    except Exception as error:  # a user's own mapping may raise anything
         raise EnvironmentFault(f"the messages cannot be compared: {error_text(error)}") from error
 
 

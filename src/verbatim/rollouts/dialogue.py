@@ -64,7 +64,7 @@ class Dialogue:
 
     def kept(self) -> tuple[Message, ...]:
         """Return the messages for the trajectory. The environment owns them and may have changed them since they were
-        checked: one that can no longer be kept is replaced by a message that says why."""
+        checked: a message that can no longer be kept is replaced by one that says why."""
         return tuple(message if is_plain(message) else _kept(message) for message in self.messages)
 
     async def run(self, episode: Episode) -> StopReason:
@@ -163,7 +163,7 @@ class Dialogue:
 
     def _enter(self, what: str, **about: Any) -> dict[str, Any]:
         """Begin an entry of the timeline, in seconds since the start of the episode. Without a timeline, return a dict
-        that is thrown away."""
+        that is discarded."""
         if self._timeline is None:
             return {}
         start = time.perf_counter() - self._began

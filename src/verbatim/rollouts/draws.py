@@ -16,7 +16,7 @@ from verbatim.rollouts.recorder import Recorder
 
 class Draws:
     """Sends an episode's requests to a sampler. Tokens are counted in the recorder before the completion is delivered,
-    so they are counted even if it never is."""
+    so they are counted even if it is never delivered."""
 
     def __init__(self, recorder: Recorder, session: str = "") -> None:
         self._recorder, self.session = recorder, session
@@ -25,7 +25,7 @@ class Draws:
         self._caller: asyncio.Task[Any] | None = None
         """The task that is inside `draw_alone`."""
         self._left: asyncio.Future[None] | None = None
-        """Done when that call has ended; created only if `end` has to wait for it."""
+        """Future that is done when that call has ended. Created only if `end` has to wait for the call."""
         self.over = False
         """True once the episode has ended; further requests are refused."""
         self.num_delivered = 0
@@ -68,7 +68,7 @@ class Draws:
             self._recorder.count_cancelled(num_tokens_drawn(end))
             self._recorder.count_lost(num_tokens_lost(end))
             raise
-        # `count` comes last of the counts: it raises if the episode has ended.
+        # `count` is called last, because it raises if the episode has ended.
         self._recorder.count_lost(completion.num_lost_tokens)
         self.num_delivered += len(completion.ids)
         self._recorder.count(len(completion.ids))
@@ -106,8 +106,8 @@ class CountingSampler(SamplerProxy):
         self._numbers = itertools.count()
 
     def open(self, recorder: Recorder) -> Draws:
-        """Register a new attempt at an episode. Its requests must carry the returned session. Call `close_attempt` when
-        no request can come any more."""
+        """Register a new attempt at an episode. Its requests must carry the returned session. Call `close_attempt` once
+        no more requests can arrive."""
         found = Draws(recorder, f"attempt-{next(self._numbers)}")
         self._attempts[found.session] = found
         return found

@@ -20,10 +20,10 @@ TRACEBACK = "traceback"
 TOOL_FAULTS = "tool_faults"
 """Key of `Trajectory.info`: tools that raised or timed out, as a count and the first message for each failure kind."""
 NO_TURNS = "no_turns"
-"""Failure kind of an episode in which the policy sampled nothing. Logged once for each example, not once in all: the
-example's prompt is usually the cause."""
+"""Failure kind of an episode in which the policy sampled nothing. Logged once per example and not only once per run,
+because the example's prompt is usually the cause."""
 MOST_SAID = 50
-"""Most failures that are logged one by one, so that messages that never repeat do not fill the log."""
+"""Maximum number of failures logged individually, so that failures whose messages all differ do not fill the log."""
 _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
 
 

@@ -36,7 +36,7 @@ class TextArena:
     """The opponent: "self" (the policy, trained for all players), "policy" (the policy, trained for its own seat only),
     "random", `{ frozen = "path" }` or `{ model = "name", base_url = "url" }`. Ignored in games for one player."""
     seat: int | Literal["alternate"] = "alternate"
-    """The policy's player, counted from 0; "alternate" changes it from example to example."""
+    """Index of the policy's player, from 0. "alternate" changes it from example to example."""
     num_players: int | None = None
     """Number of players; None: the fewest that the game allows."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class TextArena:
     system_prompt: str = ""
     """System prompt of every player that a model plays; "" means none."""
     unfinished_reward: float = -1.0
-    """Reward of each trained player if the run's limits cut the game off: the package gives none then."""
+    """Reward of each trained player if the run's limits cut the game off: the package gives no reward in that case."""
     _spec: GameSpec = field(init=False, repr=False, compare=False)
     _plays: Plays = field(init=False, repr=False, compare=False)
     _num_players: int = field(init=False, repr=False, compare=False)
@@ -176,7 +176,7 @@ class Play(Episode):
         return f"player_{player}"
 
     def _note(self) -> None:
-        """Update `info` in every turn, because a limit may end the episode at any of them."""
+        """Update `info` in every turn, because a limit may end the episode at any turn."""
         game = self._game
         facts: dict[str, Any] = {"game": game.spec.id, "ended": game.why() if game.done else "cut off"}
         if game.num_players > 1 and not self._both:

@@ -11,7 +11,7 @@ from verbatim.environments.global_random import OwnRandom
 from verbatim.rollouts.games.package import GameSpec, make_game
 
 MOST_PLAYERS = 15
-"""Most players of any game in the package."""
+"""Maximum number of players of any game in the package."""
 YOUR_TURN = "It is your turn."
 """The observation of a player if the game has nothing new to show."""
 
@@ -65,7 +65,7 @@ class Game:
         return player, "\n".join(lines) or YOUR_TURN
 
     def act(self, text: str) -> None:
-        """Perform the current player's action; an EnvironmentFault if the game raises."""
+        """Perform the current player's action. Raises EnvironmentFault if the game raises."""
         for change in self._changes:
             text = change(text)
         with self._random.lent():
@@ -77,8 +77,8 @@ class Game:
                 ) from error
 
     def rewards(self) -> dict[int, float] | None:
-        """The package's reward for each player, or None if the game has not ended. An EnvironmentFault if a reward is
-        not a number."""
+        """The package's reward for each player, or None if the game has not ended. Raises EnvironmentFault if a reward
+        is not a number."""
         if not self.done:
             return None
         with self._random.lent():
@@ -117,7 +117,7 @@ def _swap_back(state: Any) -> None:
 
 
 FEWEST = {"MarketEntryGame": 2, "PublicGoodsGame": 2, "QuantumTicTacToe": 2, "SpiteAndMalice": 2}
-"""Least number of players of games that start with fewer but cannot be played then."""
+"""Minimum number of players of games that start with fewer players but cannot then be played, by game."""
 
 
 def fewest_players(spec: GameSpec, options: Mapping[str, Any]) -> int:

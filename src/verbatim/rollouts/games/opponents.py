@@ -26,7 +26,7 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 MOST_MOVES = 100_000
-"""Most moves of one opponent in one game. Effectively no limit: every game ends long before."""
+"""Maximum number of moves of one opponent per game. Effectively unlimited: every game ends long before that."""
 FORMS = (
     '"self", "policy", "random", { frozen = "path/to/weights" } or { model = "name", base_url = '
     '"http://localhost:8000/v1" }'
@@ -59,9 +59,9 @@ class FrozenPlays:
     """A model folder in Hugging Face format, an adapter folder, or a hub id."""
     temperature: float = 1.0
     max_tokens: int = 256
-    """Most tokens of one action."""
+    """Maximum number of tokens per action."""
     seq_len: int = 2048
-    """Most tokens of its side of a game."""
+    """Maximum number of context tokens for its side of a game."""
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -90,7 +90,7 @@ class ApiPlays:
     """Environment variable with the API key. None: no key is sent, except OPENAI_API_KEY to OpenAI's own server."""
     temperature: float = 1.0
     max_tokens: int = 256
-    """Most tokens of one action."""
+    """Maximum number of tokens per action."""
     max_retries: int = 5
     request_timeout: float = 120.0
     """Timeout of one attempt in seconds."""
@@ -99,7 +99,7 @@ class ApiPlays:
         self.api()
 
     def api(self) -> OpenAI:
-        """The connection's settings; a UsageError if they are invalid."""
+        """The connection's settings. Raises UsageError if they are invalid."""
         return OpenAI(
             model=self.model,
             base_url=self.base_url,
@@ -173,7 +173,7 @@ class _Speaker:
         return self._loop.info if self._loop is not None else {}
 
     async def say(self, talk: Sequence[Message], game: Game) -> str:
-        """Return the player's next action; an EnvironmentFault if its loop can take no more turns."""
+        """Return the player's next action. Raises EnvironmentFault if its loop can take no more turns."""
         assert self._loop is not None
         try:
             message = await self._loop.sample(talk)
@@ -220,7 +220,8 @@ Opponent: TypeAlias = _RandomOpponent | _Speaker
 """Plays one player of one game."""
 
 _LOADING = threading.Lock()
-"""`functools.cache` does not stop concurrent first calls, each of which would load the checkpoint."""
+"""Held while loading: `functools.cache` does not prevent concurrent first calls, each of which would load the
+checkpoint."""
 
 
 def _engine(frozen: str, seq_len: int, device: str, dtype: Literal["float32", "bfloat16"]) -> Any:
