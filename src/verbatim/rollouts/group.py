@@ -25,8 +25,8 @@ from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 T = TypeVar("T")
 
 MOST_IN_LINE = 128
-"""Most training episodes that wait for a slot, and as many of evaluation. Enough that a free slot is taken in the same
-pass of the event loop. Further groups start as these get their slots."""
+"""Maximum number of training episodes that wait for a slot, and of evaluation episodes: enough that a free slot is
+taken in the same pass of the event loop. More groups start as these episodes get their slots."""
 
 
 class GroupRun:
@@ -72,12 +72,12 @@ class GroupRun:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens sampled so far, of finished and unfinished episodes."""
+        """Number of tokens sampled so far, in finished and unfinished episodes."""
         return sum(recorder.num_sampled_tokens for recorder in self._recorders.values())
 
     async def run(self) -> Group:
-        """Run all episodes to their end. A failing episode does not affect the others; a RunStopped is raised if no
-        worker is left to run them."""
+        """Run all episodes to their end. A failing episode does not affect the others. Raises RunStopped if no worker
+        is left to run them."""
         ended = await run_together(self._episode(i, recorder) for i, recorder in self._recorders.items())
         trajectories = [
             _set_aside(trajectory, recorder.late)

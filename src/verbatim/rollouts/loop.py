@@ -168,7 +168,7 @@ class EpisodeLoop(abc.ABC):
         self._num_calls = 0
         self._num_started = 0
         self._num_completion_tokens = 0
-        """Tokens of the answers so far."""
+        """Number of tokens in the answers so far."""
         self._num_promised_tokens = 0
         """Sum of `max_tokens` of the requests in flight. Reserved up front, so that concurrent agents cannot exceed
         the episode's budget together."""
@@ -180,9 +180,10 @@ class EpisodeLoop(abc.ABC):
         self.offers_tools = False
         """True if any turn was shown tools."""
         self.no_room: tuple[int, int] | None = None
-        """Tokens of the last prompt that left no room, and of the context; or None if every prompt had room."""
+        """The length of the last prompt that left no room and that of the context, in tokens; None if every prompt left
+        room."""
         self.last_answer: SampledAnswer | None = None
-        """The answer to the last prompt, also if it could not be recorded; None until it arrives."""
+        """The answer to the last prompt, even if it could not be recorded; None until it arrives."""
 
     @property
     def turns_left(self) -> int:
@@ -253,8 +254,8 @@ class EpisodeLoop(abc.ABC):
         return thread.messages if thread is not None else ()
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add to the last turn what was not known when it was recorded: its reward, the seconds of its tools, and
-        whether its calls matched a tool's schema."""
+        """Add the values that were not yet known when the last turn was recorded: its reward, the seconds that its
+        tools took, and whether its calls matched a tool's schema."""
         if not self.recorder.turns:
             return
         turn = self.recorder.turns[-1]
@@ -299,8 +300,8 @@ class EpisodeLoop(abc.ABC):
 
     @abc.abstractmethod
     async def _answer(self, prompt: Prompt) -> SampledAnswer:
-        """Answer a prompt. Calls `_begin_turn` only when nothing but the engine can fail: a refused prompt is not a
-        turn."""
+        """Answer a prompt. Implementations call `_begin_turn` only once nothing but the engine can fail, because a
+        refused prompt does not count as a turn."""
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
         """Record the turn; return its index."""

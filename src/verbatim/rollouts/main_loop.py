@@ -21,7 +21,7 @@ from verbatim.core.texts import error_text
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds for background tasks, and then for threads of the loop's pool, to end after the main task."""
+"""Seconds that background tasks, and then the threads of the loop's pool, have to end after the main task."""
 
 SIGNALS_SEEN_WITHIN = 0.1
 """Seconds between checks for Ctrl-C. A wait without a timeout might not notice it: the operating system may deliver the
@@ -88,7 +88,7 @@ def run_main(
 
     Args:
         work: The main task.
-        presses: Handles Ctrl-C meanwhile; None: Ctrl-C cancels the main task.
+        presses: Handles Ctrl-C while the coroutine runs; None: Ctrl-C cancels the main task.
         ends_without_memory: True if a MemoryError in an event loop callback ends the main task: the callback's work is
             lost, and a task may wait for it forever. A server passes False and keeps serving its other clients.
         new_loop: Creates the event loop.

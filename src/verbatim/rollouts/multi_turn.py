@@ -46,7 +46,7 @@ class MultiTurnRollout(ConversationRollout):
     template: Renderer
     """The renderer of the sampler's model."""
     max_trajectory_tokens: int | None = None
-    """Most tokens of one trajectory's context; None: the sampler's context length."""
+    """Maximum number of tokens in a trajectory's context; None: the sampler's context length."""
     concurrency: int = 256
     seed: int = 0
     """Seed of the sampling. Each call, and each conversation of a call, derives its own."""

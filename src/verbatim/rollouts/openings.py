@@ -22,7 +22,8 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 CHARACTERS_PER_TOKEN = 4
-"""About right for English. Other languages and numbers have fewer, so a prompt may be longer than estimated."""
+"""About right for English. Numbers and other languages have fewer characters per token, so a prompt may be longer than
+estimated."""
 _AT_ONCE = 16
 """Number of episodes that are started concurrently."""
 _HOPELESS = 8
@@ -47,7 +48,7 @@ class Openings:
     first_fault: str | None = None
     """Why the first unmeasured example could not be measured, or None if there was no failure."""
     cannot_begin: bool = False
-    """True if no example that was tried can start, independent of the policy: the environment raises, or `start` does
+    """True if none of the tried examples can start, whatever the policy does: the environment raises, or `start` does
     not return an episode."""
     seconds: float | None = None
     """The time limit in seconds if it was reached, or None."""
@@ -167,7 +168,8 @@ async def _measured(
         return loop.tokens
     error = lacks or str(run.trajectory().error)
     owns = bool(made) and getattr(made[0], "run", None) is not None
-    # A program sends its requests through the gateway, which needs the run's sampler, so its failure here is no proof.
+    # A program sends its requests through the gateway, which needs the run's sampler, so its failure here proves
+    # nothing.
     may_begin = error.startswith("timeout") or (owns and not loop.was_asked)
     return _Fault(why=f"example {example.id!r}: {error}", is_sure=lacks is not None or not may_begin)
 

@@ -146,18 +146,19 @@ class Recorder:
         self._tree = TokenTree()  # frees the index; the turns reference the parts that they need
 
     def refuse_if_closed(self) -> None:
-        """Raise a RecordError if the episode has ended, and remember that it went on."""
+        """Raise a RecordError if the episode has ended, and store it as `late`."""
         if self._closed:
             raise self.went_on()
 
     def went_on(self) -> RecordError:
-        """Return the error for a caller that goes on after the end, and remember it as `late`: the episode fails."""
+        """Return the error for a caller that goes on after the end, and store it as `late`, which fails the episode."""
         error = self.refusal()
         self.late = self.late or error
         return error
 
     def refusal(self) -> RecordError:
-        """Return the error for a caller that comes after the end through no fault of its own; it is not remembered."""
+        """Return the error for a caller that comes after the end through no fault of its own. It is not stored as
+        `late`."""
         return RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
 
     def _where(self, index: int) -> str:

@@ -14,17 +14,17 @@ from verbatim.environments.environment import AgentScores
 LARGEST = 3.4028234663852886e38
 """The largest float32. Advantages are float32, so a larger reward would become infinite."""
 MOST_PARTS = 1000
-"""Most parts of a score. Limited because each becomes a metric."""
+"""Maximum number of parts in a score. Limited because each part becomes a metric."""
 
 
 def checked_reward(reward: Any, who: str) -> float | None:
-    """Return a turn's reward as a float, or None if it has none; an EnvironmentFault if it is not a finite number in
-    float32. `who` names its source in the error."""
+    """Return a turn's reward as a float, or None if it has none. Raises EnvironmentFault if the reward is not a finite
+    number in float32; `who` names its source in the error."""
     if reward is None:
         return None
     try:
         fits = isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST  # NaN is not
-    except Exception:  # noqa: BLE001  an integer that no float can hold; a user's own number raises what it likes
+    except Exception:  # noqa: BLE001  an integer too large for a float, or a user's own number type, which may raise anything
         fits = False
     if not fits:
         raise EnvironmentFault(f"{who} gave the reward {shown(reward, 80)}; {_expected(reward)}")
@@ -41,8 +41,8 @@ def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
 
 
 def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
-    """Read the result of `score`: the reward, and its named parts if it has any. An EnvironmentFault if one is not a
-    finite number in float32, or if there are too many parts."""
+    """Read the result of `score`: the reward, and its named parts if it has any. Raises EnvironmentFault if any of
+    these is not a finite number in float32, or if there are too many parts."""
     if score is None:
         return None, {}
     if isinstance(score, Mapping) and len(score) > MOST_PARTS:
@@ -67,8 +67,8 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
 
 
 def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, float], dict[str, float]]:
-    """Read the result of `score`: the reward, its parts, and the rewards of single agents. An EnvironmentFault as for
-    `read_score`."""
+    """Read the result of `score`: the reward, its parts, and the rewards of single agents. Raises EnvironmentFault as
+    `read_score` does."""
     if not isinstance(score, AgentScores):
         return (*read_score(score, who), {})
     if not isinstance(score.agents, Mapping) or not score.agents:
@@ -79,7 +79,7 @@ def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, flo
 
 
 def checked_number(value: Any, who: str) -> float:
-    """Return a required reward as a float; an EnvironmentFault if it is missing, or as for `read_score`."""
+    """Return a required reward as a float. Raises EnvironmentFault if it is missing, or as `read_score` does."""
     reward, _ = read_score(shown(value, 80) if isinstance(value, Mapping) else value, who)
     if reward is None:
         raise EnvironmentFault(f"{who} returned None; expected a finite number")

@@ -90,8 +90,8 @@ def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Episode
         renderer=setup.renderer,
         limits=setup.limits,
         recorder=recorder,
-        # The teacher ends its turns by itself. Stop tokens are ids of the student, not of the teacher. A text cut at a
-        # stop string would be rendered with a close token, so the student would learn to end the turn there.
+        # The teacher ends its own turns. Stop tokens are ids of the student, not of the teacher. A text cut at a stop
+        # string would be rendered with a close token, so the student would learn to end the turn there.
         params=dataclasses.replace(setup.params, stop_token_ids=(), stop=()),
         seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
     )
@@ -115,7 +115,7 @@ class RolloutSetup:
     runner: EpisodeRunner = field(default_factory=LocalRunner)
     """Decides where the episodes run."""
     episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
-    """Counts the episodes' ends and logs failures."""
+    """Counts ended episodes and logs failures."""
     run_id: str = ""
     """Id of the run that the episodes belong to; empty outside a run."""
     routing: Routing | None = None

@@ -15,7 +15,7 @@ from verbatim.core.user_code import is_running
 from verbatim.rollouts.loop import EpisodeOver
 
 GRACE = 10.0
-"""Seconds for user code to end after its cancellation. A task that is still running then is abandoned."""
+"""Seconds that user code has to end after its cancellation. A task that is still running then is abandoned."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class UserCalls:
         """The task on which the user code runs."""
         self._handle: asyncio.TimerHandle | None = None
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when the task is to be abandoned."""
+        """Future that is done when the task is to be abandoned."""
         self.told_to_end = False
         """True once the supervisor has cancelled the task: a CancelledError in it does not come from user code."""
         self.may_not_be_cancelled = False

@@ -11,9 +11,9 @@ from verbatim.core.texts import shown
 from verbatim.core.user_values import as_atom
 
 LONGEST_STATE_KEY = 10_000
-"""Most characters of a state key. Limited because every turn stores one."""
+"""Maximum length of a state key in characters. Limited because every turn stores one."""
 LONGEST_NAME = 200
-"""Most characters of an agent's name. Limited because it is part of the session id sent to a server."""
+"""Maximum length of an agent's name in characters. Limited because it is part of the session id sent to a server."""
 
 
 def checked_name(agent: Any) -> str:

@@ -7,8 +7,8 @@ import weakref
 from collections import deque
 
 AT_A_TIME = 32
-"""Most turns and episode starts in one pass of the event loop: about 5 ms of work. A count and not a time, so that the
-order of events does not depend on the machine's speed."""
+"""Maximum number of turns and episode starts in one pass of the event loop: about 5 ms of work. A count and not a time,
+so that the order of events does not depend on the machine's speed."""
 
 
 class TurnLimiter:

@@ -9,7 +9,8 @@ from typing import Any
 from verbatim.rollouts.gateway.canonical import digest_of, frame_of, opening_of
 
 LONGEST = 2**18
-"""Most characters of a system prompt that is searched for clocks and counters; a longer one is compared as a whole."""
+"""Maximum length, in characters, of a system prompt that is searched for clocks and counters. A longer prompt is
+compared as a whole."""
 
 
 class SystemPrompt:
@@ -31,8 +32,8 @@ class Agents:
     def __init__(self) -> None:
         self._names: dict[bytes, str] = {}
         self._said: dict[tuple[bytes, bytes], dict[bytes, str]] = {}
-        """The agent that received an answer: by the digests of the tools and of the answer, then by the digest of the
-        system prompt, newest last."""
+        """The agent that received an answer, keyed by the digests of the tools and the answer, and then by the digest
+        of the system prompt, newest last."""
         self._openings: dict[bytes, SystemPrompt] = {}
 
     def name_of(self, identity: bytes) -> str:
@@ -56,8 +57,8 @@ class Agents:
         self._openings.setdefault(opening.digest, opening)
 
     def whose_clock_went_on(self, opening: SystemPrompt, tools: bytes, answers: Sequence[bytes]) -> str | None:
-        """Find the agent whose conversation a request continues under a system prompt that differs in numbers and dates
-        only; None if there is no such agent.
+        """Find the agent whose conversation a request continues even though numbers, dates or random ids in its system
+        prompt have changed. None if there is no such agent.
 
         Args:
             opening: System prompt of a request that matched no turn.

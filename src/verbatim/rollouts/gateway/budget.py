@@ -1,4 +1,4 @@
-"""Bounds the bytes of request bodies in memory, for each session and in total."""
+"""Limits the bytes of request bodies held in memory, per session and in total."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verbatim.inference.http.refused import Refused
 
 
 class ByteBudget:
-    """A budget of bytes. A body holds its bytes while it arrives and is parsed.
+    """A byte budget. A request body holds its bytes while it is received and parsed.
 
     Args:
-        each: Most bytes of one owner at a time; a request beyond that is refused.
-        most: Most bytes in total; a request beyond that waits.
+        each: Maximum number of bytes that one owner may hold at a time. A request beyond that is refused.
+        most: Maximum number of bytes held in total. A request beyond that waits.
     """
 
     def __init__(self, each: int, most: int) -> None:
@@ -23,16 +23,16 @@ class ByteBudget:
         self._of: Counter[object] = Counter()
         self._freed = asyncio.Condition()
         self.held = 0
-        """Bytes held in total."""
+        """Number of bytes currently held by all owners."""
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: object, size: int, seconds: float) -> AsyncIterator[Callable[[int], None]]:
         """Hold bytes inside the block. Yields a function that holds more, for bodies of unknown length.
 
         Args:
-            owner: The session that they count for.
-            size: Bytes, as far as known in advance.
-            seconds: Timeout in seconds while waiting for room.
+            owner: The session whose budget the bytes count against.
+            size: Number of bytes, as far as known in advance.
+            seconds: How long to wait for room, in seconds.
 
         Raises:
             Refused: the owner holds too many bytes, or there was no room in time.
@@ -52,8 +52,8 @@ class ByteBudget:
             raise too_many
         try:
             async with asyncio.timeout(seconds), self._freed:
-                # `not self._of`: with nothing else held, a body larger than the whole budget gets through too, where
-                # it would otherwise wait in vain.
+                # `not self._of`: if nothing else is held, even a body larger than the whole budget is admitted, because
+                # waiting would not help.
                 await self._freed.wait_for(lambda: not self._of or self.held + size <= self._most)
                 grow(size)
         except TimeoutError:

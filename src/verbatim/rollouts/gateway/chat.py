@@ -27,13 +27,14 @@ from verbatim.rollouts.gateway.wire import headers_of
 from verbatim.rollouts.turn_arguments import LONGEST_NAME
 
 MODEL = "policy"
-"""The model's name in lists of models, and in answers to requests that name no model. Requests may name any model."""
+"""The model's name in lists of models and in answers to requests that do not name a model. Requests may name any
+model."""
 AGENT_HEADER, TRAINED_HEADER = "x-verbatim-agent", "x-verbatim-trained"
-"""Headers for the agent's name, and for "false" if the turn is context only."""
+"""Headers for the agent's name, and for whether the turn is trained ("false": context only)."""
 _TRAINED = {"true": True, "1": True, "false": False, "0": False}
 THREAD_HEADERS = (
-    "thread-id",  # codex: the conversation of each agent, the first one's too
-    "x-claude-code-agent-id",  # Claude Code: of each sub-agent
+    "thread-id",  # Codex: one id per agent, including the first
+    "x-claude-code-agent-id",  # Claude Code: one id per sub-agent
 )
 """Headers in which clients identify their agents. The values are random for each episode, so they cannot serve as
 names."""
@@ -51,7 +52,7 @@ class Sender:
     thread: str
     """The client's identifier of the agent or conversation; "" if there is none."""
     trained: bool
-    """False: the turn's tokens are context only."""
+    """False if the turn's tokens are context only."""
 
 
 def sender_of(headers: Mapping[str, str]) -> Sender:
@@ -168,7 +169,8 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
             stream = protocol.stream(asked, progress.stamp)
             events = progress.events(stream, exchange.task, read, lambda: session.exchanges.wait(exchange))
             await reply.stream(stream, events)
-            # Before `end`: a client may disconnect as soon as it has the last event, and it has the whole answer then.
+            # Before `end`: a client may disconnect as soon as it has the last event, and by then it has the whole
+            # answer.
             session.delivered(exchange)
             await reply.end()
         else:

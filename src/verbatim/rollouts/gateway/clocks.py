@@ -1,8 +1,8 @@
 """Recognises changes of a system prompt that come from a clock, a counter or a random id.
 
-There are two rules. Two unrelated conversations belong to one agent only if their prompts differ in dates and times and
-nothing else: `without_moments`. If a conversation continues under a changed prompt, which is strong evidence already,
-numbers, dates and random ids may differ: `frame_words`.
+There are two rules. Two separate conversations are attributed to one agent only if their prompts differ in nothing but
+dates and times (`without_moments`). If a conversation continues under a changed prompt, that is already strong
+evidence, so numbers, dates and random ids may differ too (`frame_words`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _DATE = re.compile(rf"(?:{_DATE_WORD}{_BETWEEN}){{0,6}}\0(?:{_BETWEEN}(?:{_DATE_
 _TODAY = re.compile(rf"((?i:\b(?:today|it)(?:'s|[ \t]is)|\bday:)[ \t]){_DATE_WORD}")
 _COUNTED = re.compile(r"(?:\b(?:is|are)\s{1,3})?\0((?:[ \t][^\W\d_]+){0,2})")
 _BAR = re.compile(r"[\[(|][^\w\n\[(|]{1,200}[\])|]|[=#\-.*>~\u2500-\u25ff\u2b1b\u2b1c]{3,}")
-"""Matches a drawn progress bar."""
+"""Matches a progress bar drawn in text."""
 _WORD = re.compile(r"""[^\W\d_]+[+#]*|(?<![^\s"'`(])[+\-*/<>=&|^~%](?=[\s"'`).,;:!?]|\Z)""")
-"""Matches a word, with the signs that belong to it as in C++; or an operator that stands alone."""
+"""Matches a word, including the plus and hash signs that end it, as in C++; or a standalone operator."""
 
 
 def without_moments(text: str) -> str:

@@ -24,11 +24,11 @@ class AnswerProgress(LiveAnswer):
         self.turns: list[int] = []
         """Indices of the replies' turns, appended as they are recorded."""
         self.num_waiting = 0
-        """Number of clients that wait for the answer."""
+        """Number of clients that are waiting for the answer."""
 
 
 class Delivery:
-    """The turns whose answers have not arrived.
+    """Keeps track of the turns whose answers have not arrived yet.
 
     An answer has arrived once it was sent in full, or once a later request continues it.
     """
@@ -37,29 +37,30 @@ class Delivery:
         self._under_way: set[int] = set()
 
     def sends(self, turn: int, progress: AnswerProgress | None) -> None:
-        """A turn was recorded and its answer is being sent. Without `progress` it is returned to a caller in this
-        process, which cannot lose it."""
+        """Register a recorded turn whose answer is being sent. Without `progress`, the answer is returned to a caller
+        in this process and cannot be lost."""
         if progress is not None:
             progress.turns.append(turn)
             self._under_way.add(turn)
 
     def arrived(self, *turns: int) -> None:
-        """A client has received the answers of these turns."""
+        """Register that a client has received the answers of these turns."""
         self._under_way.difference_update(turns)
 
     def went_on(self, turns: Sequence[Turn]) -> None:
-        """The last turn was recorded: its client must have received the answers of the turns that it extends."""
+        """Register that the last turn was recorded: its client must have received the answers of the turns that it
+        extends."""
         self.arrived(*[turn for turn in self._under_way if turns[-1].extends(turns[turn])])
 
     def settle(self, recorder: Recorder, *, trained: bool) -> dict[str, int]:
-        """The session is over: answers still on their way are undelivered.
+        """End the session: answers that are still on their way count as undelivered.
 
         Args:
             recorder: The recorder of the turns; undelivered ones become untrained context.
             trained: True to leave them trained.
 
         Returns:
-            The number of answers as "undelivered", and of their tokens as "undelivered_tokens".
+            The number of undelivered answers as "undelivered", and of the tokens in them as "undelivered_tokens".
         """
         lost = sorted(self._under_way)
         self._under_way.clear()

@@ -5,7 +5,7 @@ request. A request without a key joins the oldest equal request that was abandon
 before they had the answer. A request that is marked as a retry takes the first of these that exists:
 
 1. the answer of an abandoned request;
-2. the place of a failed request that was not retried yet: it is answered from scratch;
+2. the place of a failed request that was not retried yet: the retry is answered from scratch;
 3. the answer of a request whose client is still waiting: a proxy may hide that its own client has disconnected;
 4. the answer that was delivered last, which may have been lost on its way.
 
@@ -28,9 +28,9 @@ from verbatim.rollouts.gateway.delivery import AnswerProgress
 T = TypeVar("T")
 
 _MOST_KEPT = 128
-"""Most finished exchanges that are kept for retries."""
+"""Maximum number of finished exchanges that are kept for retries."""
 _NOTICED = 0.1
-"""Seconds in which a closed connection is noticed. A client may retry on a new connection before that."""
+"""Seconds within which a closed connection is noticed. A client may retry on a new connection before that."""
 
 
 class OtherRequest(Exception):
@@ -59,14 +59,14 @@ class RequestExchange(Generic[T]):
 
     @property
     def is_usable(self) -> bool:
-        """True if there is an answer, or will be."""
+        """True if there is an answer, or one is still being made."""
         if not self.task.done():
             return not self.was_left
         return not self.task.cancelled() and self.task.exception() is None
 
     @property
     def is_missed(self) -> bool:
-        """True if there is an answer, or will be, and all clients disconnected before they had it."""
+        """True if the exchange is usable, but all clients disconnected before they had the answer."""
         return self.is_usable and not self.delivered and self.progress.num_waiting == 0
 
 
@@ -74,7 +74,7 @@ class Exchanges(Generic[T]):
     """The requests of one session.
 
     Args:
-        patience: Seconds for which generation continues after the client has disconnected: it may retry.
+        patience: How long generation continues after the client has disconnected, in seconds: the client may retry.
     """
 
     def __init__(self, patience: float) -> None:
@@ -84,11 +84,11 @@ class Exchanges(Generic[T]):
         self._over: deque[RequestExchange[T]] = deque()
         self._under_way: set[asyncio.Task[T]] = set()
         self.num_repeated = 0
-        """Requests that joined an earlier one."""
+        """Number of requests that joined an earlier request."""
         self.num_waiting = 0
-        """Clients that are waiting for an answer."""
+        """Number of clients that are waiting for an answer."""
         self.num_left = 0
-        """Requests that were cancelled because their clients had disconnected."""
+        """Number of requests that were cancelled because their clients had disconnected."""
 
     async def open(
         self,

@@ -48,7 +48,7 @@ class Gateway:
         restores_reasoning: True to treat an answer that a client sends back without its reasoning as the original
             answer. None: True if the renderer continues answers as sampled.
         train_undelivered: True to train answers that no client received in full.
-        patience: Seconds for which generation continues after the client has disconnected: it may reconnect.
+        patience: How long generation continues after a client has disconnected, in seconds: the client may reconnect.
         options: Request fields that are accepted but have no effect.
         service_limits: Limits of connections and request bodies.
     """
@@ -169,7 +169,7 @@ class GatewayEpisode:
             error: Why the episode failed; it is then not trained.
 
         Raises:
-            EnvironmentFault: the reward is not a finite number, or mapping of finite numbers.
+            EnvironmentFault: the reward is neither a finite number nor a mapping of finite numbers.
         """
         session, loop = self.session, self.session.loop
         # Before `cancel`, so that the caller may correct a bad reward and call again.
@@ -196,7 +196,7 @@ class GatewayEpisode:
         )
 
     async def cancel(self) -> None:
-        """Close the episode without a trajectory. May be called again."""
+        """Close the episode without a trajectory. May be called more than once."""
         self.service.forget(self.api_key)
         await self.session.end()
         await self.session.loop.end()

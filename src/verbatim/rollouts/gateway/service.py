@@ -52,9 +52,9 @@ SESSION_HEADER = "x-session-id"
 """The header that identifies a session among those that share a key."""
 
 _SMALL = 2**16
-"""Most JSON values in the body of a request that is not a conversation."""
+"""Maximum number of JSON values in the body of a request that is not a conversation."""
 _GRACE = 1.0
-"""Seconds to finish writing answers when the service stops."""
+"""Seconds that a stopping service waits for answers to be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +62,21 @@ class ServiceLimits(ConnectionLimits):
     """Limits of a gateway as a whole, of each session, and of each sandboxed program."""
 
     max_connections: int = 32_768
-    """Most open connections; lowered to the number of available file descriptors."""
+    """Maximum number of open connections, lowered to the number of available file descriptors."""
     takes_chunks: bool = True
-    """Whether chunked request bodies are accepted."""
+    """True if chunked request bodies are accepted."""
     max_body: int = 32 * 2**20
-    """Most bytes of a request body."""
+    """Maximum size of a request body in bytes."""
     session_bytes: int = 64 * 2**20
-    """Most bytes of one session's bodies in memory at a time; a request beyond that is refused."""
+    """Maximum size in bytes of all request bodies of one session that are in memory. A request beyond that is
+    refused."""
     all_bytes: int = 512 * 2**20
-    """Most bytes of all bodies in memory at a time; a request beyond that waits."""
+    """Maximum size in bytes of all request bodies in memory. A request beyond that waits."""
     program_connections: int = 512
-    """Most open connections of one sandboxed program, for all of its episodes together."""
+    """Maximum number of open connections of one sandboxed program, for all of its episodes together."""
     program_requests: float = 500.0
-    """Most new connections per second, and most requests per second, of one sandboxed program, on average; more
-    wait."""
+    """Maximum number of new connections per second, and of requests per second, of one sandboxed program, on average.
+    Connections and requests beyond that wait."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_body <= self.session_bytes <= self.all_bytes:
@@ -117,7 +118,7 @@ class Service:
         self._chats = ChatProtocols(self.options)
 
     async def start(self) -> None:
-        """Start listening; a UsageError if the address is in use or does not belong to this machine."""
+        """Start listening. Raises UsageError if the address is in use or does not belong to this machine."""
         most = min(self.limits.max_connections, raise_descriptor_limit())
         listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
@@ -176,8 +177,8 @@ class Service:
         return self._open(session, min(session.loop.limits.max_context, sampler.context_length))
 
     def open_group(self, context_length: int) -> str:
-        """Open a key for a group of sessions, which `SESSION_HEADER` identifies: for a client that uses one connection
-        for many episodes. Returns the key.
+        """Create and return a key for a group of sessions, which `SESSION_HEADER` tells apart: for a client that uses
+        one connection for many episodes.
 
         Args:
             context_length: The context length that the list of models reports.

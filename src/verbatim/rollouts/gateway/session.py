@@ -35,7 +35,7 @@ from verbatim.rollouts.seeds import derive_seed
 INFO = "gateway"
 """Key of `Trajectory.info`: the gateway's counts and branches of the episode."""
 _MOST_BRANCHES = 1000
-"""Most branches that are listed one by one; further ones are only counted."""
+"""Maximum number of branches that are listed individually. Any others are only counted."""
 _MOST_FRESH = 32
 """Number of turns whose prompts are kept as arrays, to save rebuilding them from the token tree. Few conversations are
 active at a time, and an array for every turn would take memory quadratic in the length of a conversation."""
@@ -80,19 +80,19 @@ class Session:
         self._branches: list[dict[str, Any]] = []
         self._num_open = 0
         self._num_arriving = 0
-        """Requests whose bodies are being read."""
+        """Number of requests whose bodies are being read."""
         self._num_calls = 0
         self._delivery = Delivery()
 
     @property
     def num_requests(self) -> int:
-        """Requests so far, including retries and refused ones."""
+        """Number of requests so far, including retries and refused requests."""
         return self.counts["requests"]
 
     @property
     def fault(self) -> RolloutError | None:
-        """The fault that fails the episode: the first RecordError, or else a sampler fault that a client was sent and
-        whose prompt was not answered later."""
+        """The fault that fails the episode: the first RecordError, or else a sampler fault that was sent to a client
+        and whose prompt was not answered later."""
         return self._record_fault or next(iter(self._sampler_faults.values()), None)
 
     @property
@@ -299,7 +299,7 @@ class Session:
             return watch_for(request.stop, self.loop.renderer.decode, show)
 
         seed = request.sampling.seed if self.settings.sampling == "client" else None
-        if seed is not None and number:  # the first of several replies has the seed, the others draw differently
+        if seed is not None and number:  # the first of several replies uses the client's seed, the others derive theirs from it
             seed = derive_seed(seed, number)
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
@@ -383,7 +383,7 @@ class Session:
             old.thread = _with_prompt(old.thread, None)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
-        """Sampling parameters of a turn. `max_tokens` is the smaller one of the request's and the run's."""
+        """Sampling parameters of a turn. `max_tokens` is the smaller of the request's and the run's."""
         own, asked = self.loop.params, request.sampling
         most = own.max_tokens if asked.max_tokens is None else min(asked.max_tokens, own.max_tokens)
         if self.settings.sampling == "client":
@@ -402,7 +402,7 @@ class Session:
         return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
 
     def too_long(self) -> Refused:
-        """The refusal of a request whose text cannot fit the context. Spares rendering it."""
+        """The refusal of a request whose text cannot fit the context, so that it need not be rendered."""
         self.last_stop = StopReason.LENGTH
         return self._refusal(EpisodeOver(StopReason.LENGTH))
 

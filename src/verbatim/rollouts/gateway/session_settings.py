@@ -16,16 +16,16 @@ class SessionSettings:
     sampling: Literal["run", "client"] = "run"
     """Source of temperature, top_p, top_k, min_p and seed. With "run", those of requests are ignored and counted."""
     restores_reasoning: bool | None = None
-    """True: an answer that a client sends back without its reasoning is treated as the original answer. None: True if
-    the renderer continues answers as sampled, and so decides itself what to do with the reasoning."""
+    """True to treat an answer that a client sends back without its reasoning as the original answer. None: True if the
+    renderer continues answers as sampled, and so decides itself what to do with the reasoning."""
     train_undelivered: bool = False
-    """True: train answers that no client received in full and that no later request continued."""
+    """True to train answers that no client received in full and that no later request continued."""
     patience: float = 2.0
-    """Seconds for which generation continues after the client has disconnected."""
+    """How long generation continues after the client has disconnected, in seconds."""
     max_requests: int = 10_000
-    """Most requests of one session in total."""
+    """Maximum number of requests of one session in total."""
     max_open: int = 256
-    """Most open requests of one session at a time."""
+    """Maximum number of open requests of one session."""
 
 
 class AnswerWatch(Protocol):

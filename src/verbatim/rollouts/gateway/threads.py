@@ -24,8 +24,8 @@ from verbatim.rollouts.gateway.canonical import Digester, identity_of, text_of, 
 T = TypeVar("T")
 
 LONG_ANSWER = 24
-"""Least characters of an answer that is recognised when a later message quotes it, as a summary does. Shorter answers
-("Yes.") would match by chance."""
+"""Minimum length, in characters, of an answer that is recognised when a later message quotes it, as a summary does.
+Shorter answers ("Yes.") would match by chance."""
 
 
 class BranchReason(StrEnum):
@@ -38,7 +38,7 @@ class BranchReason(StrEnum):
     PARALLEL_CALL = "parallel_call"
     """Another request that continues the same turn is being answered."""
     SAME_PROMPT = "same_prompt"
-    """A further answer to the same prompt."""
+    """Another answer to the same prompt."""
     COMPACTION = "compaction"
     """A shorter history replaces a longer one."""
     EDITED_HISTORY = "edited_history"
@@ -72,13 +72,14 @@ class Node(Generic[T]):
     bare: dict[bytes, Node[T]] = field(default_factory=dict)
     """Sampled children that have reasoning, by their digests without it."""
     num_open: int = 0
-    """If sampled: requests in flight that continue this message."""
+    """If sampled: the number of requests in flight that continue this message."""
     num_continued: int = 0
-    """If sampled: turns that continue this message. Otherwise: turns whose prompt ends here and continues no turn."""
+    """If sampled: the number of turns that continue this message. Otherwise: the number of turns whose prompt ends here
+    without continuing any turn."""
     continued_by: tuple[str, ...] = ()
-    """The agents of these turns."""
+    """The agents of the turns counted in `num_continued`."""
     num_answers: int = 0
-    """Answers to the prompt that ends here, including those in flight."""
+    """Number of answers to the prompt that ends here, including those in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,7 +145,7 @@ class Threads(Generic[T]):
         self._seen: set[bytes] = set()
         self._last_answer = ""
         self.num_restored = 0
-        """Answers that were sent back without their reasoning and were restored."""
+        """Number of answers that were sent back without their reasoning and were restored."""
 
     def match(
         self,
@@ -359,27 +360,28 @@ class _Walk(Generic[T]):
     stripped: bool = False
     """True if `first_new` is a sampled answer without its reasoning."""
     num_kept: int = 0
-    """Messages found in the tree, without system messages."""
+    """Number of messages found in the tree, not counting system messages."""
     num_moved: int = 0
-    """New messages that were seen at another place before."""
+    """Number of new messages that were seen elsewhere before."""
     is_new: bool = False
-    """True once a message that is not a system prompt was never seen before."""
+    """True once the walk has met a message, other than a system prompt, that was never seen before."""
     answers: list[bytes] = field(default_factory=list)
     """Digests of the assistant messages up to the first message that was never seen before."""
     added: list[bytes] = field(default_factory=list)
     """Digests of the new messages. Added to `_seen` only after the walk, so that a request does not match itself."""
     our_ids: dict[str, str] = field(default_factory=dict)
-    """Ids of tool calls as they were sent to the client, by the ids that the client uses: clients rename them."""
+    """The ids of tool calls that were sent to the client, keyed by the ids that the client uses: clients rename
+    them."""
 
 
 def _our_ids(message: Mapping[str, Any], ours: Mapping[str, Any] | None) -> dict[str, str]:
-    """The ids of a message's calls as sent to the client, by the ids that the client uses."""
+    """The ids of a message's calls that were sent to the client, keyed by the ids that the client uses."""
     pairs = zip(message.get("tool_calls") or (), (ours or {}).get("tool_calls") or (), strict=False)
     return {str(call["id"]): str(own["id"]) for call, own in pairs if call.get("id") and own.get("id")}
 
 
 def _by_our_ids(message: Mapping[str, Any], our_ids: Mapping[str, str]) -> Mapping[str, Any]:
-    """Replace the call id in a tool's answer by the one that was sent to the client, so that the rendered prompt is
+    """Replace the call id in a tool's answer with the id that was sent to the client, so that the rendered prompt is
     consistent. Other messages are returned unchanged."""
     ours = our_ids.get(str(message.get("tool_call_id") or "")) if message.get("role") == "tool" else None
     return {**message, "tool_call_id": ours} if ours else message

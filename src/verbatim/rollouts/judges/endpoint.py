@@ -23,7 +23,7 @@ _PRICES = ("prompt", "completion")
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """The endpoint settings that judges and reward models have in common."""
+    """The endpoint settings shared by judges and reward models."""
 
     cache: str | Path | None = "memory"
     """Where answers are cached by the whole request: "memory" or a folder; None: no cache."""
@@ -31,15 +31,15 @@ class EndpointSettings:
     """Price of a million tokens, `{"prompt": 0.25, "completion": 2.0}`. Adds the metric `judge/cost`, if answers have a
     `usage`."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the request. For a judge, a value of None removes a key: `{"temperature": None}`."""
+    """Additional keys of the request. For a judge, a value of None removes a key: `{"temperature": None}`."""
     api_key_env: str | None = None
     """Environment variable with the API key. None: no key is sent, except OPENAI_API_KEY to OpenAI's own server."""
     request_timeout: float = 120.0
     """Timeout of one attempt in seconds."""
     max_retries: int = 5
-    """Most retries after the first attempt."""
+    """Maximum number of retries after the first attempt."""
     max_concurrent: int = 32
-    """Most concurrent requests."""
+    """Maximum number of concurrent requests."""
     _endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     def _open(self, hang_up: Callable[[], Awaitable[None]]) -> None:
@@ -55,7 +55,7 @@ class Endpoint:
         hang_up: Closes the connections of the running event loop. Called whenever no request is in flight.
         cache: "memory", a folder, or None for no cache. Processes and runs may share a folder.
         price: Price of a million tokens, in any currency: `{"prompt": 0.25, "completion": 2.0}`.
-        max_concurrent: Most concurrent requests in one event loop.
+        max_concurrent: Maximum number of concurrent requests in one event loop.
 
     Raises:
         UsageError: an argument is invalid.

@@ -29,7 +29,7 @@ PROMPT = (
 """The judge's system message."""
 _AGAIN = "This could not be read: {why}. Answer with one JSON object and nothing else: {example}"
 _UNREADABLE = 2
-"""Most requests to correct an answer that cannot be parsed."""
+"""Maximum number of requests to correct an answer that cannot be parsed."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 

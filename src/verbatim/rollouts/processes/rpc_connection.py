@@ -17,12 +17,12 @@ from verbatim.rollouts.workers.worker import CannotBeSent
 
 _HEAD = 8
 LARGEST = 2**30
-"""Most bytes of one message; a larger length means damaged data."""
+"""Maximum size of one message in bytes. A larger length means damaged data."""
 
 
 class RpcConnection(asyncio.Protocol):
-    """One end of the socket. The other end may call `methods` by name. A method must handle every error that is not a
-    `VerbatimError` itself: it is not sent back, and the caller would wait forever."""
+    """One end of the socket. The other end may call `methods` by name. A method must itself handle every error that is
+    not a `VerbatimError`: such an error is not sent back, so the caller would wait forever."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
         self._methods = methods

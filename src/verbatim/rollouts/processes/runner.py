@@ -30,8 +30,8 @@ class ProcessSettings(BackendSettings):
     """[orchestrator.rollout.processes]: child processes of this machine, also for environments with `isolated`."""
 
     worker_memory_mb: PositiveInt | None = None
-    """Most memory of one process in MB (2**20 bytes). A process that uses more is replaced, and its episodes run again.
-    No limit by default."""
+    """Maximum memory of one process in MB (2**20 bytes). A process that uses more is replaced, and its episodes run
+    again. No limit by default."""
 
 
 @contextlib.asynccontextmanager
@@ -41,7 +41,8 @@ async def process_runner(
 ) -> AsyncIterator[ProcessRunner]:
     """Context manager for an `EpisodeRunner` on worker processes, `inputs.workers` for each environment. The sampler,
     and the episodes of environments that are not in `inputs.setups`, stay in this process. The output of environments
-    is in `{label}.log`. A UsageError names an environment whose processes cannot be started, and says why."""
+    is in `{label}.log`. Raises UsageError if the processes of an environment cannot be started; the message names it
+    and says why."""
     counted, context = CountingSampler(inputs.sampler), WorkerContext.current()
     by_label: dict[str, dict[tuple[str, str], RemoteSetup]] = {}
     for (purpose, label), setup in inputs.setups.items():
@@ -89,7 +90,7 @@ class ProcessRunner:
         self._here = LocalRunner()
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run one episode; a RunStopped as for `WorkerPool.run`."""
+        """Run one episode. Raises RunStopped as `WorkerPool.run` does."""
         runner: EpisodeRunner = self.pools.get((task.purpose, setup.env), self._here)
         return await runner.run(setup, task, recorder)
 

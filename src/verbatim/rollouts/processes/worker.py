@@ -24,14 +24,14 @@ from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.worker import WorkerContext, WorkerLost, dumped
 
 PATIENCE = 2.0
-"""Seconds for a worker to exit by itself: to close its environments and run their `atexit` functions."""
+"""Seconds that a worker has to exit on its own: to close its environments and run their `atexit` functions."""
 WATCH_EVERY = 1.0
 """Seconds between two checks of a worker's resources."""
 MOST_FILES, MOST_THREADS = 12_000, 1_000
-"""Most file descriptors and threads of a worker. One with more is leaking them and is replaced before the system runs
-out."""
+"""Maximum number of file descriptors, and of threads, of a worker. A worker with more is leaking them, and is replaced
+before the system runs out."""
 MOST_LOGGED = 32 * 2**20
-"""Most bytes of an environment's log, which is then truncated."""
+"""Maximum size in bytes of an environment's log. A larger log is emptied."""
 
 # This package may lie outside a new interpreter's search path. The working directory is not searched (-P), because it
 # may hold modules with names of the standard library. The last argument is the label shown by `ps`.
@@ -40,7 +40,7 @@ _START = (
     "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
 )
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""As on Ray: many workers with a thread per core would slow each other down."""
+"""As Ray sets it: many workers with one thread per core each would slow each other down."""
 
 
 class ProcessWorker:
@@ -53,7 +53,7 @@ class ProcessWorker:
         sampler: Answers its requests.
         context: Working directory and search path of this process.
         log: The file for its output.
-        memory_mb: Most memory in MB (2**20 bytes); None: no limit.
+        memory_mb: Maximum memory in MB (2**20 bytes); None: no limit.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ProcessWorker:
             kill_group(self._process.pid)
 
     async def close(self) -> None:
-        """Let the process end by itself for `PATIENCE` seconds; then kill it."""
+        """Give the process `PATIENCE` seconds to end on its own, then kill it."""
         if self._overseeing is None:
             return
         self._peer.close()

@@ -45,7 +45,7 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
 
 _MADE_THERE = {"sampler": "generate", "template": "render_ids"}
 """Settings that may be a factory function, with a method that distinguishes the object from the factory. It is looked
-up on the type, because `isinstance` reads properties for which a sampler over HTTP calls its server."""
+up on the type, because `isinstance` would read properties for which a sampler over HTTP calls its server."""
 
 
 class RolloutActor:

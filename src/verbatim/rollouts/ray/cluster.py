@@ -17,7 +17,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 
 
 def import_ray() -> Any:
-    """Import the optional package `ray`; a UsageError if it is not installed."""
+    """Import the optional package `ray`. Raises UsageError if it is not installed."""
     refuse_without("ray", extra="ray", what="a rollout on actors")
     import ray
 

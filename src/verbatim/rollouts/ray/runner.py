@@ -53,7 +53,7 @@ async def ray_runner(
     settings: RaySettings = RaySettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[WorkerPool]:
     """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays in this process, and actors reach it over
-    HTTP. A UsageError says why Ray or the actors cannot be started."""
+    HTTP. Raises UsageError if Ray or the actors cannot be started; the message says why."""
     counted, key, context = CountingSampler(inputs.sampler), secrets.token_urlsafe(24), WorkerContext.current()
     cpus = settings.cpus_per_worker
     with ray_running(settings.address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
@@ -61,7 +61,7 @@ async def ray_runner(
         async with serve_sampler(counted, host=settings.host, port=settings.port, api_key=key) as server:
 
             def make(alone: bool) -> RayWorker:
-                # A worker for a single episode reserves no CPU, because the others hold all.
+                # A worker for a single episode reserves no CPU, because the other workers hold all of them.
                 return RayWorker(ray, 0.0 if alone else cpus, context, plan, server.url, key)
 
             pool = WorkerPool(make, counted, workers=inputs.workers, what="Ray actor")
@@ -82,8 +82,8 @@ class EpisodeActor:
         self._run: RunEpisode | None = None
 
     async def prepare(self) -> int:
-        """Create everything that episodes need; return the id of this process. A SamplerFault if the sampler cannot be
-        reached from this host."""
+        """Create everything that episodes need; return the id of this process. Raises SamplerFault if the sampler
+        cannot be reached from this host."""
         sampler = await HttpSampler.connect(self._url, api_key=self._api_key)
         self._run = await self._open.enter_async_context(open_episodes(self._plan, sampler))
         return os.getpid()

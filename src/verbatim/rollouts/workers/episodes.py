@@ -26,7 +26,7 @@ from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.workers.worker import CannotBeSent, dumped, loaded
 
 LARGEST = 512 * 2**20
-"""Most bytes of one pickled episode."""
+"""Maximum size of one pickled episode in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def packed_plan(
 def refuse_unpicklable(
     label: str, name: str, args: Mapping[str, Any], dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> None:
-    """Check that each worker can create the environment from its name and arguments; a ComponentError if it cannot."""
+    """Check that each worker can create the environment from its name and arguments. Raises ComponentError if not."""
     if name.replace(":", ".").startswith("__main__."):
         raise ComponentError(
             f"environment {label!r}: {name} is defined in the main program, from which worker processes cannot import; "
@@ -91,7 +91,7 @@ RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
 
 @contextlib.asynccontextmanager
 async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
-    """Context manager that creates the environments of a `packed_plan`; yields a function that runs an episode. A
+    """Context manager that creates the environments of a `packed_plan`; yields a function that runs an episode. Raises
     UsageError if an environment cannot be imported or created here, or if the renderer differs."""
     raise_descriptor_limit()  # Ray starts its processes itself, so this is not done for them yet
     plans: Mapping[tuple[str, str], RemoteSetup]

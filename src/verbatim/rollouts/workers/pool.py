@@ -23,15 +23,15 @@ from verbatim.rollouts.workers.worker import CannotBeSent, Worker, WorkerLost
 logger = logging.getLogger(__name__)
 
 GRACE = CLOSING + 3 * supervised.GRACE
-"""Seconds after an episode's deadline after which its worker counts as stuck and lost. An episode that ignores its
-cancellation is abandoned and closed earlier."""
+"""Seconds past an episode's deadline after which its worker counts as stuck, and so as lost. An episode that merely
+ignores its cancellation is abandoned and closed earlier."""
 MOST_ATTEMPTS = 3
-"""Workers that an episode may lose before it fails. The last attempt has a worker of its own: if that is lost too, the
-episode itself is the cause."""
+"""Number of workers that an episode may lose before it fails. The last attempt has a worker of its own: if that worker
+is lost too, the episode itself is the cause."""
 MOST_ALONE = 4
-"""Most episodes with workers of their own at a time, or the number of workers if that is larger."""
+"""Maximum number of episodes with workers of their own at a time, or the number of workers if that is larger."""
 LONGEST_PAUSE = 10.0
-"""Most seconds before a worker is replaced while workers are lost and no episode ends."""
+"""Maximum pause in seconds before a lost worker is replaced, while no episode ends."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class WorkerPool:
         }
 
     async def start(self) -> None:
-        """Start every worker; a UsageError if one cannot be started."""
+        """Start every worker. Raises UsageError if one cannot be started."""
         await run_together(self._add() for _ in range(self._num_wanted))
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class WorkerPool:
             await asyncio.wait(self._closing)
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run an episode, on other workers if the first is lost; a RunStopped if no worker is left, and none can be
+        """Run an episode, on other workers if the first is lost. Raises RunStopped if no worker is left and none can be
         started."""
         why = ""
         for number in range(1, MOST_ATTEMPTS + 1):
@@ -186,7 +186,7 @@ class WorkerPool:
         try:
             pid = await worker.start()
         except BaseException:
-            self._close(worker)  # by a task of the pool, because the caller may be cancelled meanwhile
+            self._close(worker)  # by a task of the pool, because the caller may be cancelled
             raise
         return _StartedWorker(worker, pid)
 
@@ -247,7 +247,7 @@ class WorkerPool:
 
 def pause_before_replacement(num_lost_in_a_row: int, num_workers: int) -> float:
     """Pause in seconds: 0 for the first losses, so that each worker is replaced at once; then doubling until an episode
-    ends, so that workers which always crash do not take all CPU time."""
+    ends, so that workers that keep crashing do not take all CPU time."""
     extra = num_lost_in_a_row - num_workers
     return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
@@ -270,7 +270,7 @@ def _received(
 
 
 def _failed_record(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
-    """The trajectory of a failed episode: without turns, only with the number of its sampled tokens."""
+    """The trajectory of a failed episode: no turns, only the number of its sampled tokens."""
     recorder.close()
     return Trajectory.of(
         task.identity,

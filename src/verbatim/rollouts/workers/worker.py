@@ -54,13 +54,13 @@ class Worker(Protocol):
 
 
 def dumped(value: Any) -> bytes:
-    """Pickle a value that may contain the user's objects; a CannotBeSent if one of them raises."""
+    """Pickle a value that may contain the user's objects. Raises CannotBeSent if one of them raises."""
     with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def loaded(packed: bytes) -> Any:
-    """Unpickle the result of `dumped` from a process of this run; a CannotBeSent if an object raises."""
+    """Unpickle the result of `dumped` from a process of this run. Raises CannotBeSent if an object raises."""
     with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.loads(packed)  # noqa: S301  (from our own process)
 

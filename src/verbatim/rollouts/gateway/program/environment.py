@@ -43,9 +43,9 @@ HARMLESS = (
     "context_management",
     "truncation",
 )
-"""Request fields that agents send by default, and that are accepted without effect by default."""
+"""Default of `unenforced`: request fields that agents send by default and that are harmless to ignore."""
 _STARTING = 8
-"""Most programs that start at the same time: each takes seconds of CPU time."""
+"""Maximum number of programs that start at the same time: each start takes seconds of CPU time."""
 _RESERVE = 5.0
 """A program times out this many seconds before its episode, so that its failure can still be recorded and scored."""
 _SERVING: set[asyncio.Task[None]] = set()
@@ -79,13 +79,13 @@ class _TimeLimit:
 
     @property
     def seconds(self) -> float:
-        """Timeout in seconds of a program that starts now."""
+        """Timeout, in seconds, for a program that starts now."""
         return self.left if self.own is None else min(self.own, self.left)
 
     @contextlib.asynccontextmanager
     async def of_waiting(self, why: str) -> AsyncIterator[None]:
-        """Context in which to wait for a place; an EnvironmentFault if the time is up first. `why` names the limit that
-        caused the wait."""
+        """Context in which to wait for a place. Raises EnvironmentFault if the time runs out first; `why` names the
+        limit that caused the wait."""
         seconds = self.left
         try:
             async with asyncio.timeout(seconds):
@@ -111,7 +111,7 @@ class Program:
         cwd: The working directory. By default the folder in which a file of the command is found, next to the run's
             TOML file or in the current directory; otherwise the current directory. In the sandbox it is read-only;
             VERBATIM_WORK_DIR is writable.
-        env: Further environment variables. Do not put keys or passwords here: the configuration is stored.
+        env: Additional environment variables. Do not put keys or passwords here: the configuration is stored.
         env_from: Environment variables of this process to pass on, since the sandbox hides them: their names, or
             `{name there = "name here"}`.
         example: "stdin" passes the row on standard input, "file" in a file whose path is in VERBATIM_EXAMPLE.
@@ -119,29 +119,30 @@ class Program:
             the last line of `score`, or "post" to VERBATIM_REWARD_URL. A posted reward always takes precedence.
         score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
         failed_reward: Reward of a program that crashed or timed out after the model had answered at least once. None:
-            the episode fails, counted as `program_crashed` or `program_hung`. Without an answer of the model it always
-            fails, if there was no request as `program_silent`.
-        timeout: Timeout of the program in seconds, without the wait for a place. At most, and by default, what is left
-            of the episode's timeout, minus 5.
-        memory_mb: Most memory in MiB, of each of its processes and of all together. Address space that is only reserved
-            does not count.
-        processes: Most processes at a time, in the sandbox.
-        disk_mb: Most MiB of files that it may write, in the sandbox.
-        connections: Most open connections to the gateway, in the sandbox.
-        max_body_mb: Most MiB of one request; of all its requests in memory at a time, twice as many.
+            the episode fails, counted as `program_crashed` or `program_hung`. If the model never answered, the episode
+            always fails; without any request it counts as `program_silent`.
+        timeout: Timeout of the program in seconds, not counting the wait for a place. The default, which is also the
+            maximum, is what is left of the episode's timeout, minus 5.
+        memory_mb: Maximum memory in MiB, of each of its processes and of all together. Address space that is only
+            reserved does not count.
+        processes: Maximum number of processes at a time, in the sandbox.
+        disk_mb: Maximum size in MiB of the files that it writes, in the sandbox.
+        connections: Maximum number of open connections to the gateway, in the sandbox.
+        max_body_mb: Maximum size of one request in MiB. All its requests in memory at a time may have twice that size.
         sandbox: True to run in a sandbox that shows only the program's folder and those in `visible`, and has no
             network except the gateway. Otherwise it runs as you, with your files, variables and network.
-        visible: Further folders that the sandbox shows, read-only.
+        visible: Additional folders that the sandbox shows, read-only.
         unsafe_allow: True to run without a sandbox if none works on this machine.
         reuse: True to start a process once for many examples, one line each (see the documentation).
-        max_processes: Most processes with `reuse`.
-        episodes_per_process: Most concurrent episodes of one process with `reuse`.
-        sampling: Source of temperature, top_p, top_k and min_p: the "run", or the "client", which is its requests.
+        max_processes: Maximum number of processes with `reuse`.
+        episodes_per_process: Maximum number of concurrent episodes per process with `reuse`.
+        sampling: Source of temperature, top_p, top_k and min_p: "run", the run's configuration; or "client", the
+            program's requests.
         restores_reasoning: True to treat an answer that the program sends back without its reasoning as the original
             answer. None: True if the renderer continues answers as sampled.
         train_undelivered: True to train answers that no client received in full and that no later request continued. By
             default they are context, counted as `untrained`.
-        unenforced: Request fields that are accepted without effect, and counted.
+        unenforced: Request fields that are accepted, counted and otherwise ignored.
         demonstrations: For a warm start: a JSONL file of conversations, `{"messages": [...], "tools": [...]}`, or the
             id of a bundled environment.
 
@@ -406,7 +407,7 @@ class ProgramEpisode(Episode):
             await process.close()
 
     def _line(self, outcome: ProgramEnd) -> str:
-        """The last non-empty line of the output that has the reward; "" if there is none."""
+        """The last non-empty line of the output from which the reward is read; "" if there is none."""
         text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 

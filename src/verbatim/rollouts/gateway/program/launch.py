@@ -71,7 +71,7 @@ class Launch:
     folder: Path
     """The working directory."""
     variables: Mapping[str, str]
-    """Further environment variables."""
+    """Additional environment variables."""
     limits: SandboxLimits
     isolation: Isolation
     shown: Mapping[str, str]

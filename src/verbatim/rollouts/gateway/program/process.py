@@ -32,9 +32,9 @@ SCORE_SECONDS = 60.0
 VARIABLE = "VERBATIM_PROGRAM_ID"
 """Environment variable that marks the processes of one program. Child processes inherit it, daemons too."""
 _MOST_ROUNDS = 100
-"""Most passes over all processes in `kill_marked`: a fork bomb could start new ones forever."""
+"""Maximum number of passes over all processes in `kill_marked`: a fork bomb could start new processes forever."""
 _TAIL = 64 * 2**10
-"""Bytes kept of each output: the last ones."""
+"""Number of bytes kept from the end of each output."""
 
 # Runs inside a sandbox's network namespace: brings up its loopback device and listens there. A socket stays in the
 # namespace in which it was created, whichever process holds it, so this one is passed back to the gateway over the
@@ -150,7 +150,8 @@ class ProgramProcess:
         await self.send(b"go\n")
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Write to the program's standard input; ignored if it has closed it. `last` closes it afterwards."""
+        """Write to the program's standard input. Does nothing if the program has closed it. `last` closes it
+        afterwards."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
@@ -256,7 +257,7 @@ class ProgramProcess:
             self._take(pending[:keep])
             pending = pending[keep:]
         self._take(pending)
-        # The output has ended: wake whoever waits, even if the process died before its marks.
+        # The output has ended: wake all waiting tasks, even if the process died before it wrote its marks.
         self._done.set()
         self._ready.set()
 
@@ -318,8 +319,8 @@ def _child(pid: int) -> str | None:
 
 
 def kill_marked(mark: str, proc: Path = Path("/proc")) -> int:
-    """Kill every process with this mark in its initial environment, in any session, until none is left: they may start
-    others meanwhile. Returns how many were killed.
+    """Kill every process with this mark in its initial environment, in any session. Repeats this until none is left,
+    because they may start others in the meantime. Returns the number of killed processes.
 
     Linux only: without /proc nothing is killed. A process that was started with a different environment is not found.
     """

@@ -37,7 +37,7 @@ class Reused:
         self.watching = asyncio.create_task(self._watch(), name="program-end")
 
     async def play(self, number: int, example: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        """Play one example; return the program's answer. A ProgramFault if the process ends first."""
+        """Play one example; return the program's answer. Raises ProgramFault if the process ends first."""
         if self.is_dead:  # it ended after `take` had chosen it
             raise ProgramFault("program_crashed", f"the program ended with {self.process.outcome().told()}")
         name = str(number)
@@ -94,8 +94,8 @@ class ReusedPrograms:
     Args:
         launch: How a process is started.
         service: The gateway.
-        most: Most processes.
-        places: Most episodes of one process at a time.
+        most: Maximum number of processes.
+        places: Maximum number of concurrent episodes per process.
     """
 
     def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
@@ -181,7 +181,7 @@ class ReusedPrograms:
         return min(alive, key=lambda p: p.num_running, default=None)
 
     def _ended(self) -> Reused | None:
-        """A process that ended by itself between two episodes, or None; a new one may replace it."""
+        """A process that ended on its own between two episodes, or None. A new process may replace it."""
         return next((p for p in self._running if p.is_dead and not p.num_running), None)
 
     async def _remove(self, program: Reused) -> None:

@@ -38,7 +38,7 @@ class VerifiersEnvironment:
         env: verifiers' environment around the taskset; "" means the taskset's own.
         train: Selection of training tasks, in the format of verifiers' `select`: `{"limit": 100}`. By default all.
         eval: Selection of evaluation tasks, in the same format. By default all.
-        config: Further keys of verifiers' `[env]` table.
+        config: Additional keys of verifiers' `[env]` table.
 
     Raises:
         UsageError: the extra `verifiers` is not installed, or verifiers refuses the configuration.
