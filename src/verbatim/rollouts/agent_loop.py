@@ -111,7 +111,7 @@ class AgentLoop(EpisodeLoop):
         watching: Callable[[Int32], Watch | None] | None = None,
     ) -> tuple[ChatReply, Thread]:
         """Sample and record one turn of a conversation whose history the caller keeps (the gateway). Several calls may
-        run concurrently, also for one agent; a call that fails does not end the episode for the others.
+        run concurrently, even for one agent; a call that fails does not end the episode for the others.
 
         Args:
             prompt: All messages, the thread that they continue, and how many of them the thread covers.

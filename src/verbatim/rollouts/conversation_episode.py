@@ -26,8 +26,8 @@ User: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any], Counter[str]],
 
 
 class ConversationEpisode(Episode):
-    """Ends when the model answers without a tool call, or, with a simulated user, when the user ends it. The scorer
-    gives the reward."""
+    """An episode that ends when the model answers without a tool call, or, with a simulated user, when the user ends
+    it. The scorer gives the reward."""
 
     def __init__(self, opening: Opening, tools: ToolManager, user: User | None, scorer: Scorer | None) -> None:
         self.messages = opening.messages

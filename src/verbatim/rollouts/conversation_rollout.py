@@ -273,7 +273,7 @@ async def _run(
     traces: TraceFolder | None,
     ended: Callable[[Trajectory], None],
 ) -> None:
-    """Run one conversation to its end and pass its trajectory to `ended`, also if it is cancelled."""
+    """Run one conversation to its end and pass its trajectory to `ended`, even if it is cancelled."""
     loop, seed = started
     identity = dataclasses.replace(opening.identity, seed=seed)
     episode = EpisodeRun(begin, loop, identity, timed=True)

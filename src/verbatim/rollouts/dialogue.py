@@ -30,7 +30,7 @@ TIMELINE = "timeline"
 
 
 class Dialogue:
-    """The conversation of one episode. `messages` and `info` may be read at any time, also after a failure."""
+    """The conversation of one episode. `messages` and `info` may be read at any time, even after a failure."""
 
     def __init__(self, *, loop: EpisodeLoop, calls: UserCalls, timed: bool) -> None:
         self._loop, self._limits, self._calls = loop, loop.limits, calls

@@ -88,7 +88,7 @@ class EpisodeRun:
         self._error: str | None = None
 
     async def run(self) -> None:
-        """Run the episode to its end. Failures go into the trajectory, also if the caller is cancelled."""
+        """Run the episode to its end. Failures are recorded in the trajectory, even if the caller is cancelled."""
         try:
             await supervise(self._run(), self._calls)
         except LeftBehind:

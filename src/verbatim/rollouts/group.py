@@ -30,7 +30,7 @@ taken in the same pass of the event loop. More groups start as these episodes ge
 
 
 class GroupRun:
-    """A running group. Its tokens can be counted at any time, also after a cancellation.
+    """A running group. Its tokens can be counted at any time, even after a cancellation.
 
     `samples` are the indices of the episodes to run, by default all `size`. An episode has the same seed and id whether
     all or only some are run.

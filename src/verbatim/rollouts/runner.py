@@ -50,8 +50,8 @@ class EpisodeRunner(Protocol):
     """Runs episodes."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run one episode; return its trajectory, which also has its failures. The recorder counts every token as it is
-        sampled."""
+        """Run one episode; return its trajectory, which also records its failures. The recorder counts every token as
+        it is sampled."""
 
     def metrics(self) -> Mapping[str, float]:
         """The runner's own metrics of a step; none by default."""

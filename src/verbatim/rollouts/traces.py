@@ -91,6 +91,7 @@ def _ended_well(trajectory: Trajectory) -> bool:
 
 
 def _file_name(trajectory: Trajectory, success: bool) -> str:
-    """A file name that is readable, safe on any file system, and unique, also across runs into the same folder."""
+    """A file name that is readable, safe on any file system, and unique, even if several runs write into the same
+    folder."""
     label = re.sub(r"[^A-Za-z0-9_.-]+", "_", trajectory.trajectory_id or trajectory.example_id)[:80]
     return f"{'ok' if success else 'fail'}-{label}-{uuid.uuid4().hex[:16]}.json"

@@ -93,7 +93,7 @@ class TextArena:
         """Games of players that move at random. They teach the format of moves, not good play.
 
         Raises:
-            NoDemonstrations: moves of this game cannot be drawn at random.
+            NoDemonstrations: this game does not support random moves.
         """
         if self._spec.kind not in MOVES:
             raise NoDemonstrations(
@@ -154,7 +154,7 @@ class Play(Episode):
         return {"role": "assistant", "content": await self._opponents[player].say(talk, self._game)}
 
     def random_move(self, rng: random.Random) -> str | None:
-        """A random legal move of the player to act, or None if this game's moves cannot be drawn."""
+        """A random legal move of the player to act, or None if this game does not support random moves."""
         return random_move(self._game, rng) if self._game.spec.kind in MOVES else None
 
     async def score(self, trajectory: Trajectory) -> Score:

@@ -123,7 +123,7 @@ def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
     Example: `read_opponent("self", spec)` is `PolicyPlays(trained=True)`.
 
     Raises:
-        UsageError: the value is invalid, or it is "random" and this game's moves cannot be drawn.
+        UsageError: the value is invalid, or it is "random" and this game does not support random moves.
     """
     if isinstance(given, Mapping):
         kind: Any = FrozenPlays if "frozen" in given else ApiPlays

@@ -1,4 +1,4 @@
-"""Draws random legal moves: for the weakest opponent, and for demonstrations of a game's format."""
+"""Makes random legal moves, for the weakest opponent and for demonstrations of a game's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Moves = Callable[[Game], list[str]]
 
 
 def random_move(game: Game, rng: random.Random) -> str:
-    """A legal move of the player to act, drawn uniformly."""
+    """A legal move of the player to act, sampled uniformly."""
     return rng.choice(MOVES[game.spec.kind](game))
 
 
@@ -98,4 +98,4 @@ MOVES: Mapping[str, Moves] = {
     "TicTacToe": _free_cells,
     "TowerOfHanoi": _disks,
 }
-"""The games whose moves can be drawn, by their folder in the package."""
+"""The games that support random moves, by their folder in the package."""

@@ -128,7 +128,7 @@ class Service:
         self._server.listen_on(listening)
 
     def open_door(self, listening: socket.socket) -> Acceptor:
-        """Also serve this socket, with limits of its own for one program, until `close_door`."""
+        """Serve this socket too, with separate limits for one program, until `close_door`."""
         assert self._server is not None, "the service has not been started"
         door = Door(
             f"door {listening.fileno()} {secrets.token_hex(4)}",
@@ -158,7 +158,7 @@ class Service:
             self._doors.clear()
 
     def num_connections(self, door: Acceptor | None = None) -> int:
-        """Number of open connections: all, or those of one open door."""
+        """Number of open connections: all, or only those of one socket from `open_door`."""
         return len(self._table.open) if door is None else self._table.num_of(self._doors[door].name)
 
     @property
@@ -281,7 +281,7 @@ class Service:
         return self._chats.of("messages" if is_other else route)
 
     def _found(self, key: str | None) -> _Entry | None:
-        """The entry of a key, or None. The secret part is compared in constant time, also if there is no entry, so that
+        """The entry of a key, or None. The secret part is compared in constant time, even if there is no entry, so that
         timing does not tell which keys exist."""
         parts = (key or "").split("-", 2)
         entry = self._entries.get(parts[1]) if len(parts) == 3 and parts[0] == "vb" else None

@@ -439,7 +439,7 @@ def _with_prompt(thread: Thread, prompt_ids: Int32 | None) -> Thread:
 
 
 def _changed(thread: Thread, *, answer: Mapping[str, Any], conversation: Mapping[str, Any], **changes: Any) -> Thread:
-    """A copy of the thread with changed fields, also in its answer and in the answer's conversation."""
+    """A copy of the thread with changed fields, including fields of its answer and of the answer's conversation."""
     held = thread.answer.conversation
     if held is not None:
         held = dataclasses.replace(held, **conversation)

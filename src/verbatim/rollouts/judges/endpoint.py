@@ -48,7 +48,7 @@ class EndpointSettings:
 
 
 class Endpoint:
-    """Sends requests to one judge, at most `max_concurrent` at a time. With a cache, equal requests are sent once, also
+    """Sends requests to one judge, at most `max_concurrent` at a time. With a cache, equal requests are sent once, even
     if they are made concurrently.
 
     Args:

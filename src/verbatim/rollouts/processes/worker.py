@@ -151,7 +151,7 @@ class ProcessWorker:
             await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=ours)
         except BaseException:
             ours.close()
-            self._peer.connection_lost(None)  # also if it was never connected
+            self._peer.connection_lost(None)  # even if it was never connected
             raise
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
