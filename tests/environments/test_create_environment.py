@@ -87,8 +87,8 @@ def test_a_module_in_the_current_directory(module):
         ("my_tasks.Godo", {}, "has no 'Godo'.*Good"),
         ("my_broken.X", {}, "importing my_broken failed: .*module_that_is_not_there"),
         ("my_tasks.constant", {}, "is a int; expected a class"),
-        ("my_tasks.nothing", {}, "made a NoneType, which has no examples and no start"),
-        ("my_tasks.Half", {}, "made a Half, which has no start; expected"),
+        ("my_tasks.nothing", {}, "created a NoneType, which has no examples and no start"),
+        ("my_tasks.Half", {}, "created a Half, which has no start; expected"),
         ("my_tasks.Blocking", {}, r"start is a plain method; expected `async def start\("),
         ("my_tasks.NoSplit", {}, r"examples\(\) does not fit: .*; expected `def examples\(self, split\)`"),
         ("my_tasks.NoSeed", {}, r"start\(example\) does not fit: .*expected `async def start\(self, example, seed\)`"),
@@ -100,7 +100,7 @@ def test_a_module_in_the_current_directory(module):
         ("my_exit.X", {}, r"importing my_exit failed: SystemExit: 3 \(.*my_exit.py:1\)"),
         ("my_tasks.Good", {"siez": 1}, 'siez: unknown parameter "siez".*"size".*size, files, mode'),
         ("my_tasks.Good", {"size": "many"}, 'size: found "many", expected a valid integer'),
-        ("my_tasks.Good", {"size": -1}, r"made with .*, raised RuntimeError: too small .*my_tasks.py:\d+"),
+        ("my_tasks.Good", {"size": -1}, r"created with .*, raised RuntimeError: too small .*my_tasks.py:\d+"),
         ("my_tasks.Needs", {}, "path: missing"),
         ("guess_number", {"low": "one"}, 'low: found "one"'),
     ],
@@ -122,7 +122,7 @@ def test_an_environments_own_refusal_is_passed_on():
 
 def test_demonstrations_are_asked_for_and_checked(module):
     assert len(demonstrations_of(create_environment("guess_number"), "guess_number", 3, 0)) == 3
-    with pytest.raises(ComponentError, match="'good' shows no demonstrations"):
+    with pytest.raises(ComponentError, match="'good' has no demonstrations"):
         demonstrations_of(create_environment("my_tasks.Good"), "good", 3, 0)
     with pytest.raises(ComponentError, match=r"number 0 .*: found a dict"):
         demonstrations_of(create_environment("my_tasks.Shy"), "shy", 3, 0)
@@ -185,8 +185,8 @@ def test_a_demonstrated_call_of_an_offered_tool_is_taken():
         (None, "gave None; expected a list"),
         ((Example(id=str(i)) for i in range(2)), "gave a generator; expected a list"),
         ([], "is empty"),
-        ([{"id": "1"}], "has a dict at place 0; expected a verbatim.Example"),
-        ([Example(id="1"), Example(id=2)], "has the id 2 at place 1; expected a string"),
+        ([{"id": "1"}], "has a dict at index 0; expected a verbatim.Example"),
+        ([Example(id="1"), Example(id=2)], "has the id 2 at index 1; expected a string"),
         ([Example(id="1"), Example(id="1")], "has '1' twice"),
         (OSError("no such file"), r"raised OSError: no such file \(.*\.py:\d+\)"),
     ],

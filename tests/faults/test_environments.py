@@ -381,7 +381,7 @@ class Rows(list):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(7, "gave"), ([], "is empty"), ([1, 2], "at place 0"), (Rows([1]), "cannot be read: SystemExit: 0")],
+    [(7, "gave"), ([], "is empty"), ([1, 2], "at index 0"), (Rows([1]), "cannot be read: SystemExit: 0")],
 )
 def test_examples_that_are_no_examples_are_refused_by_name(campaign, given, said):
     row = campaign("environments, examples at the start")

@@ -236,7 +236,7 @@ async def test_a_tool_that_raises_is_a_message_to_the_model():
         ({"score": math.nan}, "environment: score returned nan", 1),
         ({"score": {"a": math.inf}}, "finite", 1),
         ({"score": "good"}, "environment: score returned 'good'", 1),
-        ({"score": "1"}, "score returned '1'; expected a number or {part: number} ('1' is a text: write float(...)", 1),
+        ({"score": "1"}, "score returned '1'; expected a number or {part: number} ('1' is a string: write float(...)", 1),
         ({"score": {"a": "1"}}, "score returned {'a': '1'}; expected a number or {part: number} ('1' is a text", 1),
         ({"score": 10**400}, "it is larger than any float", 1),
         ({"close": 1}, "environment: close raised OSError: close broke", 1),

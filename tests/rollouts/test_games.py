@@ -356,7 +356,7 @@ def test_an_invalid_move_earns_a_number_and_is_told_why_where_the_package_mixes_
         ({"game": "TicTacToe-v0", "num_players": 3}, ComponentError, "does not start with 3 players"),
         ({"game": "TicTacToe-v0", "seat": 2}, UsageError, 'seat = 2; expected 0 to 1, or "alternate"'),
         ({"game": "TicTacToe-v0", "opponent": "me"}, UsageError, 'opponent = \'me\'; expected "self", "policy"'),
-        ({"game": "Stratego-v0", "opponent": "random"}, UsageError, "moves of Stratego-v0 cannot be drawn at random"),
+        ({"game": "Stratego-v0", "opponent": "random"}, UsageError, "Stratego-v0 does not support random moves"),
         ({"game": "Nim-v0", "opponent": {"frozen": "no/such/folder"}}, UsageError, "no/such/folder"),
         ({"game": "Nim-v0", "opponent": {"model": "a", "tokens": 3}}, UsageError, 'unknown parameter "tokens"'),
         ({"game": "Nim-v0", "opponent": {"model": "a", "base_url": "here"}}, UsageError, "base_url"),

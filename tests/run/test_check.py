@@ -115,7 +115,7 @@ REFUSED = {
     "environment that raises": ([ENV, "tasks.Raises"], ["tasks.Raises", "OSError", "no such data set"]),
     "environment without examples": ([ENV, "tasks.Empty"], ['examples("train") is empty']),
     "environment without parameters to read": ([ENV, "builtins.dict"], ["has no readable signature"]),
-    "no demonstrations": ([WARM, "{ steps = 1 }"], ["'lots.Lots' shows no demonstrations"]),
+    "no demonstrations": ([WARM, "{ steps = 1 }"], ["'lots.Lots' has no demonstrations"]),
     "empty demonstrations": ([ENV, "tasks.Shy", WARM, "{ steps = 1 }"], ["gave an empty list"]),
     "conversations with nothing to learn": ([WARM, '{ data = "bad.jsonl" }'], ["bad.jsonl:1", "no assistant message"]),
     "no conversations": ([WARM, '{ data = "none.jsonl" }'], ["there is no file none.jsonl"]),

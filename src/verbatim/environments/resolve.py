@@ -78,7 +78,7 @@ def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> A
         ComponentError: the call raised; the message has the exception and the line.
     """
     with users_errors(
-        lambda error: ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}"),
+        lambda error: ComponentError(f"environment {name!r}, created with {shown(arguments)}, raised {told(error)}"),
         UsageError,
     ):
         return make()
@@ -92,7 +92,7 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
     """
     if not isinstance(environment, Demonstrates):
         raise ComponentError(
-            f"environment {name!r} shows no demonstrations, which a warm start and [model.build] need; give it "
+            f"environment {name!r} has no demonstrations, which a warm start and [model.build] need; give it "
             "`demonstrations(count, seed) -> list[Demonstration]`, or set warm_start.data and model.name"
         )
     _check_takes(name, environment.demonstrations, "demonstrations", ("count", "seed"))
@@ -130,17 +130,17 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
     for number, row in enumerate(rows):
         if not isinstance(row, Example):
             raise ComponentError(
-                f"{what} has {_a(row)} at place {number}; expected a verbatim.Example, as in "
+                f"{what} has {_a(row)} at index {number}; expected a verbatim.Example, as in "
                 'Example(id="1", payload={...})'
             )
         if not isinstance(row.id, str):
-            raise ComponentError(f"{what} has the id {shown(row.id, 80)} at place {number}; expected a string")
+            raise ComponentError(f"{what} has the id {shown(row.id, 80)} at index {number}; expected a string")
         if row.id in seen:
             raise ComponentError(f"{what} has {row.id!r} twice; an id names one example")
         seen.add(row.id)
         why = why_refused([row.messages, row.tools]) or why_refused(row.payload, of_json=False)
         if why is not None:
-            raise ComponentError(f"{what} has an unusable value in the example at place {number}: {why}")
+            raise ComponentError(f"{what} has an unusable value in the example at index {number}: {why}")
     return rows
 
 
@@ -155,7 +155,7 @@ def _check_environment(name: str, environment: object) -> Environment:
     missing = [method for method in _METHODS if not callable(getattr(environment, method, None))]
     if missing:
         raise ComponentError(
-            f"environment {name!r} made a {type(environment).__name__}, which has no {' and no '.join(missing)}; "
+            f"environment {name!r} created a {type(environment).__name__}, which has no {' and no '.join(missing)}; "
             f"{EXPECTED}"
         )
     assert isinstance(environment, Environment)

@@ -90,7 +90,7 @@ def _one_number(value: Any) -> float:
     """Convert any kind of number to a float, including numpy's and torch's. Strings are refused, even "1.0", because
     `float()` would accept them silently."""
     if isinstance(value, str | bytes):
-        raise TypeError(f"{shown(value, 80)} is a text: write float(...) around it if it is meant as a number")
+        raise TypeError(f"{shown(value, 80)} is a string: write float(...) around it if it is meant as a number")
     try:
         return float(value)
     except OverflowError as error:

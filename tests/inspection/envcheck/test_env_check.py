@@ -249,7 +249,7 @@ def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, cap
     assert main(["env", "check", str(run)]) == 1
     said = capsys.readouterr().err  # the tokenizer of a model that is built is trained on demonstrations
     assert (
-        "the tokens of opening prompts are estimated: environment 'echo_of_mine.Echoes' shows no demonstrations" in said
+        "the tokens of opening prompts are estimated: environment 'echo_of_mine.Echoes' has no demonstrations" in said
     )
     run.write_text(run.read_text() + '[orchestrator.advantage]\ntype = "chunk_returns"\ngama = 0.5\n')
     assert main(["env", "check", str(run)]) == 2

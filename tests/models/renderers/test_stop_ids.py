@@ -146,7 +146,7 @@ def test_ids_outside_of_the_vocabulary_are_left_out():
 @pytest.mark.parametrize("name", ["qwen3", "template"])
 def test_a_demonstration_that_could_not_be_sampled_to_its_end_is_refused(name, tmp_path):
     renderer = create_renderer(name, tokenizer_with("qwen3", tmp_path, "!")[0])
-    with pytest.raises(UsageError, match=r"message 1 holds, before its end, token \d+ \('!'\).*generation_config"):
+    with pytest.raises(UsageError, match=r"message 1 contains token \d+ \('!'\) before its end.*generation_config"):
         trajectory_from_messages(renderer, [ASK, {"role": "assistant", "content": "It is! 20 degrees."}])
     (turn,) = trajectory_from_messages(renderer, [ASK, {"role": "assistant", "content": "It is 20."}]).turns
     assert renderer.decode(turn.completion_ids).endswith("It is 20.<|im_end|>")

@@ -143,7 +143,7 @@ async def hung(sandbox, rows, clock):
         ("late", "program_crashed", "exit status 3"),
         ("silent", "program_silent", "without a request"),
         ("kill", "program_crashed", "exit status 137"),
-        ("hang", "program_hung", "no end after 600 s; so far it said 'waiting'"),
+        ("hang", "program_hung", "it did not end within 600 s; so far it said 'waiting'"),
         ("no reward", "environment", "the last line has no reward: found 'done'"),
     ],
 )
@@ -402,7 +402,7 @@ class TestRefusals:
         [
             ({"command": []}, "the command is empty"),
             ({"command": "no-such-program x"}, "there is no program"),
-            ({"cwd": "/no/such/folder"}, "is no folder"),
+            ({"cwd": "/no/such/folder"}, "is not a folder"),
             ({"reward": "score"}, "belong together"),
             ({"unenforced": ["temperature"]}, "unenforced has 'temperature'"),
             ({"max_processes": 0}, "at least 1"),

@@ -97,8 +97,8 @@ class TextArena:
         """
         if self._spec.kind not in MOVES:
             raise NoDemonstrations(
-                f"textarena: moves of {self._spec.id} cannot be drawn at random: so there is nothing "
-                "to demonstrate; for a warm start set warm_start.data"
+                f"textarena: {self._spec.id} does not support random moves, so there is nothing to demonstrate; "
+                "for a warm start set warm_start.data"
             )
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]

@@ -142,8 +142,8 @@ def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
         raise UsageError(f"textarena: opponent = {given!r}; expected {FORMS}")
     if spec.kind not in MOVES:
         raise UsageError(
-            f"textarena: moves of {spec.id} cannot be drawn at random, only those of "
-            f"{', '.join(MOVES)}; expected another opponent: {FORMS}"
+            f"textarena: {spec.id} does not support random moves, only {', '.join(MOVES)} do; "
+            f"expected another opponent: {FORMS}"
         )
     return RandomPlays()
 

@@ -240,7 +240,7 @@ class Service:
         posts = (*self._chats.by_route, ROUTE, "reward")
         if request.method != "POST" or route not in posts:
             known = ", ".join(("GET /v1/models", *(f"POST /v1/{name}" for name in posts)))
-            raise Refused(404, f"there is no {request.method} {cut(request.url.path, 200)}; there are {known}")
+            raise Refused(404, f"there is no {request.method} {cut(request.url.path, 200)}; the routes are {known}")
         await while_there(request.receive, self._stopped, await self._read(session, request, route, reply))
 
     async def _read(

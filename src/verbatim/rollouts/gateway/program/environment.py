@@ -390,7 +390,7 @@ class ProgramEpisode(Episode):
                     outcome = await process.ended()
             except TimeoutError:
                 outcome = process.outcome()
-                fault = ProgramFault("program_hung", f"no end after {seconds:g} s; so far {outcome.words()}")
+                fault = ProgramFault("program_hung", f"it did not end within {seconds:g} s; so far {outcome.words()}")
             if fault is None and outcome.status is not None and self._environment.launch.score:
                 outcome = await process.scored(min(SCORE_SECONDS, time_limit.left + _RESERVE / 2))
             if fault is None and not outcome.is_well:

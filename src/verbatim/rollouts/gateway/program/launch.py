@@ -107,13 +107,13 @@ class Launch:
             words = (sys.executable, *words[1:])
         place = Path(folder or ".").resolve()
         if not place.is_dir():
-            raise UsageError(f"program: cwd = {folder!r} is no folder")
+            raise UsageError(f"program: cwd = {folder!r} is not a folder")
         found = shutil.which(words[0], path=None if "/" not in words[0] else str(place)) or (
             str(place / words[0]) if os.access(place / words[0], os.X_OK) else None
         )
         if found is None:
             raise UsageError(
-                f"program: there is no program {words[0]!r}; give the path of one, as in "
+                f"program: there is no program {words[0]!r}; give its path, as in "
                 '["/usr/bin/python3", "agent.py"]'
             )
         isolation = find_isolation(unsafe_allow=unsafe_allow) if sandbox else NO_ISOLATION
