@@ -42,7 +42,7 @@ EXTRAS = {
     "textarena": ("textarena", "environments"),
     "verifiers": ("verifiers", "verifiers"),
 }
-"""By environment: the module it needs, and the extra (`pip install 'verbatim-rl[EXTRA]'`) that installs it."""
+"""The module that an environment needs, and the extra (`pip install 'verbatim-rl[EXTRA]'`) that installs it."""
 
 __all__ = [
     "ENVIRONMENTS",

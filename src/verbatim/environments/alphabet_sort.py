@@ -20,11 +20,11 @@ MISPLACES = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class AlphabetSort:
-    """The user sends names in `num_rounds` messages; each answer is to list all names so far in alphabetical order,
+    """The user sends names in `num_rounds` messages; each answer must list all names so far in alphabetical order,
     separated by commas or one per line. A right answer earns `1 / num_rounds` (reward parts `round_1`, `round_2`, ...).
 
     Raises:
-        UsageError: the settings need no names, or more than there are in `NAMES`.
+        UsageError: the settings require no names at all, or more than `NAMES` has.
     """
 
     num_rounds: int = 3

@@ -17,13 +17,14 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
 
 SEED = 1337420
-"""The seed that verifiers uses, so that the tasks are drawn in the same order."""
+"""The seed that verifiers uses, so that the tasks are generated in the same order."""
 TAGS = ("alphabetical_sorted", "combined_alphabetical_sorted")
 """The tags around the first answer's list, and around the list of each later answer."""
 NEW = " // new name!"
-"""The mark behind a name that came with the latest message."""
+"""The mark after each name that came with the latest message."""
 MOST_PASSES = 1000
-"""Maximum number of passes over the lists of names in search of enough tasks; then the settings are refused."""
+"""Maximum number of passes over the lists of names to generate enough tasks. If these are not enough, the settings are
+refused."""
 FIRST = ("Ada", "Akira", "Amir", "Anna", "Boris", "Carla", "Chen", "Clara", "David", "Dina", "Elena", "Emil", "Farid",
          "Felix", "Grace", "Hanna", "Hugo", "Ines", "Ivan", "Jonas", "Julia", "Karim", "Kira", "Laura", "Leo", "Lina",
          "Marco", "Maya", "Nadia", "Nils", "Olga", "Oscar", "Paula", "Quentin", "Rosa", "Samir", "Sofia", "Tara",
@@ -61,7 +62,7 @@ class AlphabetSortTags:
     num_train: int = 500
     """Number of training tasks."""
     num_eval: int = 100
-    """Number of evaluation tasks, drawn after the training tasks."""
+    """Number of evaluation tasks, generated after the training tasks."""
     _tasks: Sequence[Example] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,9 +96,9 @@ class AlphabetSortTags:
         return [Demonstration(messages=sorting.demonstrated()) for sorting in shown]
 
     def _drawn(self, lists: Sequence[Sequence[str]]) -> Iterator[Mapping[str, Any]]:
-        """Tasks in the order in which verifiers draws them; each pass over the lists draws new ones.
+        """Generate tasks in the same order as verifiers. Each pass over the lists generates new tasks.
 
-        The order of the calls of `rng`, here and in `_task`, is that of verifiers: another one gives other tasks.
+        The calls of `rng`, here and in `_task`, must stay in the order of verifiers: any other order gives other tasks.
 
         Raises:
             UsageError: no list is long enough, or `MOST_PASSES` passes did not give enough tasks.

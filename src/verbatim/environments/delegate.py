@@ -1,4 +1,5 @@
-"""The task `delegate`: a main agent asks a sub-agent that alone sees the notes, so an episode has two contexts."""
+"""The task `delegate`: a main agent asks a sub-agent, and only the sub-agent sees the notes, so an episode has two
+contexts."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ class OwnRandom:
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
-        self._numpy = np.random.RandomState(seed % 2**32).get_state()  # takes seeds of 32 bits only
+        self._numpy = np.random.RandomState(seed % 2**32).get_state()  # accepts only 32-bit seeds
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside the block, the global generators have this state; afterwards they have their own again."""
+        """A block in which the global generators use this state. Afterwards they have their own state again."""
         with _ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             random.setstate(self._python)

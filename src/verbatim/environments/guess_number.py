@@ -14,7 +14,7 @@ from verbatim.environments.tools import FunctionTool, ToolResult
 FORGETS = 1 / 6
 """Probability that a demonstration repeats an earlier guess."""
 AVERAGED = 5
-"""A demonstration guesses the average of this many random numbers: the more, the nearer to the middle."""
+"""A demonstration guesses the average of this many random numbers: the more numbers, the closer it is to the middle."""
 
 
 @dataclass(frozen=True, kw_only=True)

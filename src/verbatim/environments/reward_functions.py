@@ -117,7 +117,8 @@ def is_reward_function(given: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The reward functions of an environment. Of several, each is a named part of the reward; the parts are summed."""
+    """The reward functions of an environment. If there are several, each gives a named part of the reward, and the
+    parts are summed."""
 
     functions: Sequence[RewardFunction] = field(default=())
     """The functions; empty if a judge gives the reward."""
@@ -127,7 +128,7 @@ class Rewards:
         """Read a function or import path, or a list of them; None: no functions.
 
         Raises:
-            ComponentError: an item is not a reward function, or the number of weights differs.
+            ComponentError: an item is not a reward function, or the number of weights does not match.
         """
         if given is None and weights is None:
             return cls()
@@ -165,7 +166,7 @@ class Rewards:
             trajectory: The rollout.
             example: The rollout's row.
             prompt: The row's prompt, a text or messages.
-            num_opening: Number of opening messages, which were not sampled even if the assistant's.
+            num_opening: Number of opening messages. They were not sampled, even if the assistant wrote them.
             environment: The object of a `ToolClass` episode, or None.
 
         Raises:

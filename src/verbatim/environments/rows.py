@@ -19,7 +19,7 @@ EXPECTED = (
     "datasets.Dataset"
 )
 FEWEST = 20
-"""With fewer rows, none are held out."""
+"""If there are fewer rows, none are held out."""
 _TABLE = ("path", "name", "split", "revision")
 """Keys of a table that names a data set."""
 

@@ -19,7 +19,8 @@ _SET = {
     "environment": "the environment is given by its name already; leave this out",
     "args": "write its arguments next to the others: args = { size = 4, num_train = 100 }",
 }
-"""Adapter arguments that a configuration must not set, because the environment's name sets them; with a hint."""
+"""Adapter arguments that a configuration must not set, because the environment's name already does, each with a hint
+for the error message."""
 
 Adapter = type[SingleTurn] | type[ToolClass] | type[GymnasiumStyle]
 

@@ -115,7 +115,7 @@ class ListExamples(_Source):
     Args:
         rows: Mappings.
         what: The rows' name in errors: "data" gives "data[3]".
-        id_field: As in `Columns`; so are the other fields.
+        id_field: As in `Columns`, like the other `..._field` arguments.
 
     Raises:
         UsageError: a row is invalid; the error names its index.
@@ -150,7 +150,7 @@ class JsonlExamples(_Source):
 
     Args:
         path: The file: UTF-8, one JSON object per line; empty lines are skipped.
-        id_field: As in `Columns`; so are the other fields.
+        id_field: As in `Columns`, like the other `..._field` arguments.
 
     Raises:
         UsageError: there is no such file, or a line is invalid; the error names file and line.
@@ -185,7 +185,7 @@ class HuggingFaceExamples(_Source):
         split: The split; ignored for a `Dataset`, and for a saved folder that holds a single one.
         name: The data set's configuration, for `load_dataset`.
         revision: The data set's version, for `load_dataset`.
-        id_field: As in `Columns`; so are the other fields.
+        id_field: As in `Columns`, like the other `..._field` arguments.
 
     Raises:
         UsageError: the data set cannot be loaded or has no such split; on access, an invalid row.

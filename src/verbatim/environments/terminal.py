@@ -59,7 +59,8 @@ class Terminal:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     """Resource limits of one episode."""
     unsafe_allow: bool = False
-    """If no isolation works, run the model's commands as the current user, with that user's files and network."""
+    """True to run the model's commands as the current user, with that user's files and network, if no isolation
+    works."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_files <= len(NAMES):
@@ -67,7 +68,7 @@ class Terminal:
         find_isolation(unsafe_allow=self.unsafe_allow)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split, each drawn with its id as the seed; the two splits have different ids."""
+        """The tasks of a split, each generated with its id as the seed. The two splits have different ids."""
         counts = {"train": self.num_train, "eval": self.num_eval}
         check_split("terminal", split)
         names = [f"{split}-{n}" for n in range(counts[split])]

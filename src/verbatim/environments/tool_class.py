@@ -22,7 +22,7 @@ from verbatim.environments.tools.function_tool import as_result
 from verbatim.environments.tools.threads import in_thread
 
 NO_TOOLS = ("reset", "get_reward", "reward", "close")
-"""Public methods that are not tools; `solution` is not one either if it takes no arguments."""
+"""Public methods that are not tools. Neither is `solution` if it takes no arguments."""
 SEEDS = {"train": range(100), "eval": range(100, 150)}
 """Without data, each of these seeds is an example."""
 
@@ -43,7 +43,7 @@ class ToolClass:
         prompt: The field with the prompt, if the data has one.
         user_prompt: The user's message if the data has no prompt.
         system_prompt: A system message in front of the user's.
-        eval_data: As for `SingleTurn`; so are the next two.
+        eval_data: As for `SingleTurn`.
         eval_share: As for `SingleTurn`.
         weights: As for `SingleTurn`.
         args: Keyword arguments of the class.
@@ -256,8 +256,8 @@ def _tools(instance: Any, name: str) -> list[FunctionTool]:
 
 
 def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Example) -> dict[str, Any]:
-    """The fields to call `reset` with: those that it names; with `**kwargs` all of the row and the prompt, but not the
-    seed that is added to each row."""
+    """The fields to pass to `reset`: those that it names or, if it takes `**kwargs`, all fields of the row and the
+    prompt, but not the seed that is added to each row."""
     parameters = inspect.signature(reset).parameters.values()
     names = {p.name for p in parameters}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

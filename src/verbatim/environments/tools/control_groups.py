@@ -64,7 +64,8 @@ class MemoryGroup:
         return group
 
     def take(self, pids: Iterable[int]) -> bool:
-        """Move processes into the group, with all children that they start from then on. False if not permitted."""
+        """Move processes into the group, with all children that they start from then on. Returns False if that is not
+        permitted."""
         try:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

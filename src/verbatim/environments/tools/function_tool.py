@@ -35,7 +35,8 @@ class FunctionTool:
     `transformers.utils.get_json_schema` gives, plus defaults, constraints and nested models.
 
     A coroutine function runs on the event loop. Any other function runs in a thread, so that it may block. With
-    `inline=True` it is called on the event loop, for work of microseconds that costs less than the thread.
+    `inline=True` it is called on the event loop, which suits functions that take microseconds, less than using a thread
+    costs.
 
     Args:
         function: The callable. Arguments bound by `functools.partial` are hidden from the model.

@@ -21,7 +21,7 @@ INTERVAL = 0.25
 """Seconds between two checks."""
 OF_KERNEL_MB = 32
 """MiB that a control group allows on top, for the kernel's own memory of the processes. A single process that allocates
-too much then meets RLIMIT_DATA first: its allocation fails, and it is not killed."""
+too much then hits RLIMIT_DATA first: its allocation fails, and it is not killed."""
 _OWN = ("RssAnon:", "RssShmem:")
 """Lines of /proc/PID/status: the memory of one process, with shared pages counted in full."""
 _SHARE = ("Pss_Anon:", "Pss_Shmem:")
@@ -72,7 +72,7 @@ class WatchedProcess:
     on_too_much: Callable[[], None]
     """Called once, from the watching thread, when the limit is exceeded."""
     group: MemoryGroup | None
-    """The control group that enforces the limit; None: there is none, and only polling finds an excess."""
+    """The control group that enforces the limit; None if there is none, so that only polling detects an excess."""
 
     @property
     def was_ended(self) -> bool:

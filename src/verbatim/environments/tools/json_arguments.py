@@ -28,7 +28,7 @@ MOST_ERRORS = 20
 MOST_VALUES = 100_000
 """Maximum number of values in a schema: lists, objects, strings and numbers."""
 MOST_CHARACTERS = 10_000
-"""Maximum length of a pattern, also with its repeats expanded."""
+"""Maximum length of a pattern, both as written and with its repeats expanded."""
 
 _deadline: ContextVar[float] = ContextVar("deadline")
 

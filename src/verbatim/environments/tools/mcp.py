@@ -166,7 +166,7 @@ class McpTools:
             raise ComponentError(f"MCP server {self.name}: {error}") from error
 
     async def _run(self, tool: str, /, **arguments: Any) -> ToolResult:
-        """Run a tool on the server; raises ToolFailed, also if the server answers with data that is not text."""
+        """Run a tool on the server; raises ToolFailed, including when the server answers with data that is not text."""
         if self._stack is None:
             raise ToolFailed("its source is closed")
         # The call runs on the session's event loop. Cancelling this future cancels the call and notifies the server.

@@ -64,7 +64,7 @@ class ShellOutput:
     output: bytes
     """Bytes before the mark."""
     to: int | Literal["ready"]
-    """The number of the finished command; "ready": a shell, the first or a new one, is ready."""
+    """The number of the finished command, or "ready" if the first or a new shell is ready for commands."""
     status: int
     """Exit status of the command, or of the previous shell."""
 
