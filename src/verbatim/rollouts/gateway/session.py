@@ -299,7 +299,7 @@ class Session:
             return watch_for(request.stop, self.loop.renderer.decode, show)
 
         seed = request.sampling.seed if self.settings.sampling == "client" else None
-        if seed is not None and number:  # the first of several replies uses the client's seed, the others derive theirs from it
+        if seed is not None and number:  # the first of several replies uses the seed, the others derive theirs from it
             seed = derive_seed(seed, number)
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason

@@ -113,8 +113,7 @@ class Launch:
         )
         if found is None:
             raise UsageError(
-                f"program: there is no program {words[0]!r}; give its path, as in "
-                '["/usr/bin/python3", "agent.py"]'
+                f'program: there is no program {words[0]!r}; give its path, as in ["/usr/bin/python3", "agent.py"]'
             )
         isolation = find_isolation(unsafe_allow=unsafe_allow) if sandbox else NO_ISOLATION
         shown: dict[str, str] = {}
