@@ -56,7 +56,7 @@ class AlphabetSort:
         """The tasks of a split; the two splits share none."""
         check_split("alphabet_sort", split)
         rng = random.Random("alphabet_sort")  # a fixed seed: both splits are cut from the same sequence of tasks
-        seen: dict[tuple[str, ...], None] = {}  # a dict as an ordered set: a task drawn twice counts once
+        seen: dict[tuple[str, ...], None] = {}  # a dict as an ordered set: a task generated twice counts once
         while len(seen) < self.num_train + self.num_eval:
             seen[tuple(rng.sample(NAMES, self.num_rounds * self.names_per_round))] = None
         drawn = list(seen)

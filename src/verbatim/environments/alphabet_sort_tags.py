@@ -55,7 +55,7 @@ class AlphabetSortTags:
     similarity_power: int = 4
     """Exponent of the similarity."""
     power_per_turn: bool = True
-    """True: raise each turn's similarity to the power, then take the mean. False: raise the mean."""
+    """True to raise each turn's similarity to the power before taking the mean; False to raise the mean."""
     names: str | None = None
     """A JSONL file with a list `names` on each line, or the id of a data set with a column `names` (verifiers uses
     "kalomaze/alphabetic-arxiv-authors-it1"); None: made-up names."""

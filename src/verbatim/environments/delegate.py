@@ -46,7 +46,7 @@ class Delegate:
         """The tasks of a split; the two splits share none."""
         check_split("delegate", split)
         rng = random.Random("delegate")  # a fixed seed: both splits are cut from the same sequence of tasks
-        drawn: dict[str, Example] = {}  # by id, so that a task drawn twice counts once
+        drawn: dict[str, Example] = {}  # by id, so that a task generated twice counts once
         while len(drawn) < self.num_train + self.num_eval:
             notes, box = self._draw(rng)
             text = "-".join(f"{colour}{number}" for colour, number in notes.items())

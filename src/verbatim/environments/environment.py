@@ -131,7 +131,7 @@ class Demonstration:
     """One complete conversation for the supervised warm start, or for training a tokenizer."""
 
     messages: Sequence[Message]
-    """All messages; the loss is on the assistant's."""
+    """All messages. The loss covers only the assistant's."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas of the tools in the prompt."""
 

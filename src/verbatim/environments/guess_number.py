@@ -112,7 +112,7 @@ class GuessNumberEpisode(Episode):
         return float(self.found)
 
     def solution(self) -> list[Message]:
-        """Guess the secret at once."""
+        """Guess the secret right away."""
         return [tool_call("guess", {"number": self.secret})]
 
     def state_key(self) -> str:

@@ -167,7 +167,7 @@ class Question(Episode):
         return await self._scored(None) if self._score is None else self._score
 
     async def _scored(self, answer: str | None) -> float:
-        # In a thread: some scorers compute for long and would block the event loop.
+        # In a thread: some scorers take long and would block the event loop.
         return await asyncio.to_thread(self._environment.score, answer, self._entry)
 
 

@@ -60,7 +60,7 @@ class ChatLoop(EpisodeLoop):
 
     @property
     def num_unrecorded_turns(self) -> int:
-        """Answers that were not recorded as turns because the server returned no ids."""
+        """Number of answers that were not recorded as turns because the server returned no ids."""
         return self._num_answers - len(self.recorder.turns)
 
     @property

@@ -29,9 +29,10 @@ class Draws:
         self.over = False
         """True once the episode has ended; further requests are refused."""
         self.num_delivered = 0
-        """Tokens of completions returned to the caller. They may still be lost on the way to another process."""
+        """Number of tokens in completions returned to the caller. They may still be lost on the way to another
+        process."""
         self.num_cancelled = 0
-        """Tokens of completions that were cancelled or failed."""
+        """Number of tokens in completions that were cancelled or failed."""
 
     async def draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None = None) -> Completion:
         """Sample a completion; a sampler that streams shows its tokens to `watch`. A call that is cancelled, by its
@@ -77,7 +78,7 @@ class Draws:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return self.num_delivered + self.num_cancelled
 
     async def end(self) -> bool:

@@ -35,13 +35,13 @@ class EpisodeStats:
         self.purpose = purpose
         """Purpose of the episodes, for the log: "train" or "eval"."""
         self.num_episodes = 0
-        """Episodes that have ended, including failed ones."""
+        """Number of episodes that have ended, including failed ones."""
         self.failures: Counter[str] = Counter()
-        """Failed episodes by kind; see `failure_kind`."""
+        """Number of failed episodes by kind; see `failure_kind`."""
         self.tool_faults: Counter[str] = Counter()
-        """Tool calls that raised or timed out, by kind."""
+        """Number of tool calls that raised or timed out, by kind."""
         self.unmeasured: Counter[str] = Counter()
-        """Evaluations skipped because the environment failed to give their examples, by kind."""
+        """Number of evaluations skipped because the environment failed to provide their examples, by kind."""
         self._said: set[tuple[str, str]] = set()
         """Failures already logged: the kind, and for `NO_TURNS` also the example's id."""
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class EpisodeStats:
         self._count(self.failures, failure_kind(trajectory.error), 1, trajectory, f"{said}\n{tail}" if tail else said)
 
     def not_evaluated(self, why: str) -> None:
-        """Count an evaluation that is skipped because the environment failed to give its examples."""
+        """Count an evaluation that is skipped because the environment failed to provide its examples."""
         with self._lock:
             self.unmeasured[failure_kind(why)] += 1
         logger.warning("an evaluation was skipped: %s", why)

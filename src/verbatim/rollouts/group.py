@@ -121,7 +121,7 @@ class GroupRun:
 
 
 def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:
-    """Fail an episode that sampled after its end: its score was given before that."""
+    """Fail an episode that sampled after its end: its score was computed before that."""
     return trajectory if late is None or trajectory.error else trajectory.replace(error=f"record: {late}")
 
 

@@ -145,7 +145,7 @@ class Prompt:
     num_known: int
     """How many leading `messages` are those of the thread; 0 if the history was edited."""
     trained: bool = True
-    """False: the answer is context only."""
+    """False if the answer is context only."""
     others: Others | None = None
     """The messages that hold more than text (see `copies.Others`), or None if unknown."""
 
@@ -187,18 +187,19 @@ class EpisodeLoop(abc.ABC):
 
     @property
     def turns_left(self) -> int:
-        """Turns that may still be started. Turns in flight count as started."""
+        """Number of turns that may still be started. Turns in flight count as started."""
         return self.limits.max_turns - self._num_started
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens that may still be sampled, after reserving `max_tokens` for each request in flight; None: no limit."""
+        """Number of tokens that may still be sampled, after reserving `max_tokens` for each request in flight; None: no
+        limit."""
         most = self.limits.max_total_completion_tokens
         return None if most is None else most - self._num_completion_tokens - self._num_promised_tokens
 
     @property
     def num_unrecorded_turns(self) -> int:
-        """Answers that could not be recorded as turns because their ids are unknown."""
+        """Number of answers that could not be recorded as turns because their ids are unknown."""
         return 0
 
     @property

@@ -131,7 +131,7 @@ class Recorder:
 
     @property
     def num_unrecorded_tokens(self) -> int:
-        """Counted tokens that are in no turn."""
+        """Number of counted tokens that are in no turn."""
         return self.num_sampled_tokens - sum(len(turn.completion_ids) for turn in self.turns)
 
     def amend(self, index: int, **changes: object) -> None:

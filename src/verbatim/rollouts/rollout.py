@@ -22,7 +22,7 @@ T = TypeVar("T")
 @runtime_checkable
 class Rollout(Protocol):
     """Continues conversations until they end. Subclass it and implement `__call__`, or write an object with both
-    methods.
+    `__call__` and `run`.
 
     Example:
         >>> class Echo(Rollout):

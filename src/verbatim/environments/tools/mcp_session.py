@@ -152,7 +152,7 @@ class McpSession:
                     await link.over.wait()
             if patience.cancelled_caught:
                 link.failure = f"its server did not answer within {self._timeout:g} s"
-        except Exception as error:  # noqa: BLE001  transports raise anything; callers get the reason
+        except Exception as error:  # noqa: BLE001  transports may raise anything; callers get the reason
             if link.ready.is_set():
                 logger.warning("%s: the connection was lost: %s", self._name, _reason(error))
             else:

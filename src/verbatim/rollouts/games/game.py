@@ -38,7 +38,7 @@ class Game:
             self.env, self._changes = make_game(spec, options)
             try:
                 self.env.reset(num_players=num_players, seed=seed)
-            except Exception as error:  # each game checks its arguments in its own way
+            except Exception as error:  # each game rejects arguments with exceptions of its own
                 raise ComponentError(
                     f"textarena: {spec.id} does not start with {num_players} players: {error_text(error)}"
                 ) from error

@@ -39,7 +39,7 @@ class PolicyPlays:
     """The policy plays every player."""
 
     trained: bool
-    """True: every player is trained. False: only the player in the policy's seat."""
+    """True if every player is trained; False if only the player in the policy's seat is."""
 
 
 @dataclass(frozen=True, kw_only=True)

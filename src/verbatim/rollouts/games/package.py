@@ -31,7 +31,7 @@ WORD_LISTS = {
 JURIES = frozenset({"Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"})
 """Games in which models on OpenRouter judge or answer."""
 MISSING_FILES = frozenset({"ScorableGames", "UsedCar", "UsedCarNegotiation"})
-"""Games that read files which are missing from the published package."""
+"""Games that read files missing from the published package."""
 UNREADABLE = frozenset({"Klondike"})
 """Games whose published code is a syntax error in every Python version."""
 _VARIANTS = ("-train", "-raw")

@@ -166,7 +166,7 @@ class GatewayEpisode:
 
         Args:
             reward: A number, named parts, or `AgentScores`. None: the reward posted to `/v1/reward`, if any.
-            error: Why the episode failed; it is then not trained.
+            error: Why the episode failed, if it did. A failed episode is not trained.
 
         Raises:
             EnvironmentFault: the reward is neither a finite number nor a mapping of finite numbers.

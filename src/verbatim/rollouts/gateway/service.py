@@ -163,7 +163,7 @@ class Service:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of request bodies in memory."""
+        """Number of bytes of request bodies in memory."""
         return self._budget.held
 
     @property

@@ -159,7 +159,7 @@ class Session:
             request: The request, parsed.
             agent: The agent's name, or "" if the request has none.
             thread: Identifier of the client's agent or conversation, or "" if the request has none.
-            trained: False: the tokens are context only.
+            trained: False if the tokens are context only.
             body: The request's JSON, for `watch`.
             progress: Receives the ids of a stream as they are sampled, if the sampler streams.
 
@@ -201,7 +201,7 @@ class Session:
         Args:
             request: The request. Its seed and session are ignored: the episode has its own.
             agent: The agent's name; "" means "main".
-            trained: False: the tokens are context only.
+            trained: False if the tokens are context only.
             progress: Progress of the answer, if a client waits for it.
 
         Raises:

@@ -26,7 +26,7 @@ class EndpointSettings:
     """The endpoint settings shared by judges and reward models."""
 
     cache: str | Path | None = "memory"
-    """Where answers are cached by the whole request: "memory" or a folder; None: no cache."""
+    """Where to cache answers, keyed by the whole request: "memory" or a folder; None: no cache."""
     price: Mapping[str, float] | None = None
     """Price of a million tokens, `{"prompt": 0.25, "completion": 2.0}`. Adds the metric `judge/cost`, if answers have a
     `usage`."""

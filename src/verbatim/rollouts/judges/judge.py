@@ -39,7 +39,7 @@ class Judge(EndpointSettings):
     weights.
 
     One request grades all criteria. It is retried if the server fails, and the judge is asked to correct an answer that
-    cannot be parsed. If there is no verdict in the end, the episode fails and has no reward.
+    cannot be parsed. If that yields no verdict either, the episode fails and has no reward.
 
     Example: `Judge(model="gpt-5-mini", criteria={"correct": "The answer is right.", "brief": "It is short."})`.
 
@@ -52,8 +52,7 @@ class Judge(EndpointSettings):
     base_url: str = _OPENAI
     """Server address without `/chat/completions`: "http://localhost:8000/v1"."""
     criteria: Mapping[str, str] = field(default_factory=lambda: {"quality": "The assistant did what it was asked to."})
-    """The criteria: by name, which is also the reward part's name in metrics, the description of what earns the full
-    grade."""
+    """What earns the full grade, by the name of the criterion. The name is also that of the reward part in metrics."""
     weights: Mapping[str, float] | None = None
     """Weight of each criterion in the reward; by default equal weights that sum to 1."""
     scale: int = 10

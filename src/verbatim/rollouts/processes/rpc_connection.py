@@ -123,7 +123,7 @@ class RpcConnection(asyncio.Protocol):
             try:
                 message = pickle.loads(body)  # noqa: S301  (from our own process at the other end)
                 assert isinstance(message, tuple)
-            except Exception as error:  # noqa: BLE001  (unpickling raises anything)
+            except Exception as error:  # noqa: BLE001  (unpickling may raise anything)
                 self._break(error_text(error, 200))
                 return
             self._received(*message)

@@ -95,7 +95,7 @@ class ProcessRunner:
         return await runner.run(setup, task, recorder)
 
     def metrics(self) -> Mapping[str, float]:
-        """Sums over all environments, and the number of lost workers of each."""
+        """Sums over all environments, and the number of lost workers per environment."""
         total: Counter[str] = Counter()
         lost: dict[str, float] = {}
         for label, pool in {label: pool for (_, label), pool in self.pools.items()}.items():

@@ -177,7 +177,8 @@ class ProcessWorker:
             await asyncio.wait({exited})
 
     def _outgrown(self, pid: int) -> str | None:
-        """Which limit the process exceeds; None if none, or if the system does not report it."""
+        """The limit that the process exceeds, in words; None if it exceeds none, or if the system does not report its
+        usage."""
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > MOST_LOGGED:
                 os.truncate(self._log, 0)

@@ -31,7 +31,7 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
     kind = type(value).__name__
     try:
         packed: bytes = ray.cloudpickle.dumps(renderer_spec(value) if name == "template" else value)
-    except Exception as error:  # pickling raises anything
+    except Exception as error:  # pickling may raise anything
         what = f"{name}: a {kind} cannot be sent to an actor ({type(error).__name__}: {error})"
         if name == "sampler":
             raise UsageError(

@@ -43,7 +43,7 @@ class RaySettings(BackendSettings):
     """The sampler's port; 0 picks a free one."""
 
     def check(self) -> None:
-        """Refuse a machine without Ray."""
+        """Check that Ray is installed."""
         refuse_without("ray", extra="ray", what='orchestrator.rollout.backend = "ray"')
 
 
@@ -131,7 +131,7 @@ class RayWorker:
         """Run one episode."""
         try:
             answer = self.handle.run.remote(label, task)
-        except Exception as error:  # pickling an example raises anything
+        except Exception as error:  # pickling an example may raise anything
             raise CannotBeSent(error_text(error, 500)) from error
         try:
             packed: bytes = await answer

@@ -59,7 +59,7 @@ def packed_plan(
     spec = renderer_spec(renderer)
     try:
         return dumps((dict(setups), spec))
-    except Exception as error:  # pickling raises anything
+    except Exception as error:  # pickling may raise anything
         raise UsageError(
             f"a {type(renderer).__name__} cannot be sent to a worker ({error_text(error)}); make it picklable, or run "
             'episodes here: orchestrator.rollout.backend = "local"'

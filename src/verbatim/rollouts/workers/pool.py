@@ -77,11 +77,11 @@ class WorkerPool:
 
     @property
     def num_running(self) -> list[int]:
-        """Episodes that each worker plays now, in the order of `pids`."""
+        """Number of episodes that each worker is running, in the order of `pids`."""
         return [started.num_running for started in self._workers]
 
     def metrics(self) -> Mapping[str, float]:
-        """Number of workers; since the start, lost workers and restarted episodes."""
+        """The number of workers, and the numbers of workers lost and episodes restarted since the start."""
         return {
             "rollout/workers": len(self._workers),
             "rollout/workers_lost": self.num_lost,
@@ -126,7 +126,7 @@ class WorkerPool:
         return min(self._workers, key=lambda started: started.num_running)
 
     async def _run_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run the episode on a worker without other episodes; if none can be started, together with others."""
+        """Run the episode on a worker of its own or, if none can be started, together with other episodes."""
         self._num_to_run_alone += 1
         try:
             async with self._alone:

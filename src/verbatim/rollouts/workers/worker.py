@@ -80,8 +80,8 @@ class WorkerContext:
         return cls(folder=str(Path.cwd()), search_path=tuple(os.path.abspath(entry) for entry in sys.path))
 
     def apply(self) -> None:
-        """Apply the context on another host, as far as its folders exist there, so that relative paths and imports mean
-        the same. Packages installed on that host come first."""
+        """Apply the context on another host, as far as its folders exist there, so that relative paths and imports
+        resolve in the same way. Packages installed on that host come first."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         known = set(map(os.path.abspath, sys.path))

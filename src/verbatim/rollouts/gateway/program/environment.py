@@ -355,7 +355,7 @@ class ProgramEpisode(Episode):
         if fault is None and not session.loop.turns and not session.num_requests:
             fault = ProgramFault("program_silent", "the program ended without a request to the model")
         if session.loop.why_nothing_sampled(session.last_stop) is not None:
-            # The policy sampled nothing, so neither the program's reward nor `failed_reward` would be earned by it.
+            # The policy sampled nothing, so it has earned neither the program's reward nor `failed_reward`.
             if fault is None or session.loop.no_room is not None:
                 return
             raise fault
