@@ -302,7 +302,7 @@ def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys
         ("{", "tasks.jsonl:1: not valid JSON"),
         ('{"messages": []}', "tasks.jsonl:1: expected {"),
         ("[]", "tasks.jsonl:1: found [], expected a JSON object"),
-        ("", "tasks.jsonl holds no task"),
+        ("", "tasks.jsonl contains no task"),
         ('{"messages": [{"role": "user"}], "tools": "add"}', 'tasks.jsonl:1: expected "tools": [{'),
         ('{"messages": [{"role": "user"}], "tools": [{"name": "add"}]}', 'tasks.jsonl:1: expected "tools": [{'),
         ("\udcff", "tasks.jsonl is not UTF-8 text"),

@@ -141,7 +141,7 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
         ("Vault", {"data": CODES, "limits": 3}, 'unknown parameter "limits"'),
         ("Vault", {"data": CODES, "reward": "environments.brought.exact"}, "exact needs answer; fields of the data: c"),
         ("Vault", {"data": CODES, "args": {"limit": 1}}, "args: write its arguments next to the others"),
-        ("HotCold", {"environment": "x"}, "environment: the environment is given by its name already"),
+        ("HotCold", {"environment": "x"}, "environment: the environment is already given by its name"),
         ("Half", {}, "has no start; expected an environment (`examples(split)` and `async start(example, seed)`), "),
     ],
 )

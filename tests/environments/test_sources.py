@@ -86,7 +86,7 @@ def test_a_prompt_that_is_missing_or_not_alone_is_refused(write):
 def test_files_that_are_not_there_empty_or_no_text_are_refused(write, tmp_path):
     with pytest.raises(UsageError, match=r"none\.jsonl cannot be read: No such file"):
         JsonlExamples(tmp_path / "none.jsonl")
-    with pytest.raises(UsageError, match="holds no example"):
+    with pytest.raises(UsageError, match="contains no example"):
         JsonlExamples(write("", " "))
     (tmp_path / "bytes.jsonl").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(UsageError, match="is not UTF-8 text"):

@@ -71,7 +71,7 @@ class AlphabetSortTags:
             if not 1 <= least <= most:
                 raise UsageError(f"alphabet_sort_tags: {low} = {least}, {high} = {most}; expected 1 <= {low} <= {high}")
         if self.similarity_power < 1 or self.num_train < 1 or self.num_eval < 1:
-            raise UsageError("alphabet_sort_tags: similarity_power, num_train and num_eval are at least 1")
+            raise UsageError("alphabet_sort_tags: similarity_power, num_train and num_eval must be at least 1")
         drawn = self._drawn(_lists_of(self.names))
         tasks = [Example(id=str(n), payload=payload) for n, payload in zip(range(self._size), drawn, strict=False)]
         object.__setattr__(self, "_tasks", tasks)

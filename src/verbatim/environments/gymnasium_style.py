@@ -54,7 +54,7 @@ class GymnasiumStyle:
         if missing := [method for method in ("reset", "step") if not callable(getattr(instance, method, None))]:
             raise ComponentError(
                 f"{self._name} has no {' and no '.join(missing)}; expected `reset(seed=None)`, which "
-                "gives (text, info), and `step(text)`, which gives (text, reward, terminated, "
+                "returns (text, info), and `step(text)`, which returns (text, reward, terminated, "
                 "truncated, info)"
             )
         if callable(getattr(instance, "close", None)):

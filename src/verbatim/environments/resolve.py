@@ -136,7 +136,7 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
         if not isinstance(row.id, str):
             raise ComponentError(f"{what} has the id {shown(row.id, 80)} at index {number}; expected a string")
         if row.id in seen:
-            raise ComponentError(f"{what} has {row.id!r} twice; an id names one example")
+            raise ComponentError(f"{what} has {row.id!r} twice; ids must be unique")
         seen.add(row.id)
         why = why_refused([row.messages, row.tools]) or why_refused(row.payload, of_json=False)
         if why is not None:

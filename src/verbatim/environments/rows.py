@@ -77,7 +77,7 @@ def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequ
         if str(data).endswith((".jsonl", ".json")):
             raise UsageError(
                 f"{what}: there is no file {data}; looked in the current directory, {Path.cwd()}, and "
-                "beside the run's TOML file; give its path"
+                "next to the run's TOML file; give its path"
             )
         return _data_set(str(path or data), prompt, split, None, None)
     # Its objects exist only if the module has been imported, and importing it here would be slow.

@@ -14,9 +14,9 @@ from verbatim.environments.single_turn import SingleTurn
 from verbatim.environments.tool_class import ToolClass, tool_methods
 
 _SET = {
-    "reward": 'the environment\'s name is the reward function already; for several: id = "single_turn", '
+    "reward": 'the environment\'s name is already the reward function; for several: id = "single_turn", '
     'args = { reward = ["my_rewards.exact", "my_rewards.brief"] }',
-    "environment": "the environment is given by its name already; leave this out",
+    "environment": "the environment is already given by its name; leave this out",
     "args": "write its arguments next to the others: args = { size = 4, num_train = 100 }",
 }
 """Adapter arguments that a configuration must not set, because the environment's name already does, each with a hint

@@ -54,7 +54,7 @@ class Columns:
                     "other rows; or name another field as the id"
                 )
             if str(value) in seen:
-                raise UsageError(f"{place}: {self.id}: {value!r:.80} is at {seen[str(value)]} too; ids are unique")
+                raise UsageError(f"{place}: {self.id}: {value!r:.80} is at {seen[str(value)]} too; ids must be unique")
             seen[str(value)] = place
         return tuple(seen)
 
@@ -133,7 +133,7 @@ class ListExamples(_Source):
     ) -> None:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a row as the first one is, a mapping")
+                raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a row like the first one, a mapping")
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         super().__init__(rows, partial("{}[{}]".format, what), [row.get(id_field) for row in rows], columns)
         for _ in self:  # create each example once: an invalid row raises now, not in the middle of a run
@@ -255,7 +255,7 @@ def read_json_lines(path: Path, what: str = "example") -> dict[int, dict[str, An
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: {error}") from error
     if not rows:
-        raise UsageError(f"{path} holds no {what}")
+        raise UsageError(f"{path} contains no {what}")
     return rows
 
 

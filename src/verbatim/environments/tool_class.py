@@ -172,7 +172,7 @@ def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]
         cls = type(make).__name__
         raise ComponentError(
             f"environment: found {shown(make, 80)}, an object of {cls}; expected the class {cls}: "
-            "every episode makes an object of its own"
+            "every episode creates its own object"
         )
     return functools.partial(make, **dict(args or {}))
 

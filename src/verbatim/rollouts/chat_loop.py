@@ -132,7 +132,7 @@ class ChatLoop(EpisodeLoop):
                 )
             return index
         if index > len(self.recorder.turns):
-            raise RecordError(f"turn {index}: the answer has token ids; no earlier one had")
+            raise RecordError(f"turn {index}: the answer has token ids, but no earlier answer had any")
         return super()._record(answer, prompt, state_key)
 
 

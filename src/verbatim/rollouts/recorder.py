@@ -98,7 +98,7 @@ class Recorder:
         """
         if self._routing is None or experts is None or (problem := self._routing.problem(experts)) is None:
             return
-        raise SamplerFault(f"{problem}: the sampler has another model")
+        raise SamplerFault(f"{problem}: the sampler serves another model")
 
     def count(self, num_tokens: int) -> None:
         """Count the tokens of a completion, whether or not it can be recorded. After the end of the episode they are

@@ -80,7 +80,7 @@ def test_unsafe_allow_gives_up_isolation_only_where_there_is_none(monkeypatch):
 
 @pytest.mark.parametrize("limit", ["timeout", "cpu_seconds", "memory_mb", "processes", "disk_mb", "output_bytes"])
 def test_a_limit_of_nothing_is_refused(limit):
-    with pytest.raises(UsageError, match=f"{limit} = 0; expected more than 0"):
+    with pytest.raises(UsageError, match=f"{limit} = 0; expected a value above 0"):
         SandboxLimits(**{limit: 0})
 
 

@@ -425,7 +425,7 @@ class TestAnOpeningThatChanges:
     def test_a_conversation_that_goes_on_is_that_of_the_agent_who_spoke(self, prompt):
         found = self.played([prompt.replace("{}", str(number)) for number in range(4)])
         assert [agent for agent, _, _ in found] == ["main"] * 4
-        edited = (BranchReason.EDITED_HISTORY, "the system prompt is new, and others are not")
+        edited = (BranchReason.EDITED_HISTORY, "the system prompt is new, but other messages are not")
         assert [one[1:] for one in found] == [(None, ""), edited, edited, edited]
 
     def test_days_months_and_plurals_go_on_with_a_clock_or_a_counter(self):

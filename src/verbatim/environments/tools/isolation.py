@@ -48,7 +48,7 @@ class SandboxLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             if value <= 0:
-                raise UsageError(f"sandbox: {field.name} = {value}; expected more than 0, such as {field.default}")
+                raise UsageError(f"sandbox: {field.name} = {value}; expected a value above 0, such as {field.default}")
 
 
 def ulimits(limits: SandboxLimits, *names: str) -> str:

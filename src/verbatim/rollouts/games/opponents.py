@@ -180,7 +180,7 @@ class _Speaker:
         except EpisodeOver as over:
             if over.message is None:
                 raise EnvironmentFault(
-                    f"{self._name} cannot go on: {over.stop_reason}; set a larger seq_len in its table, or "
+                    f"{self._name} cannot continue: {over.stop_reason}; set a larger seq_len in its table, or "
                     "fewer turns for the game"
                 ) from over
             # Only this action was cut off; the game decides what a truncated action is worth. Reset the loop, which

@@ -38,7 +38,7 @@ class ByteBudget:
             Refused: the owner holds too many bytes, or there was no room in time.
         """
         held = 0
-        too_many = Refused(429, f"more than {self._each} bytes of this session's requests at a time")
+        too_many = Refused(429, f"this session's requests hold more than {self._each} bytes")
 
         def grow(more: int) -> None:
             nonlocal held
@@ -57,7 +57,7 @@ class ByteBudget:
                 await self._freed.wait_for(lambda: not self._of or self.held + size <= self._most)
                 grow(size)
         except TimeoutError:
-            raise Refused(503, "too many large requests at a time; try again") from None
+            raise Refused(503, "too many large requests at once; try again") from None
         try:
             yield grow
         finally:

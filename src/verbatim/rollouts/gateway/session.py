@@ -139,9 +139,9 @@ class Session:
             raise Refused(410, "this session is over", "session_over")
         num_open = max(self._num_open, self.exchanges.num_waiting) + self._num_arriving
         if num_open >= self.settings.max_open:
-            raise Refused(429, f"more than {self.settings.max_open} requests of this session at a time")
+            raise Refused(429, f"this session has more than {self.settings.max_open} open requests")
         if self.counts[kind] >= self.settings.max_requests:
-            raise Refused(403, f"more than {self.settings.max_requests} requests of this session", "max_requests")
+            raise Refused(403, f"this session has made more than {self.settings.max_requests} requests", "max_requests")
 
     async def answer(
         self,

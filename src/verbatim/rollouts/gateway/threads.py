@@ -315,7 +315,7 @@ class Threads(Generic[T]):
             return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, differs from the sampled one"
         if walk.num_kept or walk.num_moved:
             which = "the system prompt" if walk.first_new is not walk.first_said else f"message {walk.new_from}"
-            return BranchReason.EDITED_HISTORY, f"{which} is new, and others are not"
+            return BranchReason.EDITED_HISTORY, f"{which} is new, but other messages are not"
         return BranchReason.NEW_CONVERSATION, "no message except the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:

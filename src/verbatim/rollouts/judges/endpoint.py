@@ -174,7 +174,7 @@ class Endpoint:
                 write_private(new, json.dumps({"said": said}).encode())
         except OSError as error:
             raise JudgeFailed(
-                f"its answer cannot be kept in {self._folder}: {error.strerror}; free disk space, or set "
+                f"its answer cannot be stored in {self._folder}: {error.strerror}; free disk space, or set "
                 'cache = "memory"'
             ) from error
 
