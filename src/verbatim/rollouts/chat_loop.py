@@ -109,7 +109,8 @@ class ChatLoop(EpisodeLoop):
         )
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """The assistant's message. Malformed calls stay in it as the model wrote them, so that it sees its mistake."""
+        """The assistant's message. Malformed calls stay in it as the model wrote them, so that the model sees its
+        mistake."""
         message = ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
         if calls:
             message["tool_calls"] = [

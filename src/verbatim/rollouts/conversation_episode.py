@@ -67,7 +67,7 @@ def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolMana
     """The tools that each conversation offers: its own schemas, executed by the manager's tools of the same names; or
     the manager's tools if it has no schemas.
 
-    A schema without a tool in the manager is offered too, because the conversation was made with it; calls to it are
+    A schema without a tool in the manager is offered too, because it belongs to the conversation; calls to it are
     answered with an error.
     """
     managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)

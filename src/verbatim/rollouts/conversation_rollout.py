@@ -71,12 +71,12 @@ class ConversationRollout(abc.ABC):
     trace_dir: str | Path | None = None
     """Folder in which each trajectory is stored as a file as soon as it ends; None: not stored."""
     trace_callback: Callable[[Trajectory], Any] | None = None
-    """Returns True if the trajectory is to be stored; None: all are."""
+    """Returns True if the trajectory is to be stored; None: all are stored."""
     success_callback: Callable[[Trajectory], Any] | None = None
     """Returns True to name the file `ok-...`, False for `fail-...`. None: a trajectory that ended on its own, without
     an error, is a success."""
     progress: bool | None = None
-    """True to show a progress bar; None: if standard error is a terminal."""
+    """True to show a progress bar; None: show one if standard error is a terminal."""
     user: UserSimulator | None = None
     """Replies when the model answers without a tool call; None: the conversation ends there."""
     score: Scorer | None = None

@@ -142,8 +142,8 @@ async def _score_together(
     trajectories: list[Trajectory],
     timeout: float,  # noqa: ASYNC109
 ) -> list[Trajectory]:
-    """Replace the rewards of the completed trajectories by those of `score_group`. If it fails, the whole group fails,
-    but not the run. Its timeout is that of one episode; if it then ignores its cancellation, it is abandoned."""
+    """Replace the rewards of the completed trajectories with those from `score_group`. If it fails, the whole group
+    fails, but not the run. Its timeout is that of one episode; if it then ignores its cancellation, it is abandoned."""
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories

@@ -117,8 +117,8 @@ class APIMultiTurnRollout(ConversationRollout):
     send_reasoning: bool = False
     """True to send back the `reasoning_content` of earlier messages. It is recorded in either case."""
     seed: int | None = None
-    """Every request gets its own seed, derived from this one, the example, sample and turn; None: no seed is sent. vLLM
-    on CPUs crashes at a request with a seed if it prefills the prompt in chunks."""
+    """Every request gets its own seed, derived from this one, the example, sample and turn; None: no seed is sent. On
+    CPUs, vLLM crashes on a request with a seed if it prefills the prompt in chunks."""
     trajectory_timeout: float = 3600.0
 
     def __post_init__(self) -> None:

@@ -23,8 +23,8 @@ def checked_reward(reward: Any, who: str) -> float | None:
     if reward is None:
         return None
     try:
-        fits = isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST  # NaN is not
-    except Exception:  # noqa: BLE001  an integer too large for a float, or a user's own number type, which may raise anything
+        fits = isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST  # False for NaN
+    except Exception:  # noqa: BLE001  an integer too large for a float; a user's own number may raise anything
         fits = False
     if not fits:
         raise EnvironmentFault(f"{who} gave the reward {shown(reward, 80)}; {_expected(reward)}")
@@ -52,7 +52,7 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
         parts = dict(pairs)
         # `fsum` is exact, so the reward does not depend on the order of the parts.
         reward = math.fsum(parts.values()) if isinstance(score, Mapping) else _one_number(score)
-    except Exception as error:  # noqa: BLE001  a user's own number raises what it likes
+    except Exception as error:  # noqa: BLE001  a user's own number may raise anything
         said = error_text(error).partition(": ")[2]
         raise EnvironmentFault(
             f"{who} returned {shown(score)}; expected a number or {{part: number}} ({shown(said)[1:-1]})"
@@ -102,6 +102,6 @@ def _expected(reward: Any) -> str:
         too_large = isinstance(reward, numbers.Real) and math.isfinite(reward)
     except OverflowError:
         too_large = True
-    except Exception:  # noqa: BLE001  a user's own number raises what it likes
+    except Exception:  # noqa: BLE001  a user's own number may raise anything
         too_large = False
     return f"expected at most {LARGEST:.1e}, all that float32 holds" if too_large else "expected a finite number"

@@ -130,7 +130,7 @@ class FunctionTool:
         return self._inline and not self._is_async and type(self).__call__ is FunctionTool.__call__
 
     def at_once(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[Any]:
-        """Run the function without creating a task; returns its result, or the awaitable that the function returned.
+        """Run the function without creating a task; return its result, or the awaitable that the function returned.
 
         Raises:
             ToolArgumentsError, TypeError: as in `__call__`.

@@ -91,7 +91,7 @@ class Game:
             ) from error
 
     def why(self) -> str:
-        """The package's reason why the game ended, or ""."""
+        """The reason that the package gives for the end of the game, or ""."""
         return next((str(info["reason"]) for info in self.state.game_info.values() if info.get("reason")), "")
 
     def _name(self, sender: int) -> str:
@@ -105,7 +105,7 @@ SWAPPED = ("Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte")
 
 
 def _swap_back(state: Any) -> None:
-    """Work around the bug of `SWAPPED`: make the state's method accept both orders."""
+    """Work around the bug of the games in `SWAPPED`: make the state's method accept both orders."""
     set_invalid_move = state.set_invalid_move
 
     def in_order(reason: Any, reward: Any) -> None:

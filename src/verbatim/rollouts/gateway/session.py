@@ -188,8 +188,8 @@ class Session:
             may_come_again = True
             raise
         finally:
-            # Messages of refused requests are dropped, or a client could fill the memory with them. After a sampler
-            # fault they are kept: the client may retry.
+            # Messages of refused requests are dropped, otherwise a client could fill the memory with them. After a
+            # sampler fault they are kept: the client may retry.
             self._threads.close(match, answered=answered, forget=not answered and not may_come_again)
 
     async def complete(

@@ -58,8 +58,8 @@ def _be_a_copy(connection: socket.socket, selector: selectors.BaseSelector) -> N
 
 
 def _prepare_process() -> None:
-    """Make the kernel kill workers before trainer and sampler when memory runs out (800 of at most 1000); and raise the
-    limit of open files for environments."""
+    """Make the kernel kill workers before trainer and sampler when memory runs out (a score adjustment of 800, of at
+    most 1000), and raise the limit of open files for environments."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800")
     raise_descriptor_limit()
@@ -123,7 +123,7 @@ class _RpcServer:
         return os.getpid()
 
     async def _run(self, label: str, packed: bytes) -> bytes:
-        """Run an episode; returns it packed."""
+        """Run an episode; return it packed."""
         assert self._run_episode is not None
         task: EpisodeTask = loaded(packed)
         try:

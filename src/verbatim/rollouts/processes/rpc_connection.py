@@ -34,7 +34,7 @@ class RpcConnection(asyncio.Protocol):
         self.broken: str | None = None
         """Why received bytes could not be read; None: no error."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when either end has closed the connection."""
+        """Future that is done when either end has closed the connection."""
 
     async def call(self, method: str, *given: Any) -> Any:
         """Call a method of the other end; return its result. Cancelling the call cancels it there.
@@ -104,7 +104,7 @@ class RpcConnection(asyncio.Protocol):
     # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is connected."""
+        """Keep the transport of the connected socket."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
@@ -129,7 +129,7 @@ class RpcConnection(asyncio.Protocol):
             self._received(*message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The other end is closed."""
+        """Note that the connection is closed."""
         if not self.closed.done():
             self.closed.set_result(None)
 

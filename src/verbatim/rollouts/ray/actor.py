@@ -57,7 +57,7 @@ class RolloutActor:
         self._rollout: Any = None
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """Run the engine; returns its trajectories."""
+        """Run the engine; return its trajectories."""
         if self._rollout is None:  # created here, not in __init__: its parts may need a running event loop
             settings = {name: _unpack(name, value) for name, value in self._packed.items()}
             self._rollout = settings.pop("kind")(**settings)

@@ -89,7 +89,7 @@ class EpisodeActor:
         return os.getpid()
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run an episode; returns it packed."""
+        """Run an episode; return it packed."""
         assert self._run is not None
         return await self._run(label, task)
 

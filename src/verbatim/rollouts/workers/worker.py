@@ -31,14 +31,14 @@ class Worker(Protocol):
     start."""
 
     async def start(self) -> int:
-        """Start it and create its environments. Returns its process id on its host.
+        """Start the process and create its environments. Returns its process id on its host.
 
         Raises:
             UsageError: the worker cannot be started; the message says why and what to change. It must still be closed.
         """
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run an episode of the environment with this label; returns the result of `episodes.pack`. Cancelling the call
+        """Run an episode of the environment with this label; return the result of `episodes.pack`. Cancelling the call
         cancels the episode.
 
         Raises:
@@ -47,10 +47,10 @@ class Worker(Protocol):
         """
 
     def kill(self) -> None:
-        """Kill it. Its running episodes end with `WorkerLost`."""
+        """Kill the process. Its running episodes end with `WorkerLost`."""
 
     async def close(self) -> None:
-        """End it, if it still runs, and wait until its processes have ended."""
+        """End the worker if it is still running, and wait until its processes have ended."""
 
 
 def dumped(value: Any) -> bytes:

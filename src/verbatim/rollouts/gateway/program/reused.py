@@ -104,7 +104,7 @@ class ReusedPrograms:
         self._changed = asyncio.Condition()
         self._num_episodes = 0
         self.num_started = 0
-        """Processes started so far."""
+        """Number of processes started so far."""
 
     async def play(self, program: Reused, example: Mapping[str, Any], key: str, seconds: float) -> Mapping[str, Any]:
         """Play one example; return the program's answer.
