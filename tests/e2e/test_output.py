@@ -191,7 +191,7 @@ def test_a_run_on_a_terminal_has_bars_and_ctrl_c_leaves_it_clean(place: Path):
     terminal.until(lambda: terminal.steps >= 2)  # a screen may pass over one
     terminal.press_ctrl_c()
     assert terminal.end() == 130
-    assert is_clean(terminal) and terminal.has("not finished; to go on:")
+    assert is_clean(terminal) and terminal.has("not finished; to continue:")
     bars = {re.split("[━╸╺]", line)[0].strip() for lines in terminal.seen for line in lines if "━━━" in line}
     assert {"training", "evaluating lots.Held"} <= bars
     assert any(line.startswith("waits ") for lines in terminal.seen for line in lines)

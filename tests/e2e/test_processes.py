@@ -254,14 +254,14 @@ def test_a_killed_trainer_is_named_with_its_signal_and_the_end_of_its_log(surviv
     assert re.search(r"stopped: the trainer \(process \d+\) was ended by SIGKILL\n", text)
     quoted = text.partition(f"the last lines of {run / 'logs' / 'trainer.log'}:\n")[2]
     assert "WARNING the disk hums" in quoted
-    assert f"to go on:  verbatim rl {run}/config.toml --resume {run}" in text
+    assert f"to continue:  verbatim rl {run}/config.toml --resume {run}" in text
 
 
 def test_ctrl_c_ends_both_processes_with_a_checkpoint(survivor):
     status, text = survivor[1]["ctrl-c"]
     assert status == 130
     assert "ending after this step, with a checkpoint" in text
-    assert "to go on:" in text
+    assert "to continue:" in text
 
 
 def test_an_overlapping_run_that_was_killed_trains_every_step_and_group_once(place: Path):

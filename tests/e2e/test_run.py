@@ -446,8 +446,8 @@ def wait_for_step(running: subprocess.Popen[str], metrics: Path, step: int) -> N
 
 def command_to_go_on(printed: str) -> list[str]:
     """The arguments of the one command that a run says it can be continued with."""
-    (line,) = [line for line in printed.splitlines() if "to go on:" in line]
-    command = shlex.split(line.partition("to go on:")[2])
+    (line,) = [line for line in printed.splitlines() if "to continue:" in line]
+    command = shlex.split(line.partition("to continue:")[2])
     assert command[0] == "verbatim"
     assert "--resume" in command
     return command[1:]

@@ -52,13 +52,13 @@ def test_the_first_that_failed_and_then_succeeded_is_shown_and_both_ways_are_cou
     pair, why = found.shown
     assert (pair.before.reward, pair.after.reward, found.steps) == (0.0, 1.0, (0, 9))
     assert pair.before.example_id == pair.after.example_id == "b"
-    assert why == ("of 4 episodes 2 failed before and succeeded after, this is the first of them; 1 went the other way")
+    assert why == ("of 4 episodes, 2 failed before and succeeded after (this is the first); 1 went the other way")
 
 
 def test_without_such_an_episode_the_largest_gain_is_shown_and_without_a_gain_the_first(tmp_path):
     before = [episode("a", 0.5), episode("b", None), episode("c", 0.25)]
     (gained,) = compared(tmp_path, (0, before), (1, [episode("a", 0.5), episode("b", 0.9), episode("c", 0.5)]))
-    assert gained.shown[0].before.example_id == "c" and "gained most reward" in gained.shown[1]
+    assert gained.shown[0].before.example_id == "c" and "gained the most reward" in gained.shown[1]
     (none,) = compared(tmp_path, (0, before), (1, [episode("a", 0.5), episode("b", None), episode("c", 0.0)]))
     assert none.shown[0].before.example_id == "a" and "none earned more" in none.shown[1]
 

@@ -164,7 +164,7 @@ def test_a_reference_of_another_vocabulary_is_refused_before_a_warm_start(place:
     assert main([command, "run.toml", "--trainer.reference.model", "wider"]) == 2
     said = "".join(capsys.readouterr())
     assert f"trainer.reference.model: 'wider' has {sizes['vocab_size'] + 64} tokens, and model.name = " in said
-    assert f" has {sizes['vocab_size']}: it cannot score what that one samples" in said
+    assert f" has {sizes['vocab_size']}: it cannot score the tokens that the policy samples" in said
     assert snapshot(place) == before
 
 

@@ -238,7 +238,7 @@ def test_what_fails_in_the_middle_says_how_to_go_on(place, model):
     with pytest.raises(verbatim.core.errors.RunStopped) as caught:
         verbatim.run("run.toml", quiet=True)
     assert caught.value.__context__ is None
-    assert re.search(r"to go on:  verbatim\.run\('.*/config\.toml', resume='.*'\)", caught.value.__notes__[0])
+    assert re.search(r"to continue:  verbatim\.run\('.*/config\.toml', resume='.*'\)", caught.value.__notes__[0])
     lots = import_object("lots.Lots")()
     with pytest.raises(verbatim.core.errors.RunStopped) as caught:
         verbatim.train(model=model, environment=lots, max_steps=4, quiet=True, **SETTINGS | {"trainer": {}})

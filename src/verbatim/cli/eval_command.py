@@ -209,7 +209,7 @@ def _api(args: argparse.Namespace, name: str, url: str) -> OpenAI:
 def _say_how_to_go_on(args: argparse.Namespace, told: PlainConsole) -> None:
     hint = "nothing was kept; with --out FILE the same command continues where it stopped"
     if args.out is not None:
-        hint = f"what was played is in {args.out}; to go on:  {shlex.join(['verbatim', *sys.argv[1:]])}"
+        hint = f"what was played is in {args.out}; to continue:  {shlex.join(['verbatim', *sys.argv[1:]])}"
     told.print(hint, soft_wrap=True, style="bold")
 
 

@@ -159,7 +159,7 @@ def train(
 
     def how_to_go_on(folder: Path) -> str:
         folders[:] = [folder]
-        return f"not finished; to go on:  {again(folder)}"
+        return f"not finished; to continue:  {again(folder)}"
 
     fork, is_finished = _fork(args), False
     config = load(args, fork)

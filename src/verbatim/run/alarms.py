@@ -15,7 +15,8 @@ from verbatim.run.tables import component_tables
 
 
 def make_watch(config: RunConfig) -> AlarmWatch | None:
-    """All enabled alarms, both those of `ALARMS` and those of the configuration; None if [monitor.alarms] is off.
+    """All enabled alarms: the built-in ones (`ALARMS`) and those added in the configuration. None if [monitor.alarms]
+    is off.
 
     Raises:
         UsageError: an alarm rejects its parameters, or could never be raised with them.
@@ -34,7 +35,7 @@ def make_watch(config: RunConfig) -> AlarmWatch | None:
             if not low <= rule.parameters[parameter] <= high:
                 raise UsageError(
                     f"monitor.alarms.{name}.{parameter}: found {rule.parameters[parameter]}, expected {low} to {high}: "
-                    "beyond that the alarm could never be raised"
+                    "outside this range the alarm could never be raised"
                 )
     return AlarmWatch(rules, config=redacted(tomllib.loads(dump_config(config))), stop=section.stop)
 

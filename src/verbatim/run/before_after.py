@@ -25,7 +25,7 @@ _LONGEST = 400
 _MOST = 24
 """Maximum number of messages shown per episode, not counting the opening messages that both share."""
 _ROLES = {"assistant": "agent"}
-"""Names of the speakers, for roles that are shown under another name."""
+"""Display names of roles; other roles are shown by their own name."""
 _Line = tuple[Text, Text]
 """The speaker, and the text."""
 
@@ -63,13 +63,13 @@ class BeforeAfter:
         lost = [pair for pair in self.pairs if pair.succeeded_before and not pair.succeeded_after]
         if gained:
             return gained[0], (
-                f"of {len(self.pairs)} episodes {len(gained)} failed before and succeeded after, this "
-                f"is the first of them; {len(lost)} went the other way"
+                f"of {len(self.pairs)} episodes, {len(gained)} failed before and succeeded after (this is the first); "
+                f"{len(lost)} went the other way"
             )
         best = max(self.pairs, key=lambda pair: -math.inf if math.isnan(pair.gain) else pair.gain)
         if best.gain > 0:
-            return best, f"of {len(self.pairs)} episodes none went from failure to success; this one gained most reward"
-        return self.pairs[0], f"of {len(self.pairs)} episodes none earned more after than before; this is the first"
+            return best, f"of {len(self.pairs)} episodes, none went from failure to success; this one gained the most reward"
+        return self.pairs[0], f"of {len(self.pairs)} episodes, none earned more after than before; this is the first"
 
 
 def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAfter]:
@@ -115,7 +115,7 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAf
 
 def print_comparison(comparison: BeforeAfter, console: Console) -> None:
     """Print the opening messages, then the rest of the episode before and after: in two columns, or one below the other
-    where the console has no fixed width."""
+    if the console has no fixed width."""
     pair, why = comparison.shown
     opening = _common(pair.before.messages, pair.after.messages)
     is_plain = console.width >= UNBOUNDED
@@ -176,7 +176,8 @@ def _common(before: Sequence[Message], after: Sequence[Message]) -> int:
 
 
 def _few(messages: Sequence[Message]) -> list[Message]:
-    """All messages; of a long episode the first and the last ones, with a line for those left out between them."""
+    """All messages, or the first and last ones of a long episode, with a line between them that counts the omitted
+    ones."""
     if len(messages) <= _MOST:
         return list(messages)
     half = _MOST // 2

@@ -151,8 +151,8 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
         )
     if make_loss(config).reads_a_reference:
         logger.warning(
-            "online difficulty filtering drops groups of equal rewards, and their term of trainer.loss.kl_ref_tau with "
-            "them: only the other groups hold the policy near the reference. To apply the term to all groups, set "
+            "online difficulty filtering drops groups of equal rewards, and their trainer.loss.kl_ref_tau term with "
+            "them, so only the other groups hold the policy near the reference. To apply the term to all groups, set "
             "orchestrator.buffer.online_difficulty_filtering = false, and a list of filters without zero_advantage"
         )
     for env in orchestrator.train.env:
@@ -207,7 +207,7 @@ def make_progress(config: RunConfig) -> EvalProgress:
 
 
 def max_failed(config: RunConfig) -> float:
-    """The largest share of failed episodes with which an evaluation still counts in comparisons."""
+    """The largest share of failed episodes that an evaluation may have and still be used in comparisons."""
     return config.orchestrator.eval.max_failed if config.orchestrator.eval is not None else MAX_FAILED
 
 
@@ -278,7 +278,7 @@ def needs_rewards(config: RunConfig) -> bool:
 
 
 def follows_a_teacher(config: RunConfig) -> bool:
-    """True if the loss reads a teacher's logprobs: then tokens have a gradient even where their advantage is 0."""
+    """True if the loss reads a teacher's logprobs: then tokens have a gradient even if their advantage is 0."""
     return config.orchestrator.training_mode != "rl" or bool(make_loss(config).reads_a_teacher)
 
 
@@ -288,7 +288,7 @@ def make_loss(config: RunConfig) -> Loss:
     A custom function receives each trajectory as a whole, and its sum is divided by the number of trained tokens.
     """
     losses, component, mode = component_tables().losses, config.trainer.loss, config.orchestrator.training_mode
-    # Losses of other modes are fixed; they read only those parameters of [trainer.loss] that they have themselves.
+    # The losses of the other modes are fixed: of [trainer.loss], pass on only the parameters that the loss accepts.
     if mode != "rl" and component.custom_path is None:
         name, of_mode = next((name, loss) for name, loss in losses.items() if loss.training_mode == mode)
         read = signature(of_mode.function).parameters

@@ -57,9 +57,10 @@ def check_run(
     """Refuse a run that could not start. Names of components were already resolved by `load_config`.
 
     Environments are created, their examples are read, and one episode of each is opened. Components are created with
-    their parameters. The file of conversations, or the environments' demonstrations, are read. The model's tokenizer,
-    chat template and renderer are tried on all of these (see `check_imitation` and `check_openings`). Weights are
-    checked for presence, not loaded. The only network request is to the hub, for a model given by id.
+    their parameters. The conversations to imitate are read, from their file or from the environments' demonstrations.
+    The model's tokenizer, chat template and renderer are tried on all of these (see `check_imitation` and
+    `check_openings`). Weights are checked for presence, not loaded. The only network request is to the hub, for a model
+    given by id.
 
     Args:
         config: The run's configuration.
@@ -72,7 +73,7 @@ def check_run(
         The environments, so that the caller need not create them again.
 
     Raises:
-        UsageError: a check failed; the message has what was found and what was expected.
+        UsageError: a check failed; the message says what was found and what was expected.
     """
     # Cheap checks first: the later ones may import torch, which takes seconds.
     environments = make_environments(config, environments_table)
@@ -108,7 +109,7 @@ def check_run(
 
 
 def _check_advantages(config: RunConfig, environments: Environments) -> None:
-    """Make the rules of each environment, filters included, and try each custom advantage."""
+    """Build the rules of each environment, including the filters, and try each custom advantage."""
     for label, rules in make_rules(config, environments).items():
         env, _ = environments.train[label]
         if (env.advantage or config.orchestrator.advantage).custom_path is not None:
@@ -201,8 +202,8 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
     if own != found:
         raise ModelError(
             f"trainer.{name}.model: {model!r} has {found} tokens, and model.name = {config.model.name!r} has {own}: it "
-            "cannot score what that one samples; name a model with the same tokenizer, or leave the key out to use "
-            "the model that the run begins with"
+            "cannot score the tokens that the policy samples; name a model with the same tokenizer, or leave the key out "
+            "to use the model that the run starts from"
         )
 
 
@@ -252,7 +253,8 @@ def _model_config(config: RunConfig) -> Any:
 
 
 def renderer_of(config: RunConfig, environments: Environments) -> Renderer:
-    """The renderer of the run's model; for a model that is built, with the tokenizer that it will get.
+    """The renderer of the run's model. If the run builds its model, the renderer has the tokenizer that the model will
+    get.
 
     Raises:
         ModelError: the model does not exist, or cannot be trained with this configuration.

@@ -52,7 +52,7 @@ def ending(
     try:
         history, evaluated = read_history(folder.metrics)
         steps, metrics = history[-1] if history else (0, {})
-        # A fork's log begins with its parent's rows: evaluations up to the fork are not this run's.
+        # A fork's log begins with its parent's rows: evaluations up to the fork do not belong to this run.
         evals = {env: rows[-1][1] for env, rows in evaluated.items() if rows[-1][0] > forked_at}
         results = summary_of(folder.metrics, best_constant, max_failed=max_failed, forked_at=forked_at)
     except (UsageError, OSError) as error:

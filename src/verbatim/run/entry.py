@@ -67,8 +67,8 @@ def run(
             process.
         NothingTrained: the run finished without training on a single token.
         RunStopped: the run cannot continue, or its trainer process received a request to end it.
-        KeyboardInterrupt: Ctrl-C. Like every exception after the first step, its text has the call that continues the
-            run.
+        KeyboardInterrupt: Ctrl-C. Like every exception after the first step, its message has the call that continues
+            the run.
     """
     if (fork is not None and resume) or (fresh and fork is None):
         raise ConfigError(
@@ -163,7 +163,7 @@ def _run(
             folder[:] = [path.resolve()]
             objects = ", ".join(f"{name!r}: ..." for name in environments)
             given = f", environments={{{objects}}}" if objects else ""
-            return f"not finished; to go on:  verbatim.run({str(path / CONFIG)!r}, resume={str(path)!r}{given})"
+            return f"not finished; to continue:  verbatim.run({str(path / CONFIG)!r}, resume={str(path)!r}{given})"
 
         try:
             training = execute(

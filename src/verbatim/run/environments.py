@@ -91,7 +91,7 @@ def demonstrations(environments: Environments, count: int, seed: int) -> list[Im
 
     Raises:
         ComponentError: no environment provides any.
-        NoDemonstrations: those that could provide them do not with their current settings.
+        NoDemonstrations: the environments that support them provide none with their current settings.
     """
     everyone = environments.by_label
     seeds = {label: derive_seed(seed, "demonstrations", label) % 2**32 for label in everyone}
@@ -180,8 +180,8 @@ def imitated_samples(
 
 
 def check_imitation(config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer) -> None:
-    """Refuse a warm start that would fail at one of `_TRIED` of its conversations, or if none of these fits. The warm
-    start itself reports a fault in the others, in the same words.
+    """Refuse a warm start in which one of `_TRIED` conversations would fail, or none of them fits. The warm start
+    itself reports faults in the other conversations, with the same message.
 
     Raises:
         ComponentError, UsageError: as `imitated_samples`.

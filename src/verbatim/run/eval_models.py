@@ -34,11 +34,11 @@ class EvalModel:
     step: int = 0
     """Number of steps it was trained for; 0 if unknown."""
     fingerprint: str = ""
-    """Tells its weights from other weights under the same name."""
+    """Distinguishes its weights from other weights under the same name."""
 
     @property
     def where(self) -> str:
-        """The model as reports show it: the folder that a checkpoint's name stands for, or the API's model and URL."""
+        """The model as shown in reports: the folder that a checkpoint's name stands for, or the API's model and URL."""
         return self.source if self.api is None else f"{self.api.model} at {self.api.base_url}"
 
 

@@ -147,14 +147,14 @@ def _as_stored(
 
 
 def _ask_servers(config: RunConfig) -> None:
-    """Query the servers named in the configuration, if any: do they suit the run?"""
+    """Query the servers named in the configuration, if any, and refuse those that this run cannot use."""
     if getattr(inference_settings(config), "urls", ()):
         with ThreadPoolExecutor(1) as apart:  # in a notebook this thread already has a running event loop
             apart.submit(asyncio.run, ask_servers_of(config)).result()
 
 
 def _tell_of_the_end(training: TrainingRun) -> None:
-    """Report a run that finished; raise what the run ended with if it trained nothing or an alarm stopped it.
+    """Report a finished run; raise an error if it trained nothing or was stopped by an alarm.
 
     Raises:
         NothingTrained, StoppedByAlarm: as `execute`.

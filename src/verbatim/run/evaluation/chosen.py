@@ -13,9 +13,10 @@ def chosen(examples: Sequence[Example], *, episodes: int, most: int | None) -> t
     Args:
         examples: The environment's examples.
         episodes: Maximum number of episodes in total; if it is less than `most`, each example is played once.
-        most: Maximum number of examples. None: as many as can be played once.
+        most: Maximum number of examples. None: one per episode.
 
-    Example: of 120 examples, 24 episodes play the first 24 once; of 7 examples they play each 3 times, 21 episodes.
+    Example: with `episodes=24, most=None`, the first 24 of 120 examples are played once each; 7 examples are played 3
+    times each, in 21 episodes.
     """
     first = examples[: episodes if most is None else most]
     return first, max(1, episodes // len(first))

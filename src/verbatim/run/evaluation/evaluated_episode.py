@@ -17,7 +17,7 @@ USAGE = "usage"
 """The key of `Trajectory.info` with a chat server's own token counts."""
 
 FIGURES = ("turns", "tool_calls", "tool_errors", "truncated", "malformed", "completion_tokens")
-"""The figures that every completed episode has."""
+"""The names of the figures that every completed episode has."""
 
 _Json = Mapping[str, Any]
 
@@ -32,10 +32,10 @@ class EvaluatedEpisode:
     env: str
     example_id: str
     sample_index: int
-    """The number of the episode among those of its example."""
+    """The index of the episode among the episodes of its example."""
     seed: int | None
     success: bool
-    """True if the episode reached its goal; False if it failed with an error."""
+    """True if the episode reached its goal. An episode that ended with an error counts as False."""
     reward: float | None
     """None if the episode failed or was given no reward."""
     error: str | None
@@ -46,11 +46,11 @@ class EvaluatedEpisode:
     tool_turns: tuple[int, int] = (0, 0)
     """Number of turns whose tool calls were all well-formed and valid, and number of turns with a tool call."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Values that are summed, including failed episodes: tokens, repeated requests, judge calls."""
+    """Values that are summed over all episodes, including failed ones: tokens, repeated requests, judge calls."""
 
     @property
     def key(self) -> Key:
-        """Identifies the same episode under another policy."""
+        """The key by which the same episode is found under another policy."""
         return self.example_id, self.sample_index, self.seed
 
 

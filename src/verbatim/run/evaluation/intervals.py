@@ -18,7 +18,7 @@ from verbatim.core.records.equality import are_equal
 from verbatim.run.evaluation.student import LEVEL, t_quantile
 
 Z95 = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-"""The normal distribution's 97.5% quantile: 95% of it lie between -Z95 and Z95."""
+"""The 97.5% quantile of the standard normal distribution: 95% of it lies between -Z95 and Z95."""
 
 ByExample = Mapping[str, Sequence[float]]
 """The values of the episodes, by example."""
@@ -57,8 +57,8 @@ class _Clusters:
     num_clusters: int
     num_values: int
     most_alike: float
-    """The largest possible design effect, reached if all values in a cluster are equal: the mean cluster size as seen
-    by a value."""
+    """The largest possible design effect, reached if all values in a cluster are equal: the size of a value's cluster,
+    averaged over all values."""
 
 
 def _clusters(values: ByExample) -> _Clusters:
@@ -111,8 +111,8 @@ def share_interval(values: ByExample) -> Estimate:
     between 0 and 1, and has a width even if all episodes succeed or none does.
 
     Example: 30 of 40 examples succeed in all of their 4 episodes, 10 in none. The 160 episodes count as 40, and 0.75
-    has the interval (0.598, 0.858); 160 independent ones would have (0.678, 0.811). All of 4 x 30 episodes have
-    (0.668, 1), and 119 of 120 (0.762, 1.000).
+    has the interval (0.598, 0.858); 160 independent ones would have (0.678, 0.811). If all of 4 x 30 episodes succeed,
+    the interval is (0.668, 1); if 119 of the 120 do, it is (0.762, 1.000).
     """
     if not any(values.values()):
         return UNKNOWN
@@ -179,8 +179,8 @@ def paired_share(differences: ByExample) -> Estimate:
 
 def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
     """The difference of two means over different examples or seeds: Welch's interval over examples. It is wider than
-    `paired_mean`, because nothing the two have in common cancels out. If all values are 0 or 1, `unpaired_share` is
-    used."""
+    that of `paired_mean`, because no variation that the two have in common cancels out. If all values are 0 or 1,
+    `unpaired_share` is used."""
     if not any(before.values()) or not any(after.values()):
         return UNKNOWN
     if are_binary(before, after):

@@ -25,18 +25,19 @@ class PairedDifference:
 
     env: str
     num_pairs: int
-    """Episodes with the same example, sample index and seed. 0: there are none, and all episodes are compared."""
+    """Number of pairs: episodes with the same example, sample index and seed. 0: all episodes are compared instead."""
     num_unpaired: tuple[int, int]
-    """Episodes of each policy without a counterpart; they are ignored if there are pairs."""
+    """Number of episodes of each policy without a counterpart; these are ignored if there are pairs."""
     success: Estimate = UNKNOWN
     reward: Estimate = UNKNOWN
-    """Over the pairs in which both episodes have a reward."""
+    """The difference in reward, over the pairs in which both episodes have one."""
     gained: int = 0
-    """Pairs in which only the second succeeded."""
+    """Number of pairs in which only the second policy succeeded."""
     lost: int = 0
-    """Pairs in which only the first succeeded."""
+    """Number of pairs in which only the first policy succeeded."""
     too_many_failed: tuple[str | None, str | None] = (None, None)
-    """For each policy, how many episodes failed, if that is too many for a comparison; then there are no estimates."""
+    """For each policy, a clause about its failed episodes if there are too many for a comparison; there are no
+    estimates then."""
 
     @property
     def is_paired(self) -> bool:
@@ -55,7 +56,7 @@ def difference(
         env: The environment's label.
         before: The episodes of the first policy.
         after: The episodes of the second policy.
-        max_failed: The largest share of failed episodes of either policy with which the two are compared.
+        max_failed: The largest share of failed episodes that either policy may have for the two to be compared.
     """
     first, second = list(before), list(after)
     counterparts = {outcome.key: outcome for outcome in second}

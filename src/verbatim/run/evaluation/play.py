@@ -51,7 +51,7 @@ class EvalSettings:
     num_examples: int | None = None
     """The first `num_examples` examples of each environment. None: orchestrator.eval.examples."""
     episodes_per_example: int | None = None
-    """None: as many as orchestrator.eval.episodes allows."""
+    """Number of episodes per example. None: as many as orchestrator.eval.episodes allows."""
     seed: int = 0
     """The seed of all episodes."""
     concurrency: int | None = None
@@ -105,7 +105,7 @@ class ModelResult:
 
 
 Progress = Callable[[EvalModel, int, int, int], None]
-"""Called with the model, the number of episodes played, of all episodes, and of failed ones."""
+"""Called with the model, and with the numbers of episodes played, planned and failed."""
 
 
 def plan_evaluation(config: RunConfig, environments: Environments, settings: EvalSettings) -> list[EnvPlan]:
@@ -191,14 +191,15 @@ class _Playing:
         return ModelResult(model=self._model, environments=results, outcomes=outcomes)
 
     def _asked(self, plan: EnvPlan) -> Iterator[EvaluatedEpisode]:
-        """The episodes of this plan; the log may have more."""
+        """The played episodes of this plan; the log may contain further episodes."""
         played = self._played[plan.env]
         for example in plan.examples:
             yield from (played[example.id, k] for k in range(plan.episodes_each))
 
     @contextlib.asynccontextmanager
     async def _open(self, episode_stats: EpisodeStats) -> AsyncIterator[Mapping[str, RolloutSetup]]:
-        """Open what the episodes need, and yield the setups by environment."""
+        """Open the connection to the API, or else the sampler and the episode runner; yield the setups by
+        environment."""
         orchestrator, model = self._config.orchestrator, self._model
         made = {plan.env: (plan.config, plan.environment) for plan in self._plans}
         slots = asyncio.Semaphore(self._concurrency)
@@ -206,8 +207,8 @@ class _Playing:
             for plan in self._plans:
                 if plays_elsewhere(orchestrator, plan.config):
                     raise UsageError(
-                        f"environment {plan.env!r} plays in other processes, and with {model.label}, a model behind an "
-                        "API, episodes are played in this one; add --orchestrator.rollout.backend local, and "
+                        f"environment {plan.env!r} plays in other processes, but with {model.label}, a model behind an "
+                        "API, episodes must be played in this one; add --orchestrator.rollout.backend local, and "
                         "isolated = false"
                     )
             async with model.api.connect() as connection:
@@ -310,7 +311,7 @@ def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: Ev
     if model.api is not None and settings.extra_body:
         depends["extra_body"] = dict(settings.extra_body)
     digests = {example.id: digest_of(example) for example in plan.examples}
-    as_json = json.loads(json.dumps(depends, default=str))  # comparable with what is read from the log
+    as_json = json.loads(json.dumps(depends, default=str))  # in the form in which the log returns them, for comparison
     return Conditions(model=model, env=plan.env, settings=as_json, digests=digests)
 
 

@@ -193,7 +193,7 @@ def means(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
 
 
 def totals(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
-    """The sums over all episodes of what they spent."""
+    """The values of `spent` (tokens, requests, judge calls), summed over all episodes."""
     total: Counter[str] = Counter()
     for outcome in outcomes:
         total.update(outcome.spent)

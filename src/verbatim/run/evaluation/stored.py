@@ -12,7 +12,7 @@ from verbatim.run.evaluation.evaluated_episode import EvaluatedEpisode, evaluate
 
 
 def read_evaluated_episodes(run: Path, steps: Collection[int] | None = None) -> Iterator[tuple[int, EvaluatedEpisode]]:
-    """Yield step and result of each evaluated episode in a run folder.
+    """Yield the step and the result of each evaluated episode in a run folder.
 
     Args:
         run: The run folder.
