@@ -68,7 +68,9 @@ class BeforeAfter:
             )
         best = max(self.pairs, key=lambda pair: -math.inf if math.isnan(pair.gain) else pair.gain)
         if best.gain > 0:
-            return best, f"of {len(self.pairs)} episodes, none went from failure to success; this one gained the most reward"
+            return best, (
+                f"of {len(self.pairs)} episodes, none went from failure to success; this one gained the most reward"
+            )
         return self.pairs[0], f"of {len(self.pairs)} episodes, none earned more after than before; this is the first"
 
 

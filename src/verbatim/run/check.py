@@ -202,8 +202,8 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
     if own != found:
         raise ModelError(
             f"trainer.{name}.model: {model!r} has {found} tokens, and model.name = {config.model.name!r} has {own}: it "
-            "cannot score the tokens that the policy samples; name a model with the same tokenizer, or leave the key out "
-            "to use the model that the run starts from"
+            "cannot score the tokens that the policy samples; name a model with the same tokenizer, or leave the key "
+            "out to use the model that the run starts from"
         )
 
 

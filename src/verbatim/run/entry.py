@@ -243,8 +243,8 @@ def _check_arguments(resume: object, environments: object, monitors: Sequence[Mo
         )
     if not isinstance(environments, Mapping) or not all(isinstance(name, str) and name for name in environments):
         raise ConfigError(
-            f"{caller}(): environments: found {shown(environments, 80)}, expected ids and what they "
-            'stand for: {"words": Words()}'
+            f"{caller}(): environments: found {shown(environments, 80)}, expected a mapping from "
+            'ids to environments: {"words": Words()}'
         )
 
     if not isinstance(monitors, list | tuple):

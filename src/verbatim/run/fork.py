@@ -67,7 +67,7 @@ _BEGINNINGS = ("model", "warm_start")
 """Folders of a run with the model that it started from; a fork copies them."""
 _FIXED = {
     "model.": "the weights and their tokenizer are the checkpoint's",
-    "warm_start.": "it came before step 0, and is in the weights",
+    "warm_start.": "it ran before step 0, and its effect is in the weights",
     "trainer.lora.": "the checkpoint's adapters, or its weights, have this shape",
 }
 """Keys that a fork cannot change, and why."""
@@ -148,12 +148,12 @@ def load_forked(fork: Fork, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: as `load_config`.
     """
-    search_beside(fork.run / CONFIG)  # the configuration may name modules that are found from there
+    search_beside(fork.run / CONFIG)  # where modules named in the configuration are found
     return load_config(fork.config_file, ["--run-dir", "null", *overrides], component_tables())
 
 
 def check_fork(fork: Fork, config: RunConfig) -> Origin:
-    """Refuse keys that this checkpoint cannot be continued with.
+    """Refuse changes of keys with which this checkpoint cannot be continued.
 
     Returns:
         The contents of `forked_from.json`.
@@ -198,7 +198,7 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
 
 
 def check_held_examples(fork: Fork, environments: Environments) -> None:
-    """Refuse environments that lack an example of the groups in flight: a resumed run plays these first.
+    """Refuse environments that lack the example of a group in flight: a resumed run plays these groups first.
 
     Raises:
         UsageError: lists the missing examples.
@@ -219,7 +219,7 @@ def check_held_examples(fork: Fork, environments: Environments) -> None:
         raise UsageError(
             f"{len(gone)} groups that were in flight at step {fork.checkpoint.step} are of examples that "
             f"the environments of this run do not have: {first_of(gone, _MOST_NAMED)}; add --fresh examples, which "
-            "forgets them, the order of the examples and the difficulty pools"
+            "resets these groups, the order of the examples and the difficulty pools"
         )
 
 
@@ -332,7 +332,7 @@ def _write_checkpoints(
 
 
 def _size(mark: Any) -> int | None:
-    """Number of bytes of a log to copy. None: copy all of it, and let the resume find the place."""
+    """Number of bytes of a log to copy. None: copy all of it; the resume then truncates it."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
 

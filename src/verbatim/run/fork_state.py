@@ -26,7 +26,7 @@ from verbatim.trainer.progress import STATE_FILE
 LOOP_FILES = (STATE, *(f"{pool}_examples.jsonl" for pool in POOLS))
 """The files of the training loop's state."""
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""The file's name in `trainer.optimizer_state`, repeated here because that module imports torch."""
+"""The name of the optimizer's file. Repeated from `trainer.optimizer_state`, because that module imports torch."""
 _BASE = "base_model_name_or_path"
 """The key of an adapter's configuration with the path of its base model."""
 _REFERENCE = "trainer.reference."

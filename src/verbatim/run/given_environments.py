@@ -28,7 +28,8 @@ _EXPECTED = (
 
 
 def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The tables of [[orchestrator.train.env]] for the given environments, and the objects behind ids made up here.
+    """The tables of [[orchestrator.train.env]] for the given environments, and the objects by the ids generated for
+    them.
 
     >>> environment_tables(["guess_number", {"id": "my_module.Mine", "ratio": 2.0}], "verbatim.train()")
     ([{'id': 'guess_number'}, {'ratio': 2.0, 'import_path': 'my_module.Mine'}], {})
@@ -51,7 +52,8 @@ def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], di
 
 
 def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
-    """The key of a table that names the environment; one without an import path is added to `objects`."""
+    """The entry of a table that names the environment. An environment without an id or import path is added to
+    `objects` under a generated id."""
     if isinstance(given, str):
         return {"import_path" if is_import_path(given) else "id": given}
     makes = inspect.isclass(given) or inspect.isroutine(given)

@@ -18,14 +18,14 @@ _BEGINNING = json.dumps(stamped(LINES, {"step": 0})).removesuffix("0}")
 
 
 class KeptLines:
-    """The file, for one process at a time.
+    """The file. Only one process at a time may open it.
 
-    Opening it removes a torn last line and the records of failures, so that these are done again.
+    Opening it removes a torn last line and the records of failures, so that these tasks are done again.
 
     Args:
         path: The file, created if missing.
         what: What a line holds, for messages: "an episode of verbatim eval".
-        take_in: Called with each record in the file; returns True if the record is of a failure.
+        take_in: Called with each record in the file; returns True if the record is a failure.
 
     Raises:
         FormatError: the file has another version of the format.

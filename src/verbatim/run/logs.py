@@ -50,7 +50,7 @@ class _LogFileHandler(logging.FileHandler):
 
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
-    """Log to the console from this level on; of chatty libraries only warnings."""
+    """Log to the console from this level on; from chatty libraries, only warnings."""
     logging.basicConfig(handlers=[_on_console(console, level)])
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "transformers", "matplotlib"):
@@ -127,7 +127,7 @@ def log_to_file(path: Path) -> Iterator[None]:
             first_line, *_ = describe(error).splitlines() or [""]
             _write(handler, logger, f"ended: {first_line}")  # further lines would repeat the other process's log
         else:
-            _write(handler, logger, "ended by a fault", error)
+            _write(handler, logger, "ended by an error", error)
         raise
     finally:
         root.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Defines what the choice between float32 and bfloat16 needs to know about the machine."""
+"""Defines the properties of a machine on which the choice between float32 and bfloat16 depends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layers:
     sizes: Mapping[tuple[int, int], int]
     """Number of layers by (inputs, outputs)."""
     linear_alone: bool
-    """True if linear layers hold all matrices of the decoder layers."""
+    """True if all matrices of the decoder layers are in linear layers."""
     config: Any
     """The model's `transformers` configuration."""
 
@@ -41,7 +41,7 @@ class Seconds:
 
 
 class Machine(Protocol):
-    """The questions that the choice asks about a machine."""
+    """The interface through which the choice of a dtype queries a machine."""
 
     def cuda_rounds(self, device: str) -> bool | None:
         """True if the CUDA device named `device` computes in bfloat16; None if `device` means the CPU."""
@@ -57,14 +57,14 @@ class Machine(Protocol):
 
 
 class OnCuda:
-    """A `Machine` for planning: a CUDA device from the plan's table, all of which compute in bfloat16."""
+    """A `Machine` for planning: a CUDA device from the plan's table. All devices in the table compute in bfloat16."""
 
     def cuda_rounds(self, device: str) -> bool | None:
-        """Always True. A side that runs on the CPU next to such a device is treated alike."""
+        """Always True. A side that runs on the CPU next to such a device is treated as if it ran on the device."""
         return True
 
     def has_instructions(self) -> bool:
-        raise AssertionError("a CUDA device was asked")
+        raise AssertionError("not needed for a CUDA device")
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
-        raise AssertionError("a CUDA device was asked")
+        raise AssertionError("not needed for a CUDA device")

@@ -33,7 +33,7 @@ def make_trainer(
 
     Args:
         config: The run's configuration.
-        purpose: What the trainer is for.
+        purpose: Whether the trainer is for the run or for its warm start.
         source: The folder or hub id of its initial weights.
         first: The model that the run started from; used as the frozen model if that has no name of its own.
         ranks: The processes that train together. None: this process alone.
@@ -45,7 +45,7 @@ def make_trainer(
     settings, warm_start = config.trainer, config.warm_start
     if purpose == "run":
         loss, steps = make_loss(config), config.max_steps * settings.optimizer_steps_per_batch
-    else:  # all weights, even if LoRA follows: adapters need a base that already can speak the format
+    else:  # all weights, even if LoRA follows: adapters need a base that knows the format already
         assert warm_start is not None
         settings = settings.model_copy(update={"optim": warm_start.optim, "optimizer_steps_per_batch": 1, "lora": None})
         loss, steps = LOSSES["sft"], warm_start.steps
@@ -94,8 +94,8 @@ def while_both_start(config: RunConfig) -> AbstractContextManager[None]:
 def shares_cores(config: RunConfig) -> bool:
     """True if a trainer and a sampler in two processes on this machine may use each other's idle cores.
 
-    False if either number of threads is set, if several processes train, or if the sampler is deterministic: results
-    depend on the number of threads in the last bits.
+    False if either number of threads is set, if several processes train, or if the sampler is deterministic: the last
+    bits of results depend on the number of threads.
     """
     engine = inference_settings(config)
     if not isinstance(engine, TorchSettings) or engine.urls or engine.num_threads is not None or engine.deterministic:

@@ -154,8 +154,8 @@ async def test_a_server_with_other_flags_is_refused_before_anything_is_sampled(
     ("fault", "said"),
     [
         ("", None),
-        ("no kept sets", "returns no kept set of a token that it draws with top_k = 4"),
-        ("wrong kept sets", "from those over the kept set that it returned"),
+        ("no kept sets", "returns no kept set for a token sampled with top_k = 4"),
+        ("wrong kept sets", "from those computed over the returned kept set"),
     ],
 )
 async def test_the_canary_draws_from_a_cut_distribution_there_too(trainer: TinyModel, fault: str, said: str | None):

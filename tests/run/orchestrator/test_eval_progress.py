@@ -172,7 +172,7 @@ async def test_a_run_whose_evaluations_get_no_better_ends_finished_and_says_why(
     run, notes, _ = make(tmp_path, steps=40, evaluate=True, progress=watched(patience=2))
     async with nothing_left_behind():
         assert await run.run()
-    reason = "success did not rise above 0.500 (step 2) in the evaluations after the steps 4, 6"
+    reason = "success did not rise above 0.500 (step 2) in the evaluations after steps 4, 6"
     assert (run.step, run.ending()["stopped_early"]) == (6, reason)
     assert f"the run ends after 6 of 40 steps: {reason}" in caplog.text
     assert max(notes.saved) == 6
@@ -235,7 +235,7 @@ async def test_a_resumed_run_remembers_its_patience_and_its_best(tmp_path, scrip
     )
     assert [step for step, _ in notes.evals] == [0, 2, 4, 6, 8]
     assert second.step == 8
-    assert second.ending()["stopped_early"].endswith("above 0.500 (step 2) in the evaluations after the steps 4, 6, 8")
+    assert second.ending()["stopped_early"].endswith("above 0.500 (step 2) in the evaluations after steps 4, 6, 8")
     assert second.ending()["best"]["step"] == 2
 
 

@@ -220,7 +220,7 @@ async def test_a_sampler_that_holds_other_weights_samples_nothing_that_is_traine
             RunStopped,
             match=(
                 r"the sampler does not hold policy version 2, which it was told to load: its logprobs differ by 0\.5 "
-                r"on average, more than 0\.0001\. It samples nothing more"
+                r"on average, more than 0\.0001\. Sampling has stopped"
             ),
         ):
             await orchestrator.run()

@@ -165,9 +165,9 @@ class Cutting(Engine):
     ("kept", "drawn", "said"),
     [
         ([7, 9, 12], 2 / 7, None),  # 1/4 of 7/8
-        ([7, 9, 12], 1 / 4, "differ by 0.13 on average from those over the kept set that it returned"),
+        ([7, 9, 12], 1 / 4, "differ by 0.13 on average from those computed over the returned kept set"),
         ([7, 9], 2 / 7, "differ by 0.15 on average"),  # 1/3
-        (None, 2 / 7, "returns no kept set of a token that it draws with top_k = 4"),
+        (None, 2 / 7, "returns no kept set for a token sampled with top_k = 4"),
     ],
 )
 async def test_a_cut_distribution_is_that_of_the_ids_that_were_kept(kept, drawn, said):

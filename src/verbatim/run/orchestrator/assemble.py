@@ -42,14 +42,14 @@ class GroupRules:
     max_off_policy_steps: int
     """Maximum staleness of a trained rollout, in steps."""
     needs_logprobs: bool = True
-    """True if turns without logprobs serve as context only; False if texts are imitated."""
+    """True if turns without logprobs serve as context only. False in imitation, which needs no logprobs."""
     needs_rewards: bool = True
     """True if a rollout without a usable reward counts as failed; False with a teacher, where its advantage is 0."""
     reads_turn_rewards: bool = True
     """True if the advantage reads the rewards of turns."""
     truncated_sampling: bool = False
-    """True if top-p, top-k or min-p truncate the distribution that is sampled from, while the trainer's logprobs are of
-    the full distribution."""
+    """True if tokens are sampled from a distribution truncated by top-p, top-k or min-p, while the trainer's logprobs
+    are of the full distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +154,7 @@ def rollout_metrics(
     for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
         metrics[f"errors/{kind}"] = count
     metrics |= _earned("", ended)
-    metrics |= dict.fromkeys(FIGURES, math.nan)  # so that these exist in every step, also without completed rollouts
+    metrics |= dict.fromkeys(FIGURES, math.nan)  # so that these exist in every step, even without completed rollouts
     metrics |= {name: value for name, value in means(ended).items() if "/" not in name}
     metrics |= {name: value for name, value in totals(episodes).items() if name.startswith("judge/")}
     for env in dict.fromkeys(episode.env for episode in ended):
@@ -201,13 +201,13 @@ def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def kept_set_metrics(groups: Sequence[AssembledGroup]) -> dict[str, float]:
-    """`kept_ids/mean` and `kept_ids/max`, over the trained tokens drawn from a truncated distribution, and
+    """`kept_ids/mean` and `kept_ids/max`, over the trained tokens sampled from a truncated distribution, and
     `kept_ids/cut`, their share of all trained tokens; empty if nothing was truncated."""
     counts = [sample.kept_sets.counts for g in groups for sample in g.samples if sample.kept_sets is not None]
     if not counts:
         return {}
     sizes = np.concatenate(counts)
-    sizes = sizes[sizes > 0]  # 0: the token was drawn from the full distribution
+    sizes = sizes[sizes > 0]  # 0: the token was sampled from the full distribution
     if not sizes.size:
         return {"kept_ids/cut": 0.0}
     trained = sum(g.num_trained_tokens for g in groups)

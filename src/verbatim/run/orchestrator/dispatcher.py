@@ -28,15 +28,15 @@ MOST_AT_ONCE = 128
 """Maximum number of groups launched in one pass of the event loop: a new policy version may allow thousands."""
 
 PATIENCE = 0.5
-"""How long a batch waits for an older group that it would otherwise lose: until this share of a batch has finished in
-addition to a full batch."""
+"""How long a batch waits for an older group that would otherwise be lost: until this share of another batch has
+finished."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Dispatcher:
     """Launches groups, collects them, and hands them out batch by batch.
 
-    Launching: every open place in the batches up to `staleness.newest_batch` may have one group in flight. Where online
+    Launching: every open place in the batches up to `staleness.newest_batch` may have one group in flight. If online
     difficulty filtering replaces groups, it may have `oversampling_factor` of them, because some will be dropped. At
     most `oversampling_factor` batches' worth of groups are in flight. The examples of all of these are drawn at once.
     Their episodes are created only when they will find slots soon, a group at a time, while fewer than
@@ -44,14 +44,14 @@ class Dispatcher:
 
     Handing out: a batch takes the finished groups with the lowest launch indices, as soon as there are enough. It does
     not wait for a group that was launched earlier and still runs, with one exception: a group that would be older than
-    `max_off_policy_steps` in the next batch. For its sake the batch waits until half a batch more has finished, if that
-    much is in flight; the sampler works on meanwhile. With `max_async_level = 0` every batch consists of the groups
-    that were launched first, no matter how long they take.
+    `max_off_policy_steps` in the next batch. The batch waits for such a group until another half batch has finished, if
+    that much is in flight; the sampler keeps working meanwhile. With `max_async_level = 0` every batch consists of the
+    groups that were launched first, no matter how long they take.
 
-    Groups left over wait for the next batch. Those older than `max_off_policy_steps` there are dropped as `stale`, and
-    other groups are launched in their place.
+    Groups left over wait for the next batch. Those that would be older than `max_off_policy_steps` in it are dropped as
+    `stale`, and other groups are launched in their place.
 
-    `state_dict` lists what was launched and not yet settled, so that a resume loses nothing: these groups are run
+    `state_dict` lists the groups that were launched but not settled, so that a resume loses nothing: they are run
     again, with the same seeds.
     """
 
@@ -86,7 +86,7 @@ class Dispatcher:
         self._num_in_line = 0
         """Episodes of `_running` that wait for a slot."""
         self._in_flight = InFlight()
-        """Both kinds, by the policy version at their launch."""
+        """The groups of `_drawn` and `_running`, by the policy version at their launch."""
         self._goes_on = self._begins = False
         """True if `_draw`, or `_begin`, is scheduled to continue in the next pass of the event loop."""
         self._ready: list[FinishedGroup] = []
@@ -124,7 +124,7 @@ class Dispatcher:
         self._launch()
 
     def advance(self, version: int) -> None:
-        """Note that this policy version is in use now, and launch what it allows."""
+        """Note that this policy version is in use now, and launch the groups that it allows."""
         self._version = version
         self._launch()
 
@@ -185,7 +185,8 @@ class Dispatcher:
         return [*self._drawn, *self._running.values(), *self._ready, *ended]
 
     async def stop(self) -> None:
-        """Cancel what is in flight. Its tokens stay pending; its groups are sampled again when the run is resumed."""
+        """Cancel the groups in flight. Their tokens stay pending; the groups are sampled again when the run is
+        resumed."""
         self._stopped = True
         tasks = list(self._running)
         for task in tasks:
@@ -332,8 +333,8 @@ class Dispatcher:
             )
 
     def _drop_stale(self, waiting: Sequence[FinishedGroup]) -> None:
-        """Settle those of these finished groups that would be too old in the next batch, so that they do not take the
-        place of others."""
+        """Drop the finished groups that would be too old in the next batch, so that they do not take the place of
+        others."""
         if self._next_batch >= self.max_steps:
             return  # there is no next batch; they count as unused, not as stale
         stale = [one for one in waiting if too_old(one.group, self._next_batch, self.max_off_policy_steps)]
@@ -361,7 +362,8 @@ class Dispatcher:
         return dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the schedule, and every group that was launched but is not settled."""
+        """Plain JSON values: the state of the schedule of examples, and every group that was launched but is not
+        settled."""
         held = [*self._again, *(launched.drawn for launched in self._held())]
         return {
             "schedule": self.schedule.state_dict(),

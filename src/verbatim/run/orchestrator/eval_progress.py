@@ -1,4 +1,5 @@
-"""Tracks a metric over the evaluations of a run: which evaluation was the best, and whether they still improve."""
+"""Tracks a metric over the evaluations of a run: which evaluation was the best, and whether the metric is still
+improving."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def _named(criterion: CriterionConfig) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class BestEvaluation:
-    """The best evaluation so far; the first one of equals.
+    """The best evaluation so far; of equally good ones, the first.
 
     Example:
         >>> best = BestEvaluation(criterion=CriterionConfig(metric="success"))
@@ -86,7 +87,7 @@ class EarlyStopping:
         >>> for step, value in ((0, 0.25), (10, 0.5), (20, 0.5625), (30, 0.375)):
         ...     stopping.observe(step, value)
         >>> stopping.reason
-        'success did not rise by more than 0.1 above 0.500 (step 10) in the evaluations after the steps 20, 30'
+        'success did not rise by more than 0.1 above 0.500 (step 10) in the evaluations after steps 20, 30'
     """
 
     rule: EarlyStoppingConfig
@@ -117,7 +118,7 @@ class EarlyStopping:
         verb, beyond = ("rise", "above") if criterion.mode == "max" else ("fall", "below")
         by = f" by more than {criterion.min_delta:g}" if criterion.min_delta else ""
         steps = ", ".join(map(str, self.since))
-        name = "evaluation after step" if len(self.since) == 1 else "evaluations after the steps"
+        name = "evaluation after step" if len(self.since) == 1 else "evaluations after steps"
         return f"{which} did not {verb}{by} {beyond} {self.best:.3f} (step {self.best_step}) in the {name} {steps}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class EvalProgress:
     played: Mapping[str, Any] = field(default_factory=dict)
     """The settings that decide which episodes an evaluation plays, by name; plain JSON values."""
     max_failed: float = MAX_FAILED
-    """The largest share of failed episodes in an environment with which an evaluation still counts."""
+    """The largest share of failed episodes that an environment may have for its evaluation to count."""
     _warned: set[str] = field(default_factory=set)
 
     def observe(self, step: int, evaluations: Mapping[str, Evaluation]) -> bool:
@@ -163,7 +164,7 @@ class EvalProgress:
         if clauses := [f"{clause} in {env}" for env, clause in failed.items() if clause is not None]:
             logger.warning(
                 "the evaluation after step %d is not counted as the best, nor for early stopping: %s, and "
-                "%s would be that of the survivors (orchestrator.eval.max_failed = %g)",
+                "%s would describe only the other episodes (orchestrator.eval.max_failed = %g)",
                 step,
                 ", ".join(clauses),
                 criterion.metric,

@@ -26,10 +26,10 @@ class Evaluation:
     env: str
     num_episodes: int
     num_failed: int
-    """Episodes that ended with an error; they count as failures."""
+    """Number of episodes that ended with an error; they count as failures."""
     metrics: dict[str, float]
-    """`success`, `reward/mean`, `turns`, `valid_format`, ... The 95% confidence intervals are over examples:
-    `success/low` and `success/high`, and of the mean reward `reward/low` and `reward/high`, NaN if all are equal."""
+    """`success`, `reward/mean`, `turns`, `valid_format`, ... 95% confidence intervals over examples: `success/low` and
+    `success/high`; for the mean reward, `reward/low` and `reward/high`, NaN if all rewards are equal."""
     trajectories: tuple[Trajectory, ...]
 
 

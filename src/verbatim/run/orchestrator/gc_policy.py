@@ -1,4 +1,4 @@
-"""Tunes the cyclic garbage collector: a run holds millions of records without cycles, which it need not traverse."""
+"""Tunes the cyclic garbage collector: a run holds millions of records without cycles, which need not be traversed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from mmap import PAGESIZE
 
 THRESHOLDS = (50_000, 10, 50)
 """The thresholds of `gc.set_threshold`: new objects before a collection of the youngest generation, and collections of
-one generation before one of the next. With 10,000 episodes in flight a collection of the youngest takes 27 ms and one
-of the next half a million objects 340 ms, because none of them is in the processor's caches. See `spot_checks`."""
+one generation before one of the next. With 10,000 episodes in flight, a collection of the youngest generation takes
+27 ms, and one of the next generation, half a million objects, 340 ms, because the objects are not in the processor's
+caches. See `spot_checks`."""
 CHECK_EVERY = 0.05
-"""Seconds between two rounds of `spot_checks`. The collector counts new objects minus freed ones: where as many end as
-begin it never runs, and when it does at last, it traverses everything created meanwhile. With 100,000 episodes in
-flight that took 9 s."""
+"""Seconds between two rounds of `spot_checks`. The collector counts new objects minus freed ones: if as many objects
+are freed as created, it never runs, and when it finally does, it traverses everything created meanwhile. With 100,000
+episodes in flight, that took 9 s."""
 ONE_IN, FEW = 16, 50
 """While collections find fewer than `FEW` cyclic objects, only every `ONE_IN`th round collects."""
 GROWTH, SLACK = 1.25, 100_000
 """A full collection runs once the number of objects per held episode has grown by this factor, plus this many objects
-in total, since the last one. With 10,000 episodes in flight it takes 2 s and with 100,000 more than a minute, and it
-blocks the event loop."""
+in total, since the last one. It blocks the event loop: for 2 s with 10,000 episodes in flight, for more than a minute
+with 100,000."""
 MEMORY_GROWTH, MEMORY_SLACK = 1.5, 1 << 30
 """The same for resident memory, in bytes: a few cyclic objects may hold large arrays, whose size the collector does not
 count."""
@@ -31,7 +32,7 @@ count."""
 
 @dataclass
 class _Known:
-    """Baselines: up to these, growth is not a sign of garbage."""
+    """Baselines: only growth beyond these is a sign of garbage."""
 
     at_start: int
     """Number of objects before the first episode."""
@@ -85,9 +86,9 @@ def step_is_over(num_held: int) -> None:
     still freed by reference counting; garbage cycles among them show up as growth.
 
     Args:
-        num_held: Number of episodes in flight or ended but not settled. More objects than their usual share are
-            garbage. The share is measured at the end of the first step without a full collection, which would block a
-            run with many episodes.
+        num_held: Number of episodes in flight or ended but not settled. Objects beyond the usual number per episode are
+            taken as garbage. That number is measured at the end of the first step, without a full collection, which
+            would block a run with many episodes.
     """
     if not _known:
         return

@@ -12,12 +12,12 @@ from verbatim.rollouts import GroupRun
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Launched:
-    """A group in flight. At first only its example is drawn; its episodes are not created yet."""
+    """A group in flight. At first it has only its example; its episodes are created later."""
 
     drawn: ScheduledExample
     """The group's example. Its `index` counts launches, so a smaller one was launched earlier."""
     version: int
-    """The policy version in use at the launch: none of the group's tokens is older."""
+    """The policy version in use at the launch: no token of the group was sampled by an older one."""
 
     @property
     def num_sampled_tokens(self) -> int:

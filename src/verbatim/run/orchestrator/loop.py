@@ -162,7 +162,8 @@ class Orchestrator:
             await self.dispatcher.stop()
 
     async def _came_to_its_end(self) -> bool:
-        """True if no step is left to take. A policy with which the run ends before its last step is evaluated."""
+        """True if no step is left to take. If the run ends before its last step, the final policy is evaluated
+        first."""
         taken, why = self.step >= self.schedule.max_steps, self.stopped_early
         if why is None and not taken and not self._stopping.is_set():
             why = self.dispatcher.drained
@@ -229,7 +230,7 @@ class Orchestrator:
         if self.progress.early_stopping is not None and self.schedule.is_evaluated(report.version):
             self._producer.may_hand_over.clear()
         self._settle(submitted, report)
-        # Taken now, so that it is of the same step as the state that the trainer has stored.
+        # Taken now, so that it matches the step of the state that the trainer has stored.
         state = self.state_dict() if report.state is not None else None
         timings = {"time/wait_for_trainer": waited, **self._turns.to_sampler()}
         try:
@@ -253,8 +254,8 @@ class Orchestrator:
         return is_best
 
     async def _keep(self, report: StepReport, state: Mapping[str, Any], *, is_best: bool) -> None:
-        """Write the checkpoint of this step, or remove the trainer's state for it: a checkpoint that is due only to an
-        evaluation is kept only if that is the best so far."""
+        """Write the checkpoint of this step, or remove the trainer's state for it: a checkpoint written only for an
+        evaluation is kept only if that evaluation is the best so far."""
         assert report.state is not None
         if is_best or self.schedule.is_kept(report.version):
             await self.checkpointer.save(report.version, self.trainer, state, report.state)
@@ -300,7 +301,7 @@ class Orchestrator:
         self.weights = report.weights
 
     async def _keep_what_was_trained(self) -> None:
-        """Settle the batches that the trainer still finishes, then write a checkpoint if possible."""
+        """Settle the batches that the trainer can still finish, then write a checkpoint if possible."""
         if self.sending is not None:
             self.sending.stop_sending()
         while self._producer.submitted:
@@ -340,7 +341,7 @@ class Orchestrator:
         return bool(found) and self.progress.observe(self.step, found)
 
     def _evaluating(self, setup: RolloutSetup, total: int) -> AbstractContextManager[object]:
-        """Show the observer how many episodes are over."""
+        """While the block runs, show the observer how many episodes have ended."""
         before = setup.episode_stats.num_episodes
         return self.observer.stage(
             f"evaluating {setup.env}", total, count=lambda: min(total, setup.episode_stats.num_episodes - before)

@@ -76,9 +76,9 @@ class LoopLag:
                 frame = sys._current_frames().get(self._loop_thread)
                 where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
                 logger.warning(
-                    "the event loop has been blocked for %.0f s, and the run with it. It is in\n%s"
-                    "code that takes long belongs in `await asyncio.to_thread(...)`, or its environment "
-                    "into processes of its own (isolated = true)",
+                    "the event loop has been blocked for %.0f s, and the run with it. It is running\n%s"
+                    "Run slow code with `await asyncio.to_thread(...)`, or its environment in separate "
+                    "processes (isolated = true)",
                     blocked,
                     where,
                 )

@@ -57,7 +57,7 @@ class Producer:
     episode_stats: EpisodeStats
     """Records episodes for which no advantage can be computed."""
     turns: DeviceHandoff
-    """Tells when the trainer may use a shared device."""
+    """Decides when the trainer may use a shared device."""
     stopping: asyncio.Event
     """Set to end `run` before the next hand-over."""
     submitted: deque[Submitted] = field(default_factory=deque)
@@ -65,8 +65,8 @@ class Producer:
     more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a batch has been handed over."""
     handover: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a hand-over, and while new weights are loaded: a batch may end with tokens of weights that the canary
-    has not checked yet, so it waits for the result."""
+    """Held during a hand-over, and while new weights are loaded: the last tokens of a batch may come from weights that
+    the canary has not checked yet, so the batch waits for the result."""
     may_hand_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared after a step whose evaluation may end the run, until that evaluation is done. Otherwise the number of
     steps before an early stop would depend on how long the evaluation takes."""
@@ -117,7 +117,7 @@ class Producer:
             await cancel_all([working, stop])
 
     def _assemble(self, groups: Sequence[Group], number: int) -> list[AssembledGroup]:
-        """Assemble each group, and record the episodes that fail for want of an advantage."""
+        """Assemble each group, and record the episodes that fail because no advantage can be computed."""
         batch = []
         for group in groups:
             rules = self.rules[group.env]
@@ -141,9 +141,9 @@ class Producer:
             self._warned_of_turn_rewards.add(group.env)
             logger.warning(
                 "environment %r rewards turns, and the advantage %s does not read turn rewards: next to the reward of "
-                '`score` they have no effect. Take [orchestrator.advantage] type = "chunk_returns"; let `score` return '
-                "None, then the reward is their sum; or add them up in `score` and set turn_rewards_sum_to_reward = "
-                "True on the episode",
+                '`score` they have no effect. Set [orchestrator.advantage] type = "chunk_returns"; or let `score` '
+                "return None, so that the reward is their sum; or add them up in `score`, and set "
+                "turn_rewards_sum_to_reward = True on the episode",
                 group.env,
                 function_name(rules.advantage),
             )

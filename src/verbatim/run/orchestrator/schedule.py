@@ -18,7 +18,7 @@ class Observer(Protocol):
     """Receives each step and evaluation. Called on a thread, one call at a time."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """A batch was trained.
+        """Called after a batch was trained.
 
         Args:
             step: Number of steps done.
@@ -27,7 +27,7 @@ class Observer(Protocol):
         """
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
-        """The policy after this step was evaluated; step 0 is before training."""
+        """Called after the policy of this step was evaluated; step 0 is before training."""
 
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
@@ -46,9 +46,9 @@ class Checkpointer(Protocol):
 
         Args:
             step: Number of steps done: batches trained and settled in the ledger.
-            trainer: Saves its part, if `trainer_state` is None.
+            trainer: Saves its part if `trainer_state` is None.
             state: The loop's own part.
-            trainer_state: The folder in which the trainer left its part already; it is moved.
+            trainer_state: A folder with the trainer's part, if it was saved already; it is moved.
         """
 
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:

@@ -65,14 +65,14 @@ def capped_settings(orchestrator: OrchestratorConfig) -> list[str]:
         ahead = "1 batch" if level == 0 else f"{level + 1} batches"
         notes.append(
             f"orchestrator.oversampling_factor = {factor:g} acts as {level + 1}: with max_async_level = {level} "
-            f"rollouts may start for {ahead} at a time, and no group gives its place in a batch to another. Raise "
+            f"rollouts may start for {ahead} at a time, and no group is replaced by another. Raise "
             "max_async_level, or set buffer.online_difficulty_filtering = true, which replaces groups"
         )
         factor = level + 1
     episodes = round(factor * orchestrator.batch_size)
     if orchestrator.oversampling_factor > 1 and episodes > orchestrator.max_concurrent:
         notes.append(
-            f"orchestrator.max_concurrent = {orchestrator.max_concurrent} holds less than the {episodes} episodes in "
-            f"flight that oversampling_factor = {orchestrator.oversampling_factor:g} asks for: the others wait"
+            f"orchestrator.max_concurrent = {orchestrator.max_concurrent} is less than the {episodes} episodes in "
+            f"flight that oversampling_factor = {orchestrator.oversampling_factor:g} allows: the others wait"
         )
     return notes

@@ -59,7 +59,7 @@ class WeightSync:
             await self._check(canary)
 
     async def load(self, report: StepReport) -> None:
-        """Load the version published in this report. From here on the sampler samples with it.
+        """Load the version published in this report. From then on, the sampler samples with it.
 
         Raises:
             RunStopped: the sampler's logprobs of the probes differ from the trainer's.
@@ -72,7 +72,7 @@ class WeightSync:
             self._difference = canary.difference
             assert report.version == self._sampler.policy_version
             return
-        await canary.prepare(self._sampler)  # before the update, so that a prefix cache that survives it shows
+        await canary.prepare(self._sampler)  # before the update, to detect a prefix cache that survives it
         await self._sampler.update_weights(report.weights, report.version)
         assert report.version == self._sampler.policy_version
         await self._check(canary)
@@ -90,7 +90,7 @@ class WeightSync:
         if fault is not None:
             raise RunStopped(
                 f"the sampler does not hold policy version {self._sampler.policy_version}, which it was told to load: "
-                f"{fault}. It samples nothing more. If it computes in another precision than the trainer, raise "
+                f"{fault}. Sampling has stopped. If the sampler computes in another precision than the trainer, raise "
                 "inference.canary_tolerance"
             )
 
@@ -98,7 +98,7 @@ class WeightSync:
 class Canary:
     """A `WeightCheck`: compares a sampler's logprobs of the probes with the trainer's.
 
-    To find a prefix cache that outlives its weights, the last probe is put into the cache before the update, and
+    To detect a prefix cache that outlives its weights, the last probe is put into the cache before the update, and
     requested again afterwards.
 
     Args:
@@ -125,7 +125,8 @@ class Canary:
             await sampler.cached_logprob(cached_prefixes(self._published)[-1])
 
     async def __call__(self, sampler: Sampler) -> str | None:
-        """What differs, or None. Prefix-cache requests come first, because the other requests may fill the cache."""
+        """The first difference found, or None. Prefix-cache requests come first, because the other requests may fill
+        the cache."""
         published = self._published
         if published is None:
             return None
@@ -148,7 +149,7 @@ class Canary:
         for prompt in prompts:
             drawn = await sampler.generate(SampleRequest(prompt_ids=prompt, params=CUT, seed=0))
             if drawn.kept_sets is None or drawn.logprobs is None or not len(drawn.ids):
-                return f"it returns no kept set of a token that it draws with top_k = {CUT.top_k}"
+                return f"it returns no kept set for a token sampled with top_k = {CUT.top_k}"
             kept, token = drawn.kept_sets[0], drawn.ids[0]
             asked = kept.tolist() or range(sampler.vocab_size)  # an empty set: nothing was cut off
             scores = [(await sampler.prompt_logprobs(np.append(prompt, i).astype(np.int32)))[-1] for i in asked]
@@ -157,7 +158,7 @@ class Canary:
             differences.append(abs(over_kept - float(drawn.logprobs[0])))
         if not (difference := sum(differences) / len(differences)) <= self._tolerance:
             return (
-                f"logprobs of tokens that it draws with top_k = {CUT.top_k} differ by {difference:.2g} on average from "
-                f"those over the kept set that it returned, more than {self._tolerance:g}"
+                f"logprobs of tokens sampled with top_k = {CUT.top_k} differ by {difference:.2g} on average from "
+                f"those computed over the returned kept set, more than {self._tolerance:g}"
             )
         return None
