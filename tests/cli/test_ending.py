@@ -126,7 +126,7 @@ def test_a_thread_that_was_left_behind_does_not_hold_the_process(main, status):
     with started(ENDING.format(main=main)) as process:
         _, err = process.communicate(timeout=HANGS)
     assert process.returncode == status
-    assert "1 threads that an environment or a tool started still run: grader" in err
+    assert "threads started by an environment or a tool are still running (1): grader" in err
 
 
 @pytest.mark.realtime

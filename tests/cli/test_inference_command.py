@@ -62,7 +62,7 @@ def file(tmp_path: Path) -> Path:
     ("arguments", "reason"),
     [
         ([], "verbatim inference needs the run's TOML file, or --install DIR"),
-        (["FILE", "--host", "0.0.0.0"], "whoever reaches this server could load other weights"),
+        (["FILE", "--host", "0.0.0.0"], "anyone who can reach this server could load other weights"),
         (["FILE", "--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: that variable is empty"),
         (["FILE", "--uploads", "somewhere"], "--uploads needs a key"),
         (["FILE", "--weights-folder", "nowhere"], "--weights-folder nowhere: expected a folder that exists"),

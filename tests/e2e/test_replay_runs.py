@@ -211,7 +211,7 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
                 "--trainer.parallel.processes",
                 "2",
             ],
-            "has no effect on it; keys that may change: trainer.* but for trainer.lora and trainer.parallel (it "
+            "has no effect on it; keys that may change: trainer.* except trainer.lora and trainer.parallel (it "
             "trains in one process), ",
         ),
         (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "has no effect on it"),

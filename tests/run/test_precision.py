@@ -76,9 +76,9 @@ def test_each_side_takes_what_is_faster_for_it_by_a_margin():
     assert dtypes(resolved) == ("bfloat16", "float32")
     assert machine.asked == [("trainer", 1024, "auto"), ("sampler", 16, "auto")]
     assert [str(choice) for choice in choices] == [
-        "trainer.dtype = bfloat16: bfloat16 is 1.26 times as fast as float32 here, 1.25 asked for "
+        "trainer.dtype = bfloat16: bfloat16 is 1.26 times as fast as float32 here, 1.25 required "
         "(7.94 and 10.00 ms, ten products)",
-        "inference.torch.dtype = float32: bfloat16 is 1.24 times as fast as float32 here, 1.25 asked for "
+        "inference.torch.dtype = float32: bfloat16 is 1.24 times as fast as float32 here, 1.25 required "
         "(8.06 and 10.00 ms, ten products)",
     ]
 
@@ -94,12 +94,12 @@ def test_what_is_given_is_left_alone_and_nothing_is_measured_for_it():
 @pytest.mark.parametrize(
     ("machine", "build", "dtype", "reason"),
     [
-        (Fake(), {}, "float32", "a tiny model, 28,087 numbers in a matrix"),
+        (Fake(), {}, "float32", "a tiny model, 28,087 elements per weight matrix"),
         (Fake(cuda=True), {}, "float32", "a tiny model"),
-        (Fake(cuda=True), LARGE, "bfloat16", "the CUDA device computes in it"),
-        (Fake(cuda=False), LARGE, "float32", "the CUDA device computes in no bfloat16"),
+        (Fake(cuda=True), LARGE, "bfloat16", "the CUDA device supports bfloat16"),
+        (Fake(cuda=False), LARGE, "float32", "the CUDA device does not support bfloat16"),
         (Fake(instructions=False), LARGE, "float32", "the processor has no instructions for bfloat16"),
-        (OnCuda(), LARGE, "bfloat16", "the CUDA device computes in it"),
+        (OnCuda(), LARGE, "bfloat16", "the CUDA device supports bfloat16"),
     ],
 )
 def test_what_needs_no_measuring_is_not_measured(machine, build, dtype, reason):
@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_has_what_it_had():
     stored = tomllib.loads(dump_config(config("float32", "bfloat16")))
     resolved, choices = resolve_dtypes(config(), stored=stored, machine=machine)
     assert dtypes(resolved) == ("float32", "bfloat16") and not machine.asked
-    assert {choice.reason for choice in choices} == {"as the run has it"}
+    assert {choice.reason for choice in choices} == {"as stored with the run"}
 
 
 @pytest.mark.parametrize("as_tables", [lambda run: run.model_dump(), lambda run: tomllib.loads(dump_config(run))])
@@ -169,7 +169,7 @@ def test_a_fork_with_another_sampler_than_the_run_had_chooses_for_it(as_tables):
     machine = Fake()
     resolved, choices = resolve_dtypes(config(), stored=as_tables(before), machine=machine)
     assert dtypes(resolved) == ("float32", "bfloat16") and machine.asked == [("sampler", 16, "auto")]
-    assert choices[0].reason == "as the run has it" and choices[1].reason.startswith("bfloat16 is 2.00 times")
+    assert choices[0].reason == "as stored with the run" and choices[1].reason.startswith("bfloat16 is 2.00 times")
 
 
 def test_the_folder_of_a_run_has_the_choice_and_gives_it_to_a_resumed_one(tmp_path):

@@ -42,6 +42,6 @@ def number(kind: type[int] | type[float], expected: str, fits: Callable[[float],
 
 
 COUNT = number(int, "a whole number of at least 1", lambda value: value >= 1)
-FROM_ZERO = number(int, "a whole number from 0 on", lambda value: value >= 0)
+FROM_ZERO = number(int, "a whole number of at least 0", lambda value: value >= 0)
 SECONDS = number(float, "seconds, more than 0", lambda value: 0 < value < math.inf)
 SHARE = number(float, "a share above 0, at most 1", lambda value: 0 < value <= 1)

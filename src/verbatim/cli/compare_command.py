@@ -1,4 +1,4 @@
-"""`verbatim compare RUN RUN...`: compares runs: configuration, curves, evaluations, speed, alarms."""
+"""`verbatim compare RUN RUN...`: compares the configuration, curves, evaluations, speed and alarms of runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="compare this metric of the steps too, also as a curve; repeatable",
+        help="also compare this metric of the steps, and draw its curve; repeatable",
     )
     add("--plot", type=Path, metavar="PNG", help="draw the curves into this file")
     add("--json", action="store_true", help="print everything as one JSON object on standard output, and nothing else")

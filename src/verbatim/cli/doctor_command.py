@@ -44,8 +44,8 @@ _LARGEST = 2**26
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --template, --machine, --model, --json and --limit."""
     parser.epilog = (
-        "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
-        "with --template: 0 every kind of message can be appended and tools are written and read, 1 if not; "
+        "exit status: 0 no breaks except in sub-agents' first turns, 1 breaks, 2 something could not be read or "
+        "checked; with --template: 0 every kind of message can be appended and tools are written and read, 1 if not; "
         "with --machine: 0 everything compiles, agrees with PyTorch and supports MODEL, 1 if not"
     )
     what = parser.add_mutually_exclusive_group(required=True)
@@ -161,7 +161,7 @@ def _is_one_value(path: Path) -> bool:
 
 def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     """The model whose tokenizer decodes the ids, and a note about it. Without --model it is the run's own model, but
-    only if that is a local folder: the hub is never queried without being asked to."""
+    only if that is a local folder: the hub is never queried unless the user names a model there."""
     if asked is not None:
         return asked, asked
     run = _run_of(log)

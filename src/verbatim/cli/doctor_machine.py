@@ -155,7 +155,7 @@ def _try_model(source: str) -> dict[str, str]:
         if dtype == "float32":
             differing = fuse_layers(model)
             is_fused = any("forward" in vars(module) for module in model.modules())
-            reasons[LAYERS.name] = "; ".join(differing) if differing or is_fused else "it knows no part of it"
+            reasons[LAYERS.name] = "; ".join(differing) if differing or is_fused else "it supports no part of the model"
     return reasons
 
 

@@ -138,10 +138,10 @@ def _said_of_tools(support: ToolSupport, hermes: str | None) -> str:
 def _renderer(asked: str) -> str:
     """The renderer that `auto` selects; unknown if only a template was given."""
     if Path(asked).is_file():
-        return "not known of a template alone; give a model's folder or name"
+        return "unknown for a template alone; give a model's folder or name"
     renderer = create_renderer("auto", load_tokenizer(asked))
     is_template = renderer.name == "template"
-    choice = "template, so the table holds" if is_template else f"{renderer.name}, which bridges by its own rules"
+    choice = "template, so the table applies" if is_template else f"{renderer.name}, which bridges by its own rules"
     return f"{choice}; {ends_in_words(renderer)}"
 
 

@@ -34,7 +34,7 @@ def _end_stragglers(status: int) -> None:
     if not left:
         return
     logger.warning(
-        "the process ends, though %d threads that an environment or a tool started still run: %s",
+        "the process exits although threads started by an environment or a tool are still running (%d): %s",
         len(left),
         ", ".join(left[:5]),
     )

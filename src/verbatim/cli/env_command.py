@@ -132,7 +132,7 @@ def _renderer(config: RunConfig | None) -> Renderer | None:
 
 
 def _show(report: Report) -> None:
-    """Print a report for people."""
+    """Print a report in readable form."""
     console = PlainConsole()
     wrong = len(report.findings)
     verdict = ("nothing wrong", "green") if report.is_clean else (f"{wrong} thing{'s' * (wrong > 1)} to fix", "red")

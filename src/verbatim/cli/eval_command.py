@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate every model, compare each two, and print the results.
+    """Evaluate every model, compare the models in pairs, and print the results.
 
     Raises:
         ConfigError: there is no model to evaluate.

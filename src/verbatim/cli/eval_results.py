@@ -75,7 +75,7 @@ class Results:
         return list(dict.fromkeys(env for found in self._found for env in found.environments))
 
     def compared(self) -> list[Compared]:
-        """The comparisons of each two models: the later minus the earlier one."""
+        """The comparisons of all pairs of models: the later minus the earlier one."""
         places = range(len(self._found))
         return [
             Compared(
@@ -124,7 +124,7 @@ class Results:
                     console.print(Text(f"{name}  {spent_line(result)}{_failures(result)}", style="dim"))
 
     def as_json(self) -> dict[str, Any]:
-        """The results as plain JSON values, without single examples and episodes."""
+        """The results as plain JSON values, without the individual examples and episodes."""
         models = [
             {
                 "letter": letter(place),

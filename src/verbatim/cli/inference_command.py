@@ -31,7 +31,7 @@ from verbatim.run.rollouts import backend_inputs, check_backend, inference_setti
 from verbatim.run.tables import component_tables
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Hosts that only this machine reaches, so that a server needs no key."""
+"""Hosts that are reachable only from this machine, so that a server there needs no key."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     key = key_of(args)
     if key is None and args.host not in _LOOPBACK:
         raise UsageError(
-            f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
+            f"--host {args.host}: anyone who can reach this server could load other weights; give it a key: "
             "--api-key-env VARIABLE"
         )
     log_to_console(PlainConsole(stderr=True), logging.INFO)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[TextIO]:
-    """Give standard output to the caller alone while the block runs: whatever environments, libraries and child
+    """Give standard output to the caller alone while the block runs: everything that environments, libraries and child
     processes print goes to standard error. If the reader is gone at the end, the rest of the output is dropped."""
     sys.stdout.flush()
     before = os.dup(1)

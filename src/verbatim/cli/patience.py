@@ -15,10 +15,10 @@ class Timer(Protocol):
     daemon: bool
 
     def start(self) -> None:
-        """Start; the function is called once the seconds are over."""
+        """Start the countdown, after which the function is called."""
 
     def cancel(self) -> None:
-        """Do not call the function."""
+        """Stop the countdown, so that the function is not called."""
 
     def join(self) -> None:
         """Wait for the timer's thread."""
@@ -31,7 +31,7 @@ def told_if_slow(
     """Print `what` if the block takes longer than `seconds`.
 
     Args:
-        what: What is going on, such as "importing torch".
+        what: What the command is doing, such as "importing torch".
         seconds: Seconds before it is printed.
         timer: Makes the timer; replaced in tests.
     """

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"{args.out}: {counts}{ends.earned}", soft_wrap=True)
     if ends.num_failed:
         console.print(
-            f"{ends.num_failed} failed, the last: {ends.last_error}\nthe same command does them again",
+            f"{ends.num_failed} failed, the last: {ends.last_error}\nrun the same command again to retry them",
             soft_wrap=True,
             markup=False,
         )

@@ -22,7 +22,7 @@ from verbatim.run.rollouts import check_backend, make_renderer, make_sampler
 from verbatim.run.tables import component_tables
 
 Work: TypeAlias = Callable[[ConversationRollout], Awaitable[None]]
-"""Plays something with a rollout."""
+"""Plays all jobs with the given rollout."""
 
 _OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": None, "extra_body": {}, "request_timeout": 600.0}
 """Options that apply only to a chat server, with their defaults."""
@@ -37,8 +37,8 @@ class Engine:
     settings: Mapping[str, Any]
     """Further settings that results depend on, by option; options that were not typed are left out."""
     play: Callable[[Work, int], Coroutine[Any, Any, None]]
-    """Does the work with a rollout. The number says how many tasks were done by earlier commands; it changes the seed,
-    so that no seed is used twice."""
+    """Opens a rollout and does the work with it. The number is that of the tasks done by earlier commands; it changes
+    the seed, so that no seed is used twice."""
 
 
 def engine_of(args: argparse.Namespace) -> Engine:

@@ -144,7 +144,7 @@ class ResultFile:
                 if settings.get(name) != self._settings.get(name)
             )
             raise UsageError(
-                f"{self._path} holds results of other settings ({differ}); type them again, or name another --out file"
+                f"{self._path} holds results of other settings ({differ}); use those, or name another --out file"
             )
         if error is None:
             self._done[task, sample] = digest

@@ -32,14 +32,14 @@ _OF_ENVIRONMENTS: tuple[str, ...] = ("env_args", "split")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Everything that the command plays."""
+    """The conversations or episodes that the command plays."""
 
     jobs: Sequence[RolloutJob]
     """One per trajectory."""
     settings: Mapping[str, Any]
     """The settings that results depend on, in addition to the engine's."""
     work: Callable[[Sequence[RolloutJob], Take], Work]
-    """Returns the work for the jobs that are left."""
+    """Returns the work of playing these jobs; calls `Take` with each result."""
 
 
 def plan_of(args: argparse.Namespace) -> RolloutPlan:

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--later-system",
         choices=("fold", "refuse"),
         default="fold",
-        help="a system or developer message that the format cannot render: put it into another one, or 400 (fold)",
+        help="a system or developer message that the format cannot render: merge it into another, or answer 400 (fold)",
     )
     add("--api-key-env", metavar="VARIABLE", help="the environment variable with a key that every request must have")
     add(
@@ -119,7 +119,7 @@ def key_of(args: argparse.Namespace) -> str | None:
     if args.api_key_env is None:
         if args.uploads is not None:
             raise UsageError(
-                "--uploads needs a key, because whoever reaches the server could load other weights: "
+                "--uploads needs a key, because anyone who can reach the server could load other weights: "
                 "--api-key-env VARIABLE"
             )
         return None

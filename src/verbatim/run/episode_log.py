@@ -80,8 +80,8 @@ class EpisodeLog:
             if settings != plain(conditions.settings):
                 raise UsageError(
                     f"{self.path} holds episodes of {conditions.model.label} on {conditions.env} under "
-                    f"other conditions ({_changes(settings, plain(conditions.settings))}); type them "
-                    "again, or name another --out file"
+                    f"other conditions ({_changes(settings, plain(conditions.settings))}); use the "
+                    "earlier ones, or name another --out file"
                 )
             if conditions.digests.get(example_id, digest) != digest:
                 raise UsageError(

@@ -78,7 +78,7 @@ class OutcomeLog:
         while len(self._waiting) > most:
             try:
                 oldest = self._waiting[0]
-            except IndexError:  # another one has waited for it
+            except IndexError:  # another thread has waited for it
                 return
             try:
                 oldest.result()

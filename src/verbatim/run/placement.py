@@ -22,7 +22,7 @@ def check_turns(config: RunConfig, settings: BackendSettings) -> None:
         settings: The settings of the inference backend.
 
     Raises:
-        UsageError: both are configured; the message has what to type.
+        UsageError: both are configured; the message says what to type.
     """
     level = config.orchestrator.max_async_level
     if settings.shares_device and level:
@@ -45,7 +45,7 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
         settings: The settings of the inference backend.
 
     Raises:
-        UsageError: two of them are on one device; the message names it and has what to type.
+        UsageError: two of them are on one device; the message names it and says what to type.
     """
     table = f"inference.{table_of(config.inference.backend)}"
     taken = settings.cuda_devices()

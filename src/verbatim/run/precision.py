@@ -39,7 +39,7 @@ TRAINER_ROWS = 1024
 MOST_SAMPLER_ROWS = 64
 """Maximum number of sequences decoded together while the sampler is measured."""
 TRAINER, SAMPLER = "trainer.dtype", "inference.torch.dtype"
-_KEPT = "as the run has it"
+_KEPT = "as stored with the run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class PrecisionChoice:
     """The configuration key, such as "trainer.dtype"."""
     dtype: Dtype
     reason: str
-    """Why, as a part of a sentence, with the measurements."""
+    """The reason as a clause, with the measurements."""
 
     def __str__(self) -> str:
         return f"{self.key} = {self.dtype}: {self.reason}"
@@ -64,7 +64,7 @@ def resolve_dtypes(
     model: str | Path | None = None,
     keys: Collection[str] = (TRAINER, SAMPLER),
 ) -> tuple[RunConfig, list[PrecisionChoice]]:
-    """Replace each "auto" by a dtype; the new configuration and the choices.
+    """Replace each "auto" by a dtype. Returns the new configuration and the choices.
 
     Args:
         config: The configuration, with the keys `trainer.dtype` and `inference.torch.dtype`.
@@ -119,7 +119,7 @@ def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
 
 
 def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSettings, PrecisionChoice]:
-    """Resolve the dtype of a server for this model; its settings and the choice.
+    """Resolve the dtype of a server for this model. Returns its settings and the choice.
 
     Raises:
         ModelError: the model does not exist.
@@ -129,7 +129,7 @@ def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSet
 
 
 def refuse_auto(config: RunConfig, how: str) -> None:
-    """Refuse "auto" where two processes would each choose on their own, perhaps differently.
+    """Refuse "auto" if two processes would each choose on their own, perhaps differently.
 
     Raises:
         UsageError: a key is "auto"; names the keys.
@@ -144,7 +144,8 @@ def refuse_auto(config: RunConfig, how: str) -> None:
 
 
 def tell(choices: list[PrecisionChoice], console: Console, folder: Path) -> None:
-    """Print the choices, and store them in the run folder. Choices stored before stay unless made again."""
+    """Print the choices, and store them in the run folder. Choices stored earlier are kept unless they were made
+    again."""
     for choice in choices:
         console.print(f"precision   {choice}", soft_wrap=True)
     if any(choice.reason != _KEPT for choice in choices):
@@ -219,11 +220,12 @@ def _choose_side(
         return PrecisionChoice(key=key, dtype=dtype, reason=reason)
 
     if layers.mean_size < TINY:
-        return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} numbers in a matrix")
+        return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} elements per weight matrix")
     rounds = machine.cuda_rounds(device)  # None on a CPU
     if rounds is not None:
         return chosen(
-            "bfloat16" if rounds else "float32", f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}"
+            "bfloat16" if rounds else "float32",
+            f"the CUDA device {'supports' if rounds else 'does not support'} bfloat16",
         )
     if not layers.linear_alone:
         return chosen("float32", "the model has matrix products outside its linear layers")
@@ -235,7 +237,7 @@ def _choose_side(
     ratio = seconds.float32 / seconds.bfloat16
     return chosen(
         "bfloat16" if ratio >= FASTER else "float32",
-        f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} asked for "
+        f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} required "
         f"({1e3 * seconds.bfloat16:.2f} and {1e3 * seconds.float32:.2f} ms, {seconds.of})",
     )
 

@@ -36,7 +36,7 @@ def run_file(given: str | os.PathLike[str]) -> Path:
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe and the Python module of the same name, if any, or a program; the files written.
+    """Copy a recipe with the Python module of the same name, if any, or copy a program. Returns the files written.
 
     Raises:
         UsageError: there is no such recipe, or a file to be written already exists.

@@ -1,4 +1,4 @@
-"""Trains one step of a run again from the stored data, and compares; never writes into the run folder.
+"""Trains one step of a run again from the stored data, and compares the results; never writes into the run folder.
 
 ```
 checkpoint before the step -> trainer -> the stored steps in between -> the step
@@ -59,7 +59,7 @@ _BATCH = (
     "seq_len",
     "max_off_policy_steps",
 )
-"""Keys of [orchestrator] and of its environments that affect how a batch already sampled is trained."""
+"""Keys of [orchestrator] and of its environments that affect how an already sampled batch is trained."""
 _ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """Tolerance by trainer.dtype: the largest difference between two ways to compute the same logprob."""
 
@@ -81,7 +81,7 @@ class Replay:
     logprobs: TokenDifference
     gradients: TokenDifference
     weights: WeightDifference | None
-    """None if the run has no checkpoint of this step."""
+    """The comparison of the weights after the step. None if the run has no checkpoint of this step."""
     rounding: float
     """Differences up to this count as rounding."""
 
@@ -195,7 +195,7 @@ def _refuse_idle(changes: Sequence[str]) -> None:
             names = ", ".join(f"orchestrator.{name}" for name in _BATCH)
             raise UsageError(
                 f"--replay trains a stored batch on the weights of that time: {change} has no effect "
-                "on it; keys that may change: trainer.* but for trainer.lora and "
+                "on it; keys that may change: trainer.* except trainer.lora and "
                 f"trainer.parallel (it trains in one process), {names}"
             )
 
@@ -209,7 +209,7 @@ def _trainer_before(
     configuration then takes over the first one's state.
     """
     between = plan.steps[:-1]
-    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as the run had left
+    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as at that time
     if changed is not None and not between:
         return _trainer(plan, changed, plan.checkpoint.folder, left)
     trainer = _trainer(plan, config, plan.checkpoint.folder, left)

@@ -34,7 +34,7 @@ from verbatim.run.orchestrator.assemble import assemble_group
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredStep:
-    """What the run stored of a step."""
+    """The data that the run stored for a step."""
 
     step: int
     outcomes: Sequence[TrajectoryOutcome]
@@ -105,7 +105,7 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
 
 
 def read_step(run: Path, step: int) -> StoredStep:
-    """Read what is stored of a step.
+    """Read the stored data of a step.
 
     Raises:
         UsageError: its file, or the metrics log, is missing or damaged; or the file lacks some of the trained tokens.

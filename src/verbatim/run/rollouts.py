@@ -56,7 +56,7 @@ def make_setups(
         episode_stats: Counts the episodes of all environments.
         run_id: The run's name, for the episodes.
         routing: The expert routing that recorded experts must match.
-        trains: True if the samples are trained on: then tokens are sampled with their kept sets.
+        trains: True if the samples are trained on: then the sampler also returns kept sets.
     """
     episode_stats = episode_stats or EpisodeStats()
     return {
@@ -139,7 +139,7 @@ async def open_runner(
         )
         for (purpose, label), env in elsewhere.items()
     }
-    # Isolated environments need worker processes, also where the backend is "local".
+    # Isolated environments need worker processes, even if the backend is "local".
     name = "processes" if rollout.backend == "local" and elsewhere else rollout.backend
     backend = find_backend(name, RUNNERS, what=rollout.what)
     inputs = RunnerInputs(setups=setups, sampler=sampler, renderer=renderer, workers=rollout.workers, logs=logs)
@@ -237,7 +237,7 @@ def backend_inputs(
     cores: CoreShare | None = None,
     kept_sets: bool = True,
 ) -> BackendInputs:
-    """What every inference backend needs to know of the run. Parameters as of `make_sampler`."""
+    """The settings of the run that every inference backend needs. Parameters as for `make_sampler`."""
     lora = config.trainer.lora
     return BackendInputs(
         model=source,
@@ -255,12 +255,12 @@ def backend_inputs(
 
 
 async def ask_servers_of(config: RunConfig) -> None:
-    """Query existing servers whether this run can sample from them, so that it is not found out after a warm start.
+    """Ask existing servers whether this run can sample from them, so that a problem is found before a warm start.
 
     A model that the run builds does not exist yet, so its servers are not queried.
 
     Raises:
-        UsageError: the run cannot sample from a server; the message has what to type.
+        UsageError: the run cannot sample from a server; the message says what to type.
         SamplerFault: a server does not respond.
     """
     settings = inference_settings(config)

@@ -64,7 +64,7 @@ class RunLog:
         environments: The evaluated environments by label. If empty, no evaluated episodes are stored.
         earlier_seconds: Wall-clock time of the run's earlier processes.
         started: `time.monotonic()` when this process began.
-        max_failed: The largest share of failed episodes with which an evaluation still counts in comparisons.
+        max_failed: The largest share of failed episodes that an evaluation may have and still be used in comparisons.
         on_checkpoint: Called after each checkpoint.
     """
 
@@ -191,7 +191,7 @@ class RunLog:
             trainer_state: A folder with the trainer's part, if it is saved already.
 
         Raises:
-            CheckpointNotWritten: the disk or the trainer refused.
+            CheckpointNotWritten: the trainer could not save its part, or a file could not be written.
         """
         with self.stage("checkpoint"):
             if trainer_state is None:
@@ -241,7 +241,7 @@ class RunLog:
         if best is None or best["step"] in self._store.steps():
             return state
         logger.warning(
-            "the best checkpoint, that of step %d, is gone; the next evaluation is the best so far", best["step"]
+            "the best checkpoint, that of step %d, is gone; the next evaluation becomes the best so far", best["step"]
         )
         return {**state, "evaluations": {**evaluations, "best": None}}
 

@@ -20,7 +20,7 @@ from verbatim.run.evaluation.stored import read_evaluated_episodes
 logger = logging.getLogger(__name__)
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
-"""Omitted where they have no value: no tool call was tried, or no environment knows its best constant policy."""
+"""Omitted if they have no value: no tool call was tried, or no environment knows its best constant policy."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
 """With several environments, the top level of the summary has means of these; other values appear per environment."""
@@ -50,7 +50,7 @@ def summary_of(
         metrics_path: The metrics log.
         best_constant: As returned by `best_constants`.
         run: The folder with the evaluated episodes, for the confidence interval of the gain. None: no interval.
-        max_failed: The largest share of failed episodes with which an evaluation still counts in comparisons.
+        max_failed: The largest share of failed episodes that an evaluation may have and still be used in comparisons.
         forked_at: The step at which the run was forked; evaluations up to it belong to the original run and do not
             count as results of this one. -1: the run is not a fork.
 
@@ -132,7 +132,7 @@ def _number(value: Any) -> float | None:
 
 def _gain_intervals(run: Path | None, last_step: int, max_failed: float) -> dict[str, list[float]]:
     """The 95% confidence interval of the gain, by environment, over the episodes that the first and the last evaluation
-    have in common (same example and seed). Without intervals if the episodes cannot be read."""
+    have in common (same example and seed). Empty if the episodes cannot be read."""
     before: dict[str, list[EvaluatedEpisode]] = {}
     after: dict[str, list[EvaluatedEpisode]] = {}
     if run is None or not last_step:

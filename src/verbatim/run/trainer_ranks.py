@@ -1,7 +1,7 @@
 """Starts the trainer's ranks, or joins those that a launcher (`torchrun`) has started.
 
 Rank 0 is the trainer's own process. It starts the others on this machine, one interpreter each, watches them, and ends
-them with itself. They run `python -m verbatim.run.trainer_rank`, which ends up in `follow_leader`.
+them with itself. They run `python -m verbatim.run.trainer_rank`, which calls `follow_leader`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
     several = wanted > 1 or (may_be_launched and is_launched())
     if several and inference_settings(config).shares_device:
         raise UsageError(
-            "the sampler shares the trainer's device, which several processes of a trainer cannot leave; "
+            "the sampler shares the trainer's device, which a trainer of several processes cannot release; "
             "use trainer.parallel.processes = 1, or give the sampler a device of its own"
         )
     if may_be_launched and is_launched():
@@ -124,7 +124,7 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
 
 @contextlib.contextmanager
 def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None) -> Iterator[Ranks]:
-    """Lead the other ranks while the block runs. If the block fails, they are told, and end."""
+    """Lead the other ranks while the block runs. If the block fails, they are notified, and end."""
     from verbatim.trainer.parallel.failures import Failures
 
     assert rank == 0
@@ -192,7 +192,7 @@ def follow_leader() -> None:
     except BaseException as error:
         logger.exception("rank %d ends", rank)
         failures.tell(error)
-        if is_lost(error):  # the error only follows from another rank's failure: exit with that rank's status
+        if is_lost(error):  # another rank's failure caused this error: exit with that rank's status
             _end_for(failures.wait_for_first(), failures)
         failures.leave()
         _exit(_STATUS[kind_of(error)])  # without cleanup: the other ranks wait as long as this process lives
@@ -226,7 +226,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
 def _end_for(failure: Failure | None, failures: Failures) -> None:
     """End this process because another rank failed. None: the cause is unknown."""
     if failure is None:
-        logger.error("the trainer's processes end: the other ranks do not answer any more")
+        logger.error("the trainer's processes end: the other ranks no longer respond")
         _exit(1)
     else:
         logger.error("the trainer's processes end: %s failed: %s", failures.name(failure.rank), failure.said)
@@ -306,7 +306,7 @@ class _Others:
         return store
 
     def ended(self) -> dict[int, str]:
-        """How each process that has ended did so, by rank."""
+        """By rank, how each process ended that has ended."""
         statuses = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: f"{how_it_ended(status)}{last_lines(self._log(rank))}"

@@ -81,7 +81,7 @@ class TrainingRun:
     started: float
     """`time.monotonic()` when this process began."""
     has_begun: bool = False
-    """True once the training loop runs. A mistake of the user that is found earlier leaves no folder."""
+    """True once the training loop runs. If the user's mistake is found earlier, no run folder is left behind."""
     finished: bool = False
     """True if all steps were taken; False after Ctrl-C, or if the trainer process was asked to end."""
     was_interrupted: bool = False
@@ -93,7 +93,7 @@ class TrainingRun:
     nothing_trained: str | None = None
     """After a run that finished without training a token: the reason."""
     _stop: Callable[[], None] | None = None
-    """Asks the loop to end. None: it is not running yet."""
+    """Asks the loop to end. None if the loop is not running yet."""
     _starting: Future[Sampler] | None = field(default=None, init=False)
     """The sampler that is being started while the trainer prepares."""
     _store: CheckpointStore = field(init=False)

@@ -1,4 +1,5 @@
-"""Determines where and how the trainer sends its weights to the sampler's servers, and refuses what cannot work."""
+"""Determines where and how the trainer sends its weights to the sampler's servers, and refuses configurations that
+cannot work."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import is_launched
 
 _ANY_PORT = 9
-"""Used to find this host's address towards a server. Any port does: nothing is sent."""
+"""Used to find this host's address towards a server. Any port will do: nothing is sent."""
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:
@@ -25,7 +26,7 @@ def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSe
         is_trainers_host: True if the trainer runs on this host and sees the devices that this process sees.
 
     Raises:
-        UsageError: the configuration cannot work; the message has what to type.
+        UsageError: the configuration cannot work; the message says what to type.
     """
     settings = inference_settings(config).broadcast
     if settings is None:
@@ -95,7 +96,7 @@ def refuse_unreachable(store: WeightStore) -> None:
     """Refuse a trainer on another host whose address is a loopback address there.
 
     Raises:
-        UsageError: the message has what to type.
+        UsageError: the message says what to type.
     """
     if _is_loopback(store.host) and store.on != socket.gethostname():
         raise UsageError(
