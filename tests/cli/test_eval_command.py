@@ -259,7 +259,7 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(place: Path, capsys):
 
     with chat_server(solve, interrupts) as server:
         evaluate(server, *options, status=130)
-        assert "what was played is in episodes.jsonl; to continue:" in " ".join(capsys.readouterr().err.split())
+        assert "the episodes played so far are in episodes.jsonl; to continue:" in " ".join(capsys.readouterr().err.split())
         assert len(Path("episodes.jsonl").read_text().splitlines()) == 5
         evaluate(server, *options)
         assert len(server.requests) == 6 + 3
@@ -342,7 +342,7 @@ def test_an_api_that_is_dead_ends_the_command_and_what_was_played_is_kept(place:
         assert len(server.requests) == 4 + 16
     told = " ".join(capsys.readouterr().err.split())
     assert "16 episodes in a row failed with good@" in told
-    assert "what was played is in episodes.jsonl; to continue:" in told
+    assert "the episodes played so far are in episodes.jsonl; to continue:" in told
     assert len(Path("episodes.jsonl").read_text().splitlines()) == 20
 
 

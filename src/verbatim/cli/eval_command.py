@@ -37,7 +37,8 @@ from verbatim.run.tables import component_tables
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, the models, how much to play, and where results go."""
     parser.epilog = (
-        "exit status: 0 everything was played, 1 every episode of an environment failed or an API is dead, 2 a mistake"
+        "exit status: 0 everything was played, 1 every episode of an environment failed or an API is dead, "
+        "2 a usage error"
     )
     add = parser.add_argument
     add(
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="JSONL",
-        help="append every episode to this file; the same command later plays only what is missing from it",
+        help="append every episode to this file; the same command, run again, plays only missing episodes",
     )
     add("--per-example", type=Path, metavar="JSONL", help="write one line per example and model into this file")
     add("--report", type=Path, metavar="MD", help="write a Markdown report into this file")
@@ -209,7 +210,7 @@ def _api(args: argparse.Namespace, name: str, url: str) -> OpenAI:
 def _say_how_to_go_on(args: argparse.Namespace, told: PlainConsole) -> None:
     hint = "nothing was kept; with --out FILE the same command continues where it stopped"
     if args.out is not None:
-        hint = f"what was played is in {args.out}; to continue:  {shlex.join(['verbatim', *sys.argv[1:]])}"
+        hint = f"the episodes played so far are in {args.out}; to continue:  {shlex.join(['verbatim', *sys.argv[1:]])}"
     told.print(hint, soft_wrap=True, style="bold")
 
 

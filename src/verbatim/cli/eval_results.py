@@ -195,7 +195,7 @@ class Results:
 
 
 def _resolved(found: ModelResult) -> str:
-    """What a model's name stands for, if that is not obvious, and its step."""
+    """The model that a name refers to, if that is not obvious, and its step."""
     where = "" if found.model.api is not None or found.model.where == found.model.label else f" = {found.model.where}"
     return f"{where}{_steps(found)}"
 

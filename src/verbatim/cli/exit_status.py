@@ -7,9 +7,10 @@ from verbatim.core import ctrl_c
 FINISHED = 0
 """Everything was done: a run took all its steps, or used up its examples, and trained something."""
 STOPPED = 1
-"""The command could not continue: every rollout failed, a process died, the machine failed; or a part of it failed."""
+"""The command could not continue: every rollout failed, a process died, the machine failed; or part of its work
+failed."""
 USAGE = 2
-"""A mistake in what was typed or configured, or in a file or folder named there: the user has to change something."""
+"""A mistake in the command or the configuration, or in a file or folder named there, which the user has to correct."""
 NOTHING_TRAINED = 3
 """The run finished without training a single token; the message has the reason."""
 ALARM = 4

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments_of_the_environment(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("like the environment's args").add_argument
+    add = parser.add_argument_group("as in the environment's args").add_argument
     add(
         "--reward",
         choices=("last_line", "file", "score", "post"),
@@ -55,11 +55,17 @@ def _add_arguments_of_the_environment(parser: argparse.ArgumentParser) -> None:
     add("--score", metavar="COMMAND", help="with --reward score: the command to run after the program")
     add("--example-in", choices=("stdin", "file"), default="stdin", help="how the program gets the example (stdin)")
     add("--cwd", metavar="FOLDER", default=".", help="where the program runs (the current folder)")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="an environment variable for it; repeatable")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable for the program; repeatable",
+    )
     add("--env-from", action="append", default=[], metavar="NAME", help="a variable to pass on from this shell")
     add("--memory-mb", type=int, default=4096, metavar="N", help="memory limit in MiB, per process and in total (4096)")
     add("--processes", type=int, default=128, metavar="N", help="maximum number of processes in the sandbox (128)")
-    add("--disk-mb", type=int, default=64, metavar="N", help="MiB of files that it may write in the sandbox (64)")
+    add("--disk-mb", type=int, default=64, metavar="N", help="MiB of files that the program may write (64)")
     add("--connections", type=int, default=512, metavar="N", help="in the sandbox, connections to the gateway (512)")
     add("--max-body-mb", type=int, default=32, metavar="N", help="maximum size of a request in MiB (32)")
     add("--visible", action="append", default=[], metavar="FOLDER", help="a folder visible in the sandbox, read-only")

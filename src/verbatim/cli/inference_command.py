@@ -164,7 +164,7 @@ async def _serve_standing(
 
 
 async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task[Any]) -> bool:
-    """Work until done (True) or until the command is asked to stop (False). Raises what the work raises."""
+    """True if the work finished, False if the command was asked to stop first. Exceptions of the work are passed on."""
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)

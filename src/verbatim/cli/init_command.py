@@ -17,9 +17,9 @@ KINDS = {
     "subagents": "the environment owns the control flow, and several agents take turns",
     "program": "an agent program that uses OpenAI's SDK against the gateway and knows nothing of Verbatim",
 }
-"""Every kind of project, with what its environment demonstrates."""
+"""The kinds of projects, with a description of what each one demonstrates."""
 GATEWAY_CHECK = """verbatim gateway check "python agent.py" --lines --example '{"state": "dry"}'"""
-"""Checks a new project of kind "program"."""
+"""The command that checks a new project of kind "program"."""
 _WHOLE = ("program",)
 """Kinds that do not use the common template files."""
 

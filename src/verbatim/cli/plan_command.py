@@ -43,13 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of devices; the trainer takes those that the sampler leaves, unless the file has a number",
     )
     parser.add_argument(
-        "--from-run", type=Path, metavar="FOLDER", help="a run whose trajectories are as long as those expected"
+        "--from-run", type=Path, metavar="FOLDER", help="a run with trajectories of the expected lengths"
     )
     parser.add_argument(
-        "--utilisation", type=SHARE, metavar="SHARE", help="share of the devices' peak FLOP/s that is reached (0.3)"
+        "--utilisation",
+        type=SHARE,
+        metavar="SHARE",
+        help="share of the devices' peak FLOP/s that the run reaches (0.3)",
     )
     parser.add_argument(
-        "--bandwidth-utilisation", type=SHARE, metavar="SHARE", help="share of their memory bandwidth reached (0.6)"
+        "--bandwidth-utilisation",
+        type=SHARE,
+        metavar="SHARE",
+        help="share of their memory bandwidth that it reaches (0.6)",
     )
     parser.add_argument(
         "--memory-share", type=SHARE, metavar="SHARE", help="share of their memory that tensors may take (0.9)"

@@ -10,7 +10,7 @@ runs/a/precision.json              ->  runs/b/precision.json                how 
                                        runs/b/forked_from.json
 ```
 
-From then on the fork is an ordinary run that is resumed. Files that are never modified are hard-linked where the file
+From then on the fork is an ordinary run that is resumed. Files that are never modified are hard-linked if the file
 system supports it; others are copied.
 """
 
@@ -74,7 +74,7 @@ _FIXED = {
 _MAY_CHANGE = ("trainer.lora.merge_final",)
 """Exceptions to `_FIXED`: these keys do not affect training."""
 _LOGS = ("alarms.jsonl", "metrics.jsonl")
-"""The logs in JSON lines, of which the fork keeps only the first part."""
+"""The logs in JSON lines, which the fork keeps only up to the checkpoint."""
 _FORKED = {
     *_BEGINNINGS,
     TRAJECTORIES,

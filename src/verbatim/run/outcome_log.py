@@ -74,7 +74,7 @@ class OutcomeLog:
 
     def wait(self, most: int = 0) -> None:
         """Wait until at most `most` steps are still queued. Several threads may wait at once. An exception in writing a
-        step is raised in every thread that waits for that step, then dropped with it."""
+        step is raised in every thread that waits for that step, then discarded."""
         while len(self._waiting) > most:
             try:
                 oldest = self._waiting[0]

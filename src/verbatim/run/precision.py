@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 FASTER = 1.25
 """Minimum measured speed-up for choosing bfloat16: the rest of a pass does not get faster, and casting has a cost."""
 TINY = 100_000
-"""Mean number of elements of a weight matrix below which a model is tiny: casting then costs what the product saves."""
+"""Mean number of elements of a weight matrix below which a model is tiny: casting then costs as much as the faster
+product saves."""
 TRAINER_ROWS = 1024
 """Tokens per measured product of the trainer; with more of them the ratio hardly changes."""
 MOST_SAMPLER_ROWS = 64

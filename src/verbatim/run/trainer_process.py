@@ -102,8 +102,8 @@ def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None
 
     Args:
         config: The run's configuration.
-        told: Entered while modules are imported, which takes seconds. It must leave no thread behind, because threads
-            do not survive a fork.
+        told: A context that is entered while modules are imported, which takes seconds. It must leave no thread behind,
+            because threads do not survive a fork.
 
     Raises:
         ModelError: the model does not exist; raised before PyTorch is imported.

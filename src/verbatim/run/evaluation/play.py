@@ -78,8 +78,8 @@ class EnvPlan:
         return len(self.examples) * self.episodes_each
 
     def units(self, played: Mapping[tuple[str, int], object]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """What is left to play, as pairs of an example's index and the numbers of its episodes. If the environment
-        scores the episodes of an example together, they are one unit; otherwise each episode is a unit."""
+        """The units that are left to play: pairs of an example's index and the indices of its episodes. If the
+        environment scores the episodes of an example together, they are one unit; otherwise each episode is a unit."""
         for index, example in enumerate(self.examples):
             left = tuple(k for k in range(self.episodes_each) if (example.id, k) not in played)
             if left and self.scores_together:
@@ -179,7 +179,7 @@ class _Playing:
         self._num_failed = self._streak = 0
 
     async def run(self) -> ModelResult:
-        """Play what is left, and return the results."""
+        """Play the episodes that are left, and return the results of all."""
         if any(True for plan in self._plans for _ in plan.units(self._played[plan.env])):
             episode_stats = EpisodeStats("eval")
             async with self._open(episode_stats) as setups:

@@ -121,8 +121,8 @@ def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:
 
 
 def example_rows(results: Sequence[EnvResult | None], most: int | None = MOST_EXAMPLES) -> tuple[list[Row], int]:
-    """One row per example, one column per result, with the successes and the mean reward. Order: the hardest first;
-    with several results those on which they differ most first.
+    """One row per example, one column per result, with the successes and the mean reward. The hardest examples come
+    first; with several results, those on which the results differ most.
 
     Returns:
         The rows, and the number of examples left out.

@@ -44,7 +44,7 @@ class GroupRules:
     needs_logprobs: bool = True
     """True if turns without logprobs serve as context only. False in imitation, which needs no logprobs."""
     needs_rewards: bool = True
-    """True if a rollout without a usable reward counts as failed; False with a teacher, where its advantage is 0."""
+    """True if a rollout without a usable reward counts as failed. False with a teacher: its advantage is then 0."""
     reads_turn_rewards: bool = True
     """True if the advantage reads the rewards of turns."""
     truncated_sampling: bool = False
@@ -117,7 +117,8 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
 
 
 def _credited(group: Group, rules: GroupRules) -> Group:
-    """The group with advantages. Trajectories without one count as failed, unless rewards are not needed."""
+    """The group with advantages. A trajectory for which no advantage can be computed counts as failed, unless rewards
+    are not needed."""
     credited = assign_advantages(
         group, rules.advantage, rules.length_penalty, max_length=rules.max_length, needs_logprobs=rules.needs_logprobs
     )

@@ -225,8 +225,8 @@ class Dispatcher:
             self._in_flight.add(drawn.index, self._version)
 
     def _begin(self) -> None:
-        """Create the episodes of the groups drawn first, as long as few episodes wait for a slot: more of them would
-        only use memory."""
+        """Create the episodes of the oldest groups in `_drawn`, as long as few episodes wait for a slot: more episodes
+        would only use memory."""
         while self._drawn and self._num_in_line < MOST_IN_LINE and not self._stopped:
             launched = self._drawn[0]
             drawn = launched.drawn

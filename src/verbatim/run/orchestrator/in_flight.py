@@ -1,4 +1,4 @@
-"""Records of launched groups, with counts of those in flight that stay cheap when there are many."""
+"""Records of launched groups, and counts of the groups in flight that stay cheap even if there are many."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Submitted:
 class Producer:
     """Collects groups, assembles batches and hands them to the trainer, in order.
 
-    How far it may run ahead is up to the dispatcher.
+    The dispatcher limits how far it runs ahead.
     """
 
     schedule: RunSchedule

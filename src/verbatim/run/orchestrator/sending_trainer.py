@@ -69,7 +69,7 @@ class SendingTrainer:
         return self._sent
 
     def go_on(self, version: int) -> None:
-        """Note that the update to this version is over. If it was not sent so far, it will not be."""
+        """Note that the update to this version is over. If the version has not been sent by now, it never will be."""
         if version == self._held:
             self._may_train.set()
 

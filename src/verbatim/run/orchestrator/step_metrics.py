@@ -37,7 +37,7 @@ class ReportsMetrics(Protocol):
     """A sampler with its own metrics."""
 
     def metrics(self) -> Mapping[str, float]:
-        """The metrics by name; rates are since the previous call."""
+        """The metrics by name; rates are averages since the previous call."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -55,7 +55,7 @@ class MyEnv:
     """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
-        """The tasks of "train" and "eval": different ones, so that an evaluation measures what was not trained."""
+        """The tasks of "train" and "eval": they differ, so that evaluations use tasks that were not trained on."""
         drawn = [list(words) for words in itertools.permutations(OPPOSITES, ROUNDS)]
         random.Random(0).shuffle(drawn)
         chosen = drawn[:16] if split == "train" else drawn[16:]
