@@ -376,7 +376,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(place: P
     text = " ".join([*capfd.readouterr().out.split(), *ours.split()])  # the trainer's process, and this one
     assert status == 0
     assert "is damaged and not used: weights/model.safetensors has a different SHA-256" in text
-    assert f"going on after step {STEPS - 2}" in text
+    assert f"continuing after step {STEPS - 2}" in text
     assert_same_run(run, unstopped)
 
 

@@ -205,7 +205,7 @@ def _steps(found: ModelResult) -> str:
 
 
 def _failures(result: EnvResult) -> str:
-    """How many episodes failed, and how they count."""
+    """How many episodes failed, and how they are counted."""
     if not result.num_failed:
         return "; no episode failed"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result.failures.items())

@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def told(report: ProgramReport) -> list[str]:
-    """The report for people, one line per item."""
+    """The report as readable text, one line per item."""
     counts = report.counts
     first, agents = report.seconds_to_first_request, ", ".join(report.agents) or "-"
     how, words = ("ended well", "") if report.error is None else _parted(report.error)

@@ -52,7 +52,7 @@ def _split(overrides: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def show(found: Replay, console: PlainConsole) -> None:
-    """Print the comparison for people."""
+    """Print the comparison as readable text."""
     between = found.step - found.checkpoint - 1
     on_the_way = f", and {between} steps on the way" if between else ""
     console.print(

@@ -149,8 +149,8 @@ def train(
     *,
     trainer_elsewhere: bool = False,
 ) -> int:
-    """Train, for `verbatim rl` and `verbatim orchestrator`. `again` returns the command
-    that resumes the run in a folder."""
+    """Train, for `verbatim rl` and `verbatim orchestrator`. `again` returns the command that resumes the run in a
+    folder."""
     is_plain = not (args.quiet or args.json)
     console = PlainConsole(quiet=not is_plain)
     notes = console if is_plain else PlainConsole(stderr=True)

@@ -1,4 +1,4 @@
-"""Finds the models that `verbatim eval` measures: a folder, a hub id, a run's checkpoint, or a model behind an API."""
+"""Finds the models that `verbatim eval` evaluates: a folder, a hub id, a run's checkpoint, or a model behind an API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ apart, because training changes every tensor."""
 
 @dataclass(frozen=True, kw_only=True)
 class EvalModel:
-    """One model to measure."""
+    """A model to evaluate."""
 
     label: str
     """As typed on the command line."""

@@ -10,7 +10,7 @@ from verbatim.run.outcome_log import OutcomeLog
 
 
 class EvaluationLog:
-    """Collects the episodes played after a step, and writes them once every environment has delivered.
+    """Collects the episodes played after a step, and writes them once all environments have been evaluated.
 
     Args:
         files: Writes the files.

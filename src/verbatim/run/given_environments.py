@@ -82,8 +82,8 @@ def _import_path(given: Any) -> str | None:
 
 
 def makers(objects: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The table of environments: the bundled ones and these. An instance is wrapped in a function that returns it and
-    takes no arguments, so that configured `args` are refused as for any other environment."""
+    """The table of environments: the bundled and the given ones. An instance is wrapped in a function that returns it
+    and takes no arguments, so that configured `args` are refused as for any other environment."""
     table: dict[str, Any] = dict(ENVIRONMENTS)
     for name, given in objects.items():
         made = inspect.isclass(given) or inspect.isroutine(given)

@@ -83,7 +83,7 @@ def threads_of(config: RunConfig, own: int | None) -> int | None:
 
 
 def while_both_start(config: RunConfig) -> AbstractContextManager[None]:
-    """Halve the threads of the thread that loads the model, if trainer and sampler load at the same time."""
+    """While the block runs, use half of torch's threads if trainer and sampler load the model at the same time."""
     import torch
 
     from verbatim.inference.embedded.engine_thread import torch_threads

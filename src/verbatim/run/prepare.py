@@ -72,7 +72,7 @@ def _warm_start(
     """Train the model on the conversations and save it in the run folder, unless an earlier process has."""
     target = folder / "warm_start"
     if _is_whole(target):
-        console.print(f"warm start  done before, in {target}", soft_wrap=True)
+        console.print(f"warm start  already done, in {target}", soft_wrap=True)
         return target
     tokenizer = load_tokenizer(source)
     renderer = make_renderer(config.orchestrator.renderer, tokenizer)
@@ -110,7 +110,10 @@ def _is_whole(folder: Path) -> bool:
     if damage is None:
         return True
     logger.warning(
-        "%s is damaged: %s; it is made again, and the damaged one is kept as %s", folder, damage, keep_aside(folder)
+        "%s is damaged: %s; it is being rebuilt, and the damaged folder is kept as %s",
+        folder,
+        damage,
+        keep_aside(folder),
     )
     return False
 

@@ -263,7 +263,7 @@ class _Others:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, config: RunConfig) -> Any:
-        """Start them, and return the shared store once all of them have reported in.
+        """Start the other ranks, and return the shared store once all of them have reported in.
 
         Raises:
             RunStopped: a rank ended or did not start in time; names it, and quotes its log.
@@ -306,7 +306,7 @@ class _Others:
         return store
 
     def ended(self) -> dict[int, str]:
-        """By rank, how each process ended that has ended."""
+        """By rank, how each process that has exited did so, with the last lines of its log."""
         statuses = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: f"{how_it_ended(status)}{last_lines(self._log(rank))}"
@@ -315,14 +315,14 @@ class _Others:
         }
 
     def wait(self) -> None:
-        """Wait until they have ended by themselves, at most `_PATIENCE` seconds."""
+        """Wait up to `_PATIENCE` seconds for the ranks to end by themselves."""
         until = time.monotonic() + _PATIENCE
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, until - time.monotonic()))
 
     def kill(self) -> None:
-        """End those that are still running."""
+        """Kill the ranks that are still running."""
         for process in self._processes.values():
             end(process, patience=0.0)
 

@@ -191,7 +191,7 @@ class TrainingRun:
         config, ready = self.config, side.ready
         state: dict[str, Any] = {}
         if ready.checkpoint is not None:
-            self.console.print(f"going on after step {ready.version}, from {ready.checkpoint}", soft_wrap=True)
+            self.console.print(f"continuing after step {ready.version}, from {ready.checkpoint}", soft_wrap=True)
             state = read_loop_state(ready.checkpoint)
             assert state["step"] == ready.version
             self._store.set_aside_after(ready.version)
@@ -347,7 +347,7 @@ class TrainingRun:
         return await while_telling(side, orchestrator, train())
 
     def _keep_final(self, weights: Path) -> None:
-        """Save the last version as a folder that `from_pretrained` loads; of adapters, one that `peft` loads, with the
+        """Save the last version as a folder that `from_pretrained` loads; for adapters, one that `peft` loads, with the
         merged model if [trainer.lora] merge_final is set."""
         lora = self.config.trainer.lora
         with making(self.folder.final) as partial:

@@ -153,7 +153,7 @@ def _example(example: ExampleResult | None) -> str:
 
 
 def spent_line(result: EnvResult) -> str:
-    """The tokens, requests and costs of the episodes, for people.
+    """The tokens, requests and costs of the episodes, as readable text.
 
     >>> spent_line(EnvResult(env="a", num_episodes=1, num_failed=0, spent={"completion_tokens": 1200.0}))
     '1,200 sampled tokens'

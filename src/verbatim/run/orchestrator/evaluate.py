@@ -50,8 +50,8 @@ def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
 async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluation:
     """Run the planned episodes.
 
-    If the environment could not provide examples, the evaluation has no episodes, its success is NaN, and it counts in
-    `errors/environment`.
+    If the environment could not provide examples, the evaluation has no episodes, its success is NaN, and the failure
+    is counted in `errors/environment`.
     """
     examples, size = planned
     if not examples:

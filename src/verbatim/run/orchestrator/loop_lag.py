@@ -26,7 +26,7 @@ class LoopLag:
     it is logged once.
 
     Args:
-        blocked_after: Seconds.
+        blocked_after: Seconds without a tick of the loop until it counts as blocked.
         clock: Seconds since any fixed time; called from both threads.
     """
 

@@ -7,17 +7,17 @@ from verbatim.rollouts import EpisodeStats
 
 _REMEDIES = {
     "filter:zero_advantage": "the rewards of each group were equal, so that every advantage was 0: give partial "
-    "reward, or take examples that the model solves sometimes",
+    "reward, or choose examples that the model sometimes solves",
     "filter:gibberish": "the model itself finds its completions improbable: give it a [warm_start], or list "
-    "[[orchestrator.filters]] without it",
-    "filter:repetition": "list [[orchestrator.filters]] with a higher threshold, or without it",
+    "[[orchestrator.filters]] without this filter",
+    "filter:repetition": "list [[orchestrator.filters]] with a higher threshold, or without this filter",
     "filter:truncated": "every rollout was cut off: raise orchestrator.sampling.max_tokens, orchestrator.seq_len or "
-    "the environment's max_turns, or list [[orchestrator.filters]] without it",
-    "difficulty": "the rewards of each group were equal: take other examples, or set "
+    "the environment's max_turns, or list [[orchestrator.filters]] without this filter",
+    "difficulty": "the rewards of each group were equal: choose other examples, or set "
     "orchestrator.buffer.online_difficulty_filtering = false",
     "stale": "rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps",
     "over_length": "every turn ends beyond orchestrator.seq_len: raise it",
-    "untrained": "every turn was sampled with trained=False: leave it out for the agent that is to learn",
+    "untrained": "every turn was sampled with trained=False: leave that out for the agent that is to be trained",
     "missing_logprobs": "the sampler returned no logprobs: have it return those of the distribution it samples from",
 }
 """What to do, by the reason for which most tokens were dropped."""
@@ -38,7 +38,7 @@ def why_nothing_was_trained(ledger: Ledger, episode_stats: EpisodeStats, *, num_
     lines = [f"in {num_steps} step{'' if num_steps == 1 else 's'} no token was trained."]
     taken = ledger.dropped.most_common()
     if ledger.trained:
-        lines = [f"{ledger.trained} tokens were trained, and the advantage of every one was 0: nothing was learned."]
+        lines = [f"{ledger.trained} tokens were trained, but the advantage of every one was 0: nothing was learned."]
         lines.append(_REMEDIES["filter:zero_advantage"])
     elif taken:
         lines.append(f"of {ledger.sampled} sampled tokens: {', '.join(f'{count} {name}' for name, count in taken)}")

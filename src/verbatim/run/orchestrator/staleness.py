@@ -32,7 +32,7 @@ def too_old(group: Group, batch: int, max_off_policy_steps: int) -> bool:
 
 
 def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, float]:
-    """`staleness/mean`, `staleness/max`, and the histogram: `staleness/age/{a}` rollouts of age a.
+    """`staleness/mean`, `staleness/max`, and the histogram: `staleness/age/{a}` is the number of rollouts of age a.
 
     Args:
         ages: The ages of a batch's rollouts, without those that are too old. If empty, there is only the histogram.
