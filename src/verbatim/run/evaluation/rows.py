@@ -32,9 +32,9 @@ class Compared:
     """Two models or runs, compared on every environment that both have."""
 
     before: str
-    """The letter of the first."""
+    """The letter of the first model or run."""
     after: str
-    """The letter of the second, from which the first is subtracted."""
+    """The letter of the second model or run. Differences are second minus first."""
     environments: Mapping[str, PairedDifference]
     """The differences by environment label."""
 

@@ -84,7 +84,7 @@ class Dispatcher:
         self._running: dict[asyncio.Task[Group], Begun] = {}
         """Groups in flight whose episodes have been created."""
         self._num_in_line = 0
-        """Episodes of `_running` that wait for a slot."""
+        """Number of episodes of `_running` that wait for a slot."""
         self._in_flight = InFlight()
         """The groups of `_drawn` and `_running`, by the policy version at their launch."""
         self._goes_on = self._begins = False
