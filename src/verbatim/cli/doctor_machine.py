@@ -33,7 +33,7 @@ _PARTS = {
 _Dtype: TypeAlias = Literal["float32", "bfloat16"]
 _DTYPES: tuple[_Dtype, ...] = ("float32", "bfloat16")
 _INSTALL = "install one; on Debian and Ubuntu: apt install gcc"
-"""What to do without a compiler."""
+"""The advice if there is no compiler."""
 _SMALL = LlamaConfig(
     vocab_size=97,
     hidden_size=64,
@@ -56,9 +56,9 @@ class _Part:
     options: str
     """The compiler options."""
     reason: str
-    """Why it is not compiled, or not with the fastest options; "" if it is."""
+    """Why the file is not compiled, or not with the fastest options; "" if it is."""
     disagrees: str
-    """Why the sampler does not use it although it is compiled; "" if it does."""
+    """Why the sampler does not use the compiled code; "" if it does."""
 
     def __str__(self) -> str:
         if not self.compiled:

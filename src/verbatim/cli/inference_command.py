@@ -146,7 +146,7 @@ async def _serve_sampler(
 async def _serve_standing(
     config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
 ) -> None:
-    """Run servers as separate processes, each restarted when it ends."""
+    """Run servers as separate processes, and restart each one that ends."""
     servers = import_object(STANDING[config.inference.backend])(
         backend_inputs(config, model, logs=args.logs),
         inference_settings(config),

@@ -35,11 +35,11 @@ class RolloutPlan:
     """The conversations or episodes that the command plays."""
 
     jobs: Sequence[RolloutJob]
-    """One per trajectory."""
+    """The jobs, one per trajectory."""
     settings: Mapping[str, Any]
     """The settings that results depend on, in addition to the engine's."""
     work: Callable[[Sequence[RolloutJob], Take], Work]
-    """Returns the work of playing these jobs; calls `Take` with each result."""
+    """Returns the work of playing these jobs, which passes each finished trajectory to `Take`."""
 
 
 def plan_of(args: argparse.Namespace) -> RolloutPlan:

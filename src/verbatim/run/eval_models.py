@@ -26,7 +26,7 @@ class EvalModel:
     """A model to evaluate."""
 
     label: str
-    """As typed on the command line."""
+    """The model as typed on the command line."""
     source: str = ""
     """A folder or hub id; "" if the model is behind an API."""
     api: OpenAI | None = None

@@ -88,7 +88,7 @@ class KeptLines:
             rewritten.unlink(missing_ok=True)
 
     def _has_failed(self, line: str, number: int) -> bool:
-        """Pass a line's record to `take_in`; a line of another kind is refused."""
+        """Pass a line's record to `take_in`, and return its answer. A line of another kind is refused."""
         try:
             return self._take_in(content_of(LINES, json.loads(line), f"{self.path}:{number}"))
         except UsageError as error:

@@ -23,7 +23,8 @@ _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Omitted if they have no value: no tool call was tried, or no environment knows its best constant policy."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-"""With several environments, the top level of the summary has means of these; other values appear per environment."""
+"""With several environments, the top level of the summary has the means of these values over environments; other values
+appear only per environment."""
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import is_launched
 
 _ANY_PORT = 9
-"""Used to find this host's address towards a server. Any port will do: nothing is sent."""
+"""A port with which this host's address towards a server is found. Any port will do: nothing is sent."""
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:

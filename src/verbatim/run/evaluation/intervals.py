@@ -29,9 +29,9 @@ class Estimate:
     """A mean, a share or a difference, with its 95% confidence interval."""
 
     value: float
-    """NaN if nothing was measured."""
+    """The estimated value; NaN if nothing was measured."""
     low: float = math.nan
-    """NaN if the values do not show a spread: a single value, or values that are all equal."""
+    """The lower end of the interval. NaN if the values show no spread: a single value, or values that are all equal."""
     high: float = math.nan
     num_examples: int = 0
     """Number of examples behind the estimate."""
@@ -111,8 +111,8 @@ def share_interval(values: ByExample) -> Estimate:
     between 0 and 1, and has a width even if all episodes succeed or none does.
 
     Example: 30 of 40 examples succeed in all of their 4 episodes, 10 in none. The 160 episodes count as 40, and 0.75
-    has the interval (0.598, 0.858); 160 independent ones would have (0.678, 0.811). If all of 4 x 30 episodes succeed,
-    the interval is (0.668, 1); if 119 of the 120 do, it is (0.762, 1.000).
+    has the interval (0.598, 0.858); 160 independent ones would have (0.678, 0.811). If all 120 episodes of 4 examples
+    succeed, the interval is (0.668, 1); if 119 of them do, it is (0.762, 1.000).
     """
     if not any(values.values()):
         return UNKNOWN
@@ -136,9 +136,9 @@ def effective_size(values: ByExample) -> float:
 
     (t / z)^2 accounts for the small number of examples behind the variance (Korn & Graubard 1998, "Confidence intervals
     for proportions with small expected number of positive counts estimated from survey data"). The middle value is our
-    choice. The usual one where all succeed is an effect of 1: then, for 4 x 30 episodes of examples that are alike,
-    only 6 of 10 intervals contain the truth. An effect of m instead makes the interval jump from (0.51, 1) to (0.91, 1)
-    at the first failure.
+    choice. The usual choice if all succeed is an effect of 1: then, for 4 examples with 30 episodes each that are all
+    alike, only 6 of 10 intervals contain the true share. An effect of m instead makes the interval jump from (0.51, 1)
+    to (0.91, 1) at the first failure.
     """
     found = _clusters(values)
     return _effective(found.mean * (1 - found.mean), found)

@@ -49,7 +49,7 @@ class EvalSettings:
     """How much to play, and with which seed."""
 
     num_examples: int | None = None
-    """The first `num_examples` examples of each environment. None: orchestrator.eval.examples."""
+    """Number of examples to play per environment, the first ones. None: orchestrator.eval.examples."""
     episodes_per_example: int | None = None
     """Number of episodes per example. None: as many as orchestrator.eval.episodes allows."""
     seed: int = 0

@@ -22,7 +22,7 @@ class ExampleResult:
     num_failed: int
     num_successes: int
     mean_reward: float
-    """NaN if no episode has a reward."""
+    """The mean reward of the episodes that have one; NaN if none has."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """pass@k by k."""
     first_error: str | None = None
@@ -41,7 +41,8 @@ class EnvResult:
     env: str
     num_episodes: int
     num_failed: int
-    """Episodes that ended with an error. They count as failures, and are left out of rewards and of `figures`."""
+    """Number of episodes that ended with an error. They count as failures, and are left out of rewards and of
+    `figures`."""
     success: Estimate = UNKNOWN
     """The share of all episodes that reached their goal."""
     reward: Estimate = UNKNOWN

@@ -131,9 +131,9 @@ class EvalProgress:
     """The state that a run's evaluations update: the best evaluation, and early stopping."""
 
     best: BestEvaluation | None = None
-    """None: the best evaluation is not tracked."""
+    """The best evaluation so far. None: it is not tracked."""
     early_stopping: EarlyStopping | None = None
-    """None: the run never stops early."""
+    """Decides when to stop early. None: the run never does."""
     played: Mapping[str, Any] = field(default_factory=dict)
     """The settings that decide which episodes an evaluation plays, by name; plain JSON values."""
     max_failed: float = MAX_FAILED

@@ -174,7 +174,8 @@ def _with_teacher(outcomes: Sequence[TrajectoryOutcome], samples: Sequence[Train
 
 
 def _dropped_outcomes(kind: Flatness | None, group: Group) -> list[TrajectoryOutcome]:
-    """The outcomes of a group that the dispatcher dropped: too flat (online difficulty filtering), or None: too old."""
+    """The outcomes of a group that the dispatcher dropped. `kind`: what online difficulty filtering found; None if the
+    group was too old."""
     if kind is not None:
         return [TrajectoryOutcome.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
     return [TrajectoryOutcome.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]
