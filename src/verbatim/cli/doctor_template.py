@@ -55,7 +55,7 @@ def report(asked: str, *, as_json: bool) -> bool:
     """
     templates = [_look(name, tokenizer) for name, tokenizer in _tokenizers(asked)]
     by_name = {template.name: template for template in templates}
-    # The template that a tokenizer uses if there are tools.
+    # The template that a tokenizer would use for messages with tools.
     main = by_name.get("tool_use", by_name.get("default", templates[0]))
     if as_json:
         print(

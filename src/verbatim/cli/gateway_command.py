@@ -176,6 +176,6 @@ def _parted(error: str) -> tuple[str, str]:
     how, *quoted = re.split("; (?:so far )?it said ", error, maxsplit=1)
     try:
         words = ast.literal_eval("".join(quoted))
-    except (ValueError, SyntaxError):  # no words, or their end was cut off with the error's
+    except (ValueError, SyntaxError):  # nothing quoted, or the error was cut off within the quote
         return error, ""
     return (how, words) if isinstance(words, str) else (error, "")

@@ -86,7 +86,7 @@ def program() -> NoReturn:
             status = main(order.arguments)
     except SystemExit as end:  # from argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
-    except KeyboardInterrupt:  # outside `main`, which handles its own
+    except KeyboardInterrupt:  # raised outside `main`, which handles Ctrl-C itself
         status = exit_status.INTERRUPTED
     finally:
         status = _flush(status)
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        gc.enable()  # all imports are done
+        gc.enable()  # the imports that allocate a lot are done
         try:
             return int(args.run(args))
         except SystemExit as error:

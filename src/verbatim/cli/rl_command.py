@@ -186,7 +186,7 @@ def train(
             is_finished = training.finished
         finally:
             if not is_plain and not is_finished and folders and (folders[0] / CONFIG).exists():
-                notes.print(how_to_go_on(folders[0]), soft_wrap=True)  # `execute` printed it to a quiet console
+                notes.print(how_to_go_on(folders[0]), soft_wrap=True)  # `execute` printed it to a silent console
     return exit_status.FINISHED if is_finished else exit_status.INTERRUPTED
 
 

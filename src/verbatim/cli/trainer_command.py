@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_auto(config, "trainer and orchestrator of this run are started separately")
     console = PlainConsole()
     with holding(config, TRAINER, resume=args.resume, joins=True) as held:
-        if not supervised:  # else `verbatim rl` has checked the run
+        if not supervised:  # otherwise `verbatim rl` has checked the run already
             check_run(config, starts_both=False, plays=False)
         log_to_console(console, logging.WARNING if supervised else logging.INFO)
         opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True, held=held)

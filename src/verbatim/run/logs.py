@@ -98,7 +98,7 @@ class _ConsoleHandler(logging.Handler):
             self._noted.add(note)
         try:
             text = Text(self.format(record))
-            text.stylize(_STYLES.get(record.levelno, "dim"), 20, 27)  # the level name: after the 19-character date
+            text.stylize(_STYLES.get(record.levelno, "dim"), 20, 27)  # columns of the level name, after the date
             self._console.print(text, soft_wrap=True)
         except (OSError, ValueError):  # the stream is closed, or cannot write the text
             self.handleError(record)

@@ -209,7 +209,7 @@ def _trainer_before(
     configuration then takes over the first one's state.
     """
     between = plan.steps[:-1]
-    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as at that time
+    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as it was then
     if changed is not None and not between:
         return _trainer(plan, changed, plan.checkpoint.folder, left)
     trainer = _trainer(plan, config, plan.checkpoint.folder, left)

@@ -182,6 +182,8 @@ def _tensors(folder: Path) -> dict[str, tuple[Any, str]]:
 
     found: dict[str, tuple[Any, str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file: Any = safe_open(path, framework="pt")  # reads single tensors: both models need not fit
+        file: Any = safe_open(
+            path, framework="pt"
+        )  # reads one tensor at a time, so that models of any size fit in memory
         found |= {key: (file, key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
     return found

@@ -113,7 +113,9 @@ def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None
     kind = "qwen3"  # the architecture of models that a run builds
     if config.model.name is not None:
         found = Path(find_source(config.model.name)) / "config.json"
-        with contextlib.suppress(OSError, ValueError, KeyError):  # a hub id, or a fault that a later check reports
+        with contextlib.suppress(
+            OSError, ValueError, KeyError
+        ):  # not a local folder, or a fault that a later check reports
             kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
     with told, imports_that_stay():
         for module in (f"transformers.models.{kind}.modeling_{kind}", "verbatim.models.loading"):

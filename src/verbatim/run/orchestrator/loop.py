@@ -79,8 +79,8 @@ class Orchestrator:
     """Receives every evaluation; decides which is the best, and whether the run ends early."""
 
     def __post_init__(self) -> None:
-        self._stopping = asyncio.Event()  # no further batch is handed over, for any reason
-        self._asked_to_end = asyncio.Event()  # a stop was requested, which also cuts an evaluation short
+        self._stopping = asyncio.Event()  # set when no further batch may be handed over, for any reason
+        self._asked_to_end = asyncio.Event()  # set on a requested stop, which also cuts an evaluation short
         self._turns = DeviceHandoff(self.sampler, is_shared=self.schedule.shares_device)
         self._producer = Producer(
             schedule=self.schedule,
