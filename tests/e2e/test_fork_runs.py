@@ -316,7 +316,7 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
         (["run.toml", "--fresh", "optimizer"], "--fresh optimizer is for --fork RUN[@STEP]"),
         ([], "FILE is missing: the TOML file of the run, or a recipe's name"),
         (["--fork", "whole@3", "--run-dir", "whole"], "is the run that is forked; name another folder"),
-        (["--fork", "whole@3", "--max-steps", "3"], "max_steps = 3, and the checkpoint is that of step 3"),
+        (["--fork", "whole@3", "--max-steps", "3"], "max_steps = 3, but the checkpoint is that of step 3"),
         (["--fork", "whole@3", "--model.name", "other"], "model.name: "),
         (["--fork", "whole@3", "--trainer.lora.r", "8"], "trainer.lora.r: 'not set' -> 8: the checkpoint's adapters"),
         (["--fork", "whole@3", "--warm-start.steps", "8"], "warm_start.steps: 'not set' -> 8: it came before step 0"),

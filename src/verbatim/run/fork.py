@@ -66,7 +66,7 @@ FRESH = ("optimizer", "examples")
 _BEGINNINGS = ("model", "warm_start")
 """Folders of a run with the model that it started from; a fork copies them."""
 _FIXED = {
-    "model.": "the weights and their tokenizer are the checkpoint's",
+    "model.": "the weights and their tokenizer come from the checkpoint",
     "warm_start.": "it ran before step 0, and its effect is in the weights",
     "trainer.lora.": "the checkpoint's adapters, or its weights, have this shape",
 }
@@ -183,15 +183,15 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
         )
     if config.max_steps <= step:
         raise UsageError(
-            f"max_steps = {config.max_steps}, and the checkpoint is that of step {step}: nothing would be "
-            f"trained; for example --max-steps {step + 100}"
+            f"max_steps = {config.max_steps}, but the checkpoint is that of step {step}: nothing would be "
+            f"trained; type for example --max-steps {step + 100}"
         )
     progress = make_progress(config)
     progress.load_state_dict(read_loop_state(fork.checkpoint.folder)["evaluations"])
     if progress.early_stopping is not None and progress.stop_reason is not None:
         raise UsageError(
             f"the run {run} ended early at step {step}: {progress.stop_reason}; nothing would be trained. "
-            "Fork an earlier checkpoint, such as @best, or have more patience: --orchestrator.eval.early-"
+            "Fork an earlier checkpoint, such as @best, or increase the patience: --orchestrator.eval.early-"
             f"stopping.patience {len(progress.early_stopping.since) + 3}"
         )
     return Origin(run=str(run), step=step, fresh=fork.fresh, changes=tuple(changes), forked_from=read_origin(run))

@@ -88,8 +88,8 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
     if step not in can:
         keep = "" if step in files else "; monitor.keep_trajectory_steps and max_trajectory_gb say how many are kept"
         raise UsageError(
-            f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the files of "
-            f"trajectories from there to it; {there}{keep}"
+            f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the trajectory "
+            f"files of every step since that checkpoint; {there}{keep}"
         )
     damages = []  # a damaged checkpoint is skipped: an older one may do
     for base in reversed([number for number in steps if number < step]):
