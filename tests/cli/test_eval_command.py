@@ -259,7 +259,9 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(place: Path, capsys):
 
     with chat_server(solve, interrupts) as server:
         evaluate(server, *options, status=130)
-        assert "the episodes played so far are in episodes.jsonl; to continue:" in " ".join(capsys.readouterr().err.split())
+        assert "the episodes played so far are in episodes.jsonl; to continue:" in " ".join(
+            capsys.readouterr().err.split()
+        )
         assert len(Path("episodes.jsonl").read_text().splitlines()) == 5
         evaluate(server, *options)
         assert len(server.requests) == 6 + 3

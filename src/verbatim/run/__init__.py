@@ -1,7 +1,7 @@
 """A training run: how it is assembled, its training loop (`orchestrator`), its evaluations (`evaluation`).
 
 Input: a configuration. Output: a trained model, a `RunResult` and the run folder. Read first: `execute.py`, which
-assembles a run, then `orchestrator/loop.py`, the training loop. May import every package except `inspection` and `cli`.
+assembles a run, then `orchestrator/loop.py`, the training loop. Imports all but `inspection` and `cli`.
 
 `verbatim/__init__.py` binds the name `verbatim.run` to the function below, in place of this package. Python sets that
 attribute only when the package is first loaded, so later imports of its modules do not undo it. Importing the package
