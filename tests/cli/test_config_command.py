@@ -73,7 +73,7 @@ FILTERING = ["--orchestrator.buffer.online-difficulty-filtering", "true"]
         (["--orchestrator.oversampling-factor", "2", "--orchestrator.max-async-level", "0", *FILTERING], []),
         (
             ["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0", *FILTERING],
-            ["max_concurrent = 256 holds less than the 384 episodes in flight that oversampling_factor = 3 asks for"],
+            ["max_concurrent = 256 is less than the 384 episodes in flight that oversampling_factor = 3 allows"],
         ),
         (
             ["--orchestrator.max-async-level", "3", "--orchestrator.max-off-policy-steps", "1"],

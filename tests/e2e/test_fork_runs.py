@@ -319,7 +319,7 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
         (["--fork", "whole@3", "--max-steps", "3"], "max_steps = 3, but the checkpoint is that of step 3"),
         (["--fork", "whole@3", "--model.name", "other"], "model.name: "),
         (["--fork", "whole@3", "--trainer.lora.r", "8"], "trainer.lora.r: 'not set' -> 8: the checkpoint's adapters"),
-        (["--fork", "whole@3", "--warm-start.steps", "8"], "warm_start.steps: 'not set' -> 8: it came before step 0"),
+        (["--fork", "whole@3", "--warm-start.steps", "8"], "warm_start.steps: 'not set' -> 8: it ran before step 0"),
         (["--fork", "whole@3", "--trainer.optim.lrr", "8"], 'unknown key "lrr"'),
     ],
 )

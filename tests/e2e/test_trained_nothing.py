@@ -174,7 +174,7 @@ def test_a_run_that_trained_nothing_says_so_again_when_it_is_resumed(run, place,
 def test_advantages_that_are_all_zero_and_no_filter_that_says_so(run):
     status, printed, _ = run("Flat", "--orchestrator.filters", "[]")
     assert status == NOTHING_TRAINED
-    assert re.search(r"\d+ tokens were trained, and the advantage of every one was 0: nothing was learned", printed)
+    assert re.search(r"\d+ tokens were trained, but the advantage of every one was 0: nothing was learned", printed)
 
 
 @pytest.mark.slow

@@ -44,4 +44,4 @@ def test_failures_are_named_whatever_took_the_tokens():
 
 
 def test_tokens_that_were_trained_with_the_advantage_0_are_said_to_have_taught_nothing():
-    assert why({}, trained=12).startswith("12 tokens were trained, and the advantage of every one was 0")
+    assert why({}, trained=12).startswith("12 tokens were trained, but the advantage of every one was 0")
