@@ -51,7 +51,7 @@ def test_a_fork_that_would_end_early_at_once_is_refused_with_what_to_type(tmp_pa
     fork = stopped_after_20(tmp_path)
     with pytest.raises(UsageError) as refused:
         check_fork(fork, configured(2))
-    assert "success did not rise above 0.500 (step 0) in the evaluations after the steps 10, 20" in str(refused.value)
+    assert "success did not rise above 0.500 (step 0) in the evaluations after steps 10, 20" in str(refused.value)
     assert "--orchestrator.eval.early-stopping.patience 5" in str(refused.value)
     assert check_fork(fork, configured(5)).step == 20
 
