@@ -63,7 +63,7 @@ def test_a_lost_machine_costs_nothing_that_was_uploaded(place, url, capsys):
     lose(place)
     assert rl(url, "--max-steps", "4", "--resume") == FINISHED
     run = place / "runs" / "run" / name
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "continuing after step 2" in capsys.readouterr().out
     assert (place / "runs" / "run" / "latest").resolve() == run
     for file in ("final/model.safetensors", "checkpoints/step_000004/trainer/optimizer.safetensors"):
         assert (run / file).read_bytes() == (place / "whole" / file).read_bytes(), file
