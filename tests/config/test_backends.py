@@ -176,7 +176,7 @@ def test_a_backend_of_ones_own_has_its_table_under_its_last_name(file: Path):
         (
             'backend = "my_backends.canary_tolerance"\n',
             "FILE:8: inference.backend: the table of "
-            "'my_backends.canary_tolerance' would be [inference.canary_tolerance], which is a key of all backends; ",
+            "'my_backends.canary_tolerance' would be [inference.canary_tolerance], a key shared by all backends; ",
         ),
         ('backend = "my_backends.far"\n', "FILE:7: inference.far.url is missing: where the server is."),
         (

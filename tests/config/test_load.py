@@ -196,7 +196,7 @@ def test_where_episodes_are_played_is_checked_before_anything_starts(file: Path,
     assert message in str(caught.value)
 
 
-EXAMPLE = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
+EXAMPLE = ' For example: [[orchestrator.train.env]] and below it id = "guess_number"'
 
 
 def test_a_missing_table_is_described(file: Path):
@@ -206,7 +206,7 @@ def test_a_missing_table_is_described(file: Path):
 
 def test_a_missing_model_says_what_to_type(file: Path):
     file.write_text('[[orchestrator.train.env]]\nid = "guess_number"\n')
-    expected = 'model is missing: the model. Type for example: [model] and below it name = "Qwen/Qwen3-0.6B"'
+    expected = 'model is missing: the model. For example: [model] and below it name = "Qwen/Qwen3-0.6B"'
     assert error_of(file) == f"{file}: {expected}"
 
 
@@ -254,7 +254,7 @@ def test_greedy_sampling_is_refused_for_training(file: Path):
 
 def test_all_mistakes_are_listed_at_once(file: Path):
     message = error_of(edited(file, "max_turns = 4", "max_turn = 4"), "--trainer.dtype", "x", "--seed", "zero")
-    assert message.startswith(f"3 mistakes in {file}:\n")
+    assert message.startswith(f"3 errors in {file}:\n")
     for part in (f"{file}:9: ", "--trainer.dtype x: ", '--seed zero: seed: found "zero"'):
         assert part in message
     assert "at least one element" not in message
@@ -262,7 +262,7 @@ def test_all_mistakes_are_listed_at_once(file: Path):
 
 def test_broken_toml_names_line_and_column(file: Path):
     file.write_text("seed = 1\nname = hello\n")
-    assert error_of(file).startswith(f"{file}:2:8: not valid TOML: Invalid value; a text needs quotes")
+    assert error_of(file).startswith(f"{file}:2:8: not valid TOML: Invalid value; a string needs quotes")
 
 
 def test_toml_that_ends_too_early_names_the_last_line(file: Path):

@@ -86,7 +86,7 @@ def test_a_teacher_that_is_loaded_here_scores_over_the_same_sets(place):
                 *("--orchestrator.teacher", '{ model = "m", base_url = "http://127.0.0.1:1/v1" }'),
                 *("--orchestrator.sampling", "{ top_p = 0.8 }"),
             ],
-            "orchestrator.teacher.base_url gives logprobs of the whole distribution",
+            "orchestrator.teacher.base_url returns logprobs of the full distribution",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""The run's file as typed records.
+"""Typed, frozen records of a run's configuration file.
 
-In: TOML and command-line options. Out: frozen records, or a `UsageError` with what to type. Read first: `schema.py`.
-Imports `core`, and no torch.
+In: TOML and command-line options. Out: frozen records, or a `UsageError` that says what to type instead. Read first:
+`schema.py`. Imports `core`, and no torch.
 """
 
 from verbatim.config.backends import Backend, find_backend, settings_for

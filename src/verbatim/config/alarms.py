@@ -13,7 +13,7 @@ class AlarmConfig(ComponentConfig):
     """One alarm: a name from `ALARMS` or an import path, and its parameters."""
 
     enabled: bool = Field(default=True, exclude_if=lambda enabled: enabled)
-    """Whether this alarm is active."""
+    """False switches this alarm off."""
 
 
 class AlarmsConfig(NamedComponents):
@@ -23,16 +23,15 @@ class AlarmsConfig(NamedComponents):
     __pydantic_extra__: dict[str, AlarmConfig] = Field(init=False)
 
     enabled: bool = True
-    """Whether any alarm is active. Those of `ALARMS` that have no table of their own run with their defaults."""
+    """False switches off all alarms. Built-in alarms (`ALARMS`) without a table of their own use their defaults."""
     stop: tuple[str, ...] = ()
     """Names of alarms that end the run when raised; the run writes a checkpoint and exits with status 4."""
 
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        return (
-            tuple(value) if isinstance(value, list) else value
-        )  # strict validation of Python values refuses a list for a tuple, and `NamedComponents` hands Python values on
+        # `NamedComponents` passes Python values on, and strict validation of those rejects a list for a tuple.
+        return tuple(value) if isinstance(value, list) else value
 
     @classmethod
     def _table(cls, key: str, value: Any) -> Any:
@@ -40,5 +39,5 @@ class AlarmsConfig(NamedComponents):
 
     @property
     def components(self) -> dict[str, AlarmConfig]:
-        """The alarms that the file names, by key, including those that are switched off."""
+        """The alarms configured in the file, by key, including disabled ones."""
         return dict(self.__pydantic_extra__)

@@ -1,6 +1,6 @@
 """Finds a backend by the name or import path in a section's `backend`, and the class of its settings.
 
-A backend is a function or class that is called as `backend(inputs, settings)`. The annotation of `settings` defines the
+A backend is a function or class, called as `backend(inputs, settings)`. The annotation of `settings` defines the
 keys of its table, for example [inference.torch]. Importing the module of a backend must not load heavy packages.
 """
 
@@ -29,24 +29,24 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The backend that a section names."""
+    """The backend selected by a section, with the class of its settings."""
 
     function: Callable[..., Any]
     """`function(inputs, settings)`."""
     settings: type[BackendSettings]
-    """The record of its own table."""
+    """The record that its own table is parsed into."""
 
 
 def find_backend(name: str, table: Table, *, what: str) -> Backend:
-    """The backend of this name in the table, or at this import path.
+    """Find a backend by its name in the table, or import it by its path.
 
     Args:
         name: "torch", or "my_module.MySampler".
-        table: Name to function, or to its import path.
-        what: The kind, for errors: "inference backend".
+        table: Maps a name to a function, or to its import path.
+        what: The kind of backend, for errors: "inference backend".
 
+    Raises:
         ComponentError: no such name or module, or the object cannot be called as `backend(inputs, settings)`.
-        ComponentError: no such name or module, or not callable as `backend(inputs, settings)`.
     """
     entry = name if is_import_path(name) else table.get(name)
     if entry is None:
@@ -56,12 +56,12 @@ def find_backend(name: str, table: Table, *, what: str) -> Backend:
 
 
 def _settings_of(function: Any, named: str) -> type[BackendSettings]:
-    """The annotated class of the parameter `settings`.
+    """The class with which the parameter `settings` is annotated.
 
     Raises:
-        ComponentError: the signature or the annotation does not fit.
+        ComponentError: the signature or the annotation is not that of a backend.
     """
-    expected = "expected a function or class that is called as backend(inputs, settings)"
+    expected = "expected a function or class that can be called as backend(inputs, settings)"
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -88,15 +88,17 @@ def _settings_of(function: Any, named: str) -> type[BackendSettings]:
 
 
 def settings_for(section: BackendSection, name: str, backend: Backend) -> BackendSettings:
-    """A backend's settings from its section, or the defaults if it has no table there."""
+    """A backend's settings from its table in the section, or the defaults if there is no such table."""
     given = getattr(section, table_of(name), None)
     return backend.settings.model_validate({} if given is None else given)
 
 
 def schema_with_backends(document: Mapping[str, Any], tables: ComponentTables) -> tuple[type[RunConfig], list[Problem]]:
-    """The schema of a document: each backend's table becomes a key of its section, for every name in the tables and for
-    the import path that the document gives; problems with that import path are returned. The table of the backend in
-    use gets its defaults; tables of other backends are validated if present, and otherwise ignored."""
+    """The schema of a document, in which each backend's table is a key of its section, and problems with import paths.
+
+    Backends are those named in the tables, and those that the document gives by import path. The table of the backend
+    in use gets its defaults. Tables of other backends are validated if present, and otherwise ignored.
+    """
     inference, wrong = _tables_of(document, ("inference",), InferenceConfig, tables.samplers)
     rollout, also_wrong = _tables_of(document, ("orchestrator", "rollout"), RolloutConfig, tables.runners)
     return _schema(inference, rollout), [*wrong, *also_wrong]
@@ -131,7 +133,7 @@ def _tables_of(
         return known, [(key, str(error))]
     name = table_of(given)
     if name in section.model_fields:
-        taken = f"the table of {given!r} would be [{dotted(path)}.{name}], which is a key of all backends; rename it"
+        taken = f"the table of {given!r} would be [{dotted(path)}.{name}], a key shared by all backends; rename it"
         return known, [(key, taken)]
     return _Tables(tuple({**found, name: settings}.items()), name), []
 

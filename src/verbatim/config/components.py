@@ -22,15 +22,15 @@ from verbatim.core.texts import nearest
 
 Table = Mapping[str, Any]
 """Maps a name to a component: a function, a class whose fields are its parameters, a record with a `function`, or the
-import path of one of these ("module:name"), which defers a slow import until the component is used."""
+import path ("module:name") of one of these. An import path defers a slow import until the component is used."""
 
 Problem = tuple[KeyPath, str]
-"""The path of the wrong key, and a message with what was found and what was expected."""
+"""(path of the wrong key, message with what was found and what was expected)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentTables:
-    """The tables in which the names of a configuration are looked up."""
+    """The tables in which component names are looked up."""
 
     losses: Table
     """For [trainer.loss]."""
@@ -118,7 +118,7 @@ def _unknown_stops(config: RunConfig, table: Table) -> Iterator[Problem]:
 
 
 def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> Iterator[Problem]:
-    """Report a loss that does not fit the training mode, or that has nothing to learn from.
+    """Report a loss that does not fit the training mode or lacks the data it learns from.
 
     Args:
         config: The configuration.
@@ -182,7 +182,7 @@ def _group_of_one(config: RunConfig, use: _Use) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Use:
-    """One place of the configuration that names a component."""
+    """One place in the configuration that names a component."""
 
     path: KeyPath
     what: str
@@ -192,7 +192,7 @@ class _Use:
     parameters: dict[str, Any]
     parameters_key: KeyPath
     is_own: bool
-    """Whether it is a user's own component, given by its import path."""
+    """True for a user's own component, given by its import path."""
     num_inputs: int = 1
     """Number of leading positional parameters that receive data; all others are set in the file."""
 
@@ -211,7 +211,7 @@ def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
 
 
 def _use_of_name(name: str, what: str, key: KeyPath, **parameters: Any) -> _Use:
-    """A component given by a single key, its name or import path; `parameters` are those that the caller passes."""
+    """A component given by a single key (its name or import path). Its caller passes `parameters`."""
     return _Use(
         path=key,
         what=what,
@@ -290,7 +290,7 @@ def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str
 
 
 def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
-    """Why an imported object cannot be called with the inputs of its kind, or None if it can."""
+    """Why an imported object cannot be called with the inputs of its kind of component, or None if it can."""
     named = f"{use.what} {getattr(function, '__qualname__', type(function).__qualname__)}"
     made_of_parameters = is_made_of_parameters(function)
     if inspect.isclass(function) and use.num_inputs and not made_of_parameters and use.what != "monitor":
@@ -311,15 +311,15 @@ def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
     given = {p.name for p in positional[use.num_inputs :] if p.default is p.empty} - set(use.parameters)
     if given and not made_of_parameters:
         return (
-            f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, but it is called with one "
-            f"record, its first parameter {positional[0].name!r}; every other parameter is set in the file: read what "
-            "you need from that record, or set it in kwargs"
+            f"{named} needs {', '.join(p.name for p in positional if p.name in given)}, but it is called with a "
+            f"single record, its first parameter {positional[0].name!r}; all other parameters are set in the file: "
+            "read what you need from that record, or set it in kwargs"
         )
     return None
 
 
 def _own(what: str, name: str) -> str:
-    """How to name a component of one's own, as the end of a message; empty for kinds that cannot be extended."""
+    """How to select a user's own component, as the end of a message; empty for kinds that cannot be extended."""
     if what == "environment":
         path = name if "." in name else "my_module.MyEnvironment"
         return f'; or import your own: import_path = "{path}" instead of id'
@@ -331,7 +331,7 @@ def _own(what: str, name: str) -> str:
 
 
 def unknown(what: str, name: str, table: Collection[str], own: str = "") -> str:
-    """A message that the name is unknown, with the nearest name and all valid ones."""
+    """The message for an unknown name, with the nearest name and all valid ones."""
     elsewhere = known_elsewhere(what, name)
     hint = f": here it is {elsewhere}." if elsewhere else nearest(name, table) or "."
     return f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"

@@ -19,18 +19,18 @@ from verbatim.core.errors import ConfigError
 from verbatim.core.redaction import without_secrets
 from verbatim.core.texts import nearest
 
-_AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
+_AN_ENVIRONMENT = ' For example: [[orchestrator.train.env]] and below it id = "guess_number"'
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
-_TO_TYPE["model"] = ' Type for example: [model] and below it name = "Qwen/Qwen3-0.6B"'
-"""What to type when a key is missing that every run needs."""
+_TO_TYPE["model"] = ' For example: [model] and below it name = "Qwen/Qwen3-0.6B"'
+"""An example to type if a required key is missing."""
 _NAMED_BY = ("type", "backend", "id", "name")
-"""Keys that select a variant of a table; a person who writes `loss = "ppo"` means `type = "ppo"`."""
+"""Keys that select a variant of a table: someone who writes `loss = "ppo"` means `type = "ppo"`."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
 
 
 @dataclass
 class KeyLocations:
-    """The origin of each key; every error message begins with it."""
+    """The file and line, or the override, that set each key. Every error message begins with it."""
 
     file: str
     lines: dict[KeyPath, int]
@@ -52,7 +52,7 @@ class KeyLocations:
         return self.file
 
     def set(self, path: KeyPath, override: Override) -> None:
-        """Record an override, which hides what the file has at and below its key."""
+        """Record an override, which replaces everything that the file has at and below its key."""
         for known in (self.lines, self.overrides):
             for below in [p for p in known if p[: len(path)] == path]:
                 del known[below]
@@ -61,16 +61,16 @@ class KeyLocations:
 
 def refuse(problems: list[str], locations: KeyLocations) -> None:
     """Raise one ConfigError with all problems; does nothing if there are none."""
-    # A message quotes the value that was found, which may be a key or a password.
+    # Messages quote the values that were found, which may be keys or passwords.
     problems = [without_secrets(problem) for problem in problems]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        raise ConfigError(f"{len(problems)} mistakes in {locations.file}:\n  " + "\n  ".join(problems))
+        raise ConfigError(f"{len(problems)} errors in {locations.file}:\n  " + "\n  ".join(problems))
 
 
 def explain(error: ErrorDetails, locations: KeyLocations) -> str:
-    """One mistake as one line: where, which key, what was found, what was expected, what to type."""
+    """One error as one line: where, which key, what was found, what was expected, what to type."""
     path: KeyPath = error["loc"]
     where, name, found = locations.of(path), dotted(path), error["input"]
     match error["type"]:
@@ -105,7 +105,7 @@ def explain(error: ErrorDetails, locations: KeyLocations) -> str:
 
 
 def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
-    """A hint to the backend's own table, for a schema that does not know the backends' tables."""
+    """A hint that the key may belong in a backend's own table, for a schema without these tables."""
     section = section_at(schema, path[:-1])
     is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
     return f"; a backend's own keys belong in its table, [{dotted(path[:-1])}.NAME]" if is_open else ""
@@ -118,7 +118,7 @@ def _near_a_key(path: KeyPath, schema: type[RunConfig]) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value as JSON, cut to 60 characters."""
+    """A value as JSON, truncated to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

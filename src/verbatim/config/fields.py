@@ -18,7 +18,7 @@ def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     section: type[BaseModel] | None = model
     for key in path:
         if isinstance(key, int):
-            continue  # the elements of a list have the type that its own key gave
+            continue  # an index: the record of a list's elements was found with the list's own key
         field = section.model_fields.get(key) if section else None
         section = _record_in(field.annotation) if field else None
     return section
@@ -37,7 +37,7 @@ def sections_with(model: type[BaseModel], key: str) -> list[str]:
 
 
 def keys(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that is not a table, by its full name; the elements of a list of tables have the index 0.
+    """Every key that is not a table, by its full name. Elements of a list of tables get the index 0.
 
     Example:
         >>> from verbatim.config.orchestrator import TrainEnvsConfig

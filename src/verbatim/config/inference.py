@@ -1,4 +1,4 @@
-"""[inference]: the keys that all backends share. Keys of one backend are in [inference.NAME]."""
+"""[inference]: the keys that all backends share. A backend's own keys are in [inference.NAME]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OnWeightUpdate = Literal["recompute", "keep"]
 
 
 class InferenceConfig(BackendSection):
-    """The rollout engine. Settings of one backend are in the table of its name: [inference.torch]."""
+    """The sampler. Each backend has its own settings in the table with its name: [inference.torch]."""
 
     what: ClassVar[str] = "inference backend"
 
@@ -25,4 +25,4 @@ class InferenceConfig(BackendSection):
     training."""
     canary_tolerance: PositiveFloat | None = None
     """Maximum mean difference from the trainer's logprobs after a weight update. Default: 1e-4 (bfloat16: 0.1), or four
-    times the difference that rounding was measured to make in this model, whichever is larger."""
+    times the difference that rounding was measured to cause in this model, whichever is larger."""

@@ -54,7 +54,7 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
 
 
 def _statement(lines: list[str], start: int) -> tuple[int, dict[str, Any]]:
-    """The index of the line after the statement that begins at `start`, and the statement parsed on its own."""
+    """The index of the line after the statement that begins at `start`, and the parsed statement."""
     for end in range(start + 1, len(lines) + 1):
         try:
             return end, tomllib.loads("\n".join(lines[start:end]))

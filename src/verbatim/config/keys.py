@@ -12,15 +12,17 @@ from verbatim.config.sure_keys import keys_in
 from verbatim.core.redaction import REDACTED, hide, hide_in, named_texts, variable_in
 
 _NAMES_A_VARIABLE = ("_env", "_var", "env_from")
-"""Endings of settings whose value is the name of an environment variable that holds a key."""
+"""Endings of settings whose value is the name of an environment variable with a key."""
 
 
 def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> Iterator[Problem]:
-    """Problems with keys and passwords in a configuration. From now on this process redacts them, and the values of the
-    environment variables that the configuration names, in everything it logs.
+    """Problems with keys and passwords in a configuration.
+
+    From now on, this process redacts them in everything it logs, and also the values of the environment variables that
+    the configuration names.
 
     Args:
-        document: The tables as given.
+        document: The configuration as given.
         may_stand_here: The value of `keys_in_config`.
     """
     for path, _, text in named_texts(document):
@@ -47,7 +49,7 @@ def _what(value: str) -> str:
     return (
         "what looks like a key or a password"
         if variable is None
-        else (f"the value of the environment variable {variable}, whose name is that of a key")
+        else (f"the value of the environment variable {variable}, which is named like a key")
     )
 
 
@@ -65,7 +67,7 @@ def _instead(document: Mapping[str, Any], path: KeyPath) -> str:
 
 
 def _tables_to(document: Any, path: KeyPath) -> Iterator[Mapping[str, Any]]:
-    """The tables that contain a value, from the outermost."""
+    """The tables that contain a value, outermost first."""
     for part in path:
         if isinstance(document, Mapping):
             yield document

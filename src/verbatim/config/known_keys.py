@@ -9,7 +9,7 @@ class Foreign(NamedTuple):
     """Keys of other frameworks with one counterpart here."""
 
     keys: str
-    """Our full keys, separated by spaces; below trainer.loss and orchestrator.advantage they are parameters. Empty: no
+    """Our full keys, separated by spaces; below trainer.loss and orchestrator.advantage, parameters. Empty: no
     counterpart."""
     why: str
     """The difference, or the reason why there is no counterpart."""
@@ -37,7 +37,7 @@ FOREIGN = (
             "max_output_tokens"),
     Foreign("orchestrator.train.env.0.max_turns", "of each [[orchestrator.train.env]]",
             "max_tool_calling_iterations max_assistant_turns max_actions_per_traj"),
-    Foreign("orchestrator.train.env.0.id", "an environment has the examples, the tools and the reward",
+    Foreign("orchestrator.train.env.0.id", "an environment provides the examples, the tools and the reward",
             "environment_factory reward_funcs train_dataset train_files custom_envs custom_reward_function"),
     Foreign("orchestrator.eval.env.0.id", "an environment has the examples", "eval_dataset val_files"),
     Foreign("orchestrator.eval.interval", "in steps", "eval_steps test_freq eval_freq"),
@@ -56,7 +56,7 @@ FOREIGN = (
             "scale_rewards norm_adv_by_std_in_grpo whiten_advantages whiten_rewards"),
     Foreign("orchestrator.advantage.type trainer.loss.type", "an algorithm is an advantage and a loss",
             "adv_estimator advantage_estimator algorithm loss_type pg_variant policy_loss"),
-    Foreign("trainer.loss.type", '"gspo" has the ratio of a whole sequence', "importance_sampling_level ratio_type"),
+    Foreign("trainer.loss.type", '"gspo" uses the ratio of a whole sequence', "importance_sampling_level ratio_type"),
     Foreign("trainer.loss.kl_ref_tau", "it loads the reference model too",
             "beta kl_coef kl_loss_coef use_kl_loss use_kl_in_reward kl_penalty init_kl_coef use_kl_penalty kl_beta"),
     Foreign("trainer.loss.kl_ref", "", "kl_loss_type kl_estimator"),
@@ -72,10 +72,10 @@ FOREIGN = (
             "vllm_importance_sampling_correction vllm_importance_sampling_cap use_tis tis_clip tis_imp_ratio_cap"),
     Foreign("trainer.loss.dppo_mask_low", "", "token_mask_low"),
     Foreign("trainer.loss.dppo_mask_high", "", "token_mask_high"),
-    Foreign("trainer.micro_batch_tokens", "micro-batches are cut by tokens, and do not change the gradient",
+    Foreign("trainer.micro_batch_tokens", "micro-batches are sized by tokens, and do not change the gradient",
             "gradient_accumulation_steps micro_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
             "ppo_max_token_len_per_gpu use_dynamic_bsz max_tokens_per_gpu per_device_batch_size"),
-    Foreign("trainer.optimizer_steps_per_batch", "a batch is cut into so many parts, and each is trained once",
+    Foreign("trainer.optimizer_steps_per_batch", "a batch is split into this many parts, each trained once",
             "num_iterations steps_per_generation ppo_mini_batch_size ppo_epochs mini_batch_size"),
     Foreign("trainer.optim.lr", "", "learning_rate"),
     Foreign("trainer.optim.schedule", "", "lr_scheduler_type lr_warmup_style lr_decay_style scheduler"),
@@ -109,7 +109,7 @@ FOREIGN = (
     Foreign("", "the reference model is frozen", "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"),
     Foreign("", "each sampled token has the same weight, regardless of the length of its rollout",
             "loss_agg_mode ratio_length_norm loss_aggregation"),
-    Foreign("", 'no loss has an entropy bonus; type = "my_module.my_loss" under [trainer.loss] is one of your own',
+    Foreign("", 'no loss has an entropy bonus; select your own with type = "my_module.my_loss" under [trainer.loss]',
             "entropy_coeff entropy_coef entropy_loss_coef top_entropy_quantile"),
     Foreign("", 'there is no value model; type = "chunk_returns" under [orchestrator.advantage] credits each turn',
             "critic lam lambd gae_lambda cliprange_value vf_coef value_loss_coef"),
@@ -118,11 +118,11 @@ FOREIGN = (
     Foreign("", "advantages are not clipped; the loss bounds the ratio", "advantage_clip"),
     Foreign("", "only sampled tokens are trained", "mask_env_responses mask_tool_responses"),
     Foreign("", "the trainer could not reproduce the distribution that was sampled from", "repetition_penalty"),
-    Foreign("", "a token keeps the version that drew it; orchestrator.max_off_policy_steps drops what is too old",
+    Foreign("", "a token keeps the version that sampled it; orchestrator.max_off_policy_steps drops stale rollouts",
             "mask_offpolicy_in_partial_rollout partial_rollout"),
-    Foreign("", "logits are never whole in memory; trainer.logprob_chunk bounds them",
+    Foreign("", "the full logits are never in memory; trainer.logprob_chunk bounds their size",
             "use_liger_kernel use_fused_kernels"),
-    Foreign("", "only activations can be moved: trainer.activation_offload",
+    Foreign("", "only activations can be offloaded: trainer.activation_offload",
             "param_offload optimizer_offload fsdp_cpu_offload optim_cpu_offload"),
 )  # fmt: skip
 _BY_NAME = {name: row for row in FOREIGN for name in row.names.split()}

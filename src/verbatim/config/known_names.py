@@ -20,7 +20,7 @@ _REINFORCE = (
 )
 _IPA = 'type = "ipa" under [trainer.loss] and type = "chunk_returns" under [orchestrator.advantage]'
 _NO_CRITIC = (
-    'there is no value model here; take type = "chunk_returns" under [orchestrator.advantage] for credit to each '
+    'there is no value model here; use type = "chunk_returns" under [orchestrator.advantage] for credit to each '
     'turn, or "normalized" for the group\'s own baseline'
 )
 _GIGPO = 'type = "ppo" under [trainer.loss] and type = "gigpo" under [orchestrator.advantage]'

@@ -1,8 +1,8 @@
-"""Loads a TOML file and command-line overrides as one frozen `RunConfig`, or raises one error with every mistake.
+"""Loads a TOML file and command-line overrides as one frozen `RunConfig`, or raises one error that lists every mistake.
 
-Relative paths in the file (`model.name`, `run_dir`, data files) are relative to the current directory, not to the file,
-as on the command line. Modules named in the file are searched in the current directory first and then in the folder of
-the file.
+Relative paths in the file (`model.name`, `run_dir`, data files) are resolved against the current directory, as on the
+command line, not against the file's folder. Modules named in the file are searched for in the current directory first,
+then in the file's folder.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     caller: str = "verbatim.run",
 ) -> RunConfig:
-    """Read, override and validate a run's file. Nothing is started before all of it is valid.
+    """Read a run's file, apply the overrides, and validate the result. Nothing is started before all of it is valid.
 
     Args:
         path: The TOML file.
         overrides: Command-line arguments after the file: `["--orchestrator.batch-size", "64"]`.
-        tables: With tables, every component named in the file is looked up and its parameters are checked.
+        tables: If given, every component named in the file is looked up and its parameters are checked.
         settings: Values set in Python, nested like the file's tables. They replace values of the file; None unsets a
             key.
         caller: Name of the function that received the settings, for errors.
@@ -78,7 +78,7 @@ def load_config(
 def make_config(
     *settings: Mapping[str, Any], tables: ComponentTables | None = None, caller: str = "verbatim.run"
 ) -> RunConfig:
-    """A configuration written in Python, nested like the tables of a file; refused with the same messages.
+    """Validate a configuration written in Python, nested like the tables of a file. Errors read like those of a file.
 
     Args:
         settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a top-level key leads
@@ -105,8 +105,9 @@ def _checked(
     def refuse_all(problems: Iterable[Problem]) -> None:
         refuse([f"{locations.of(path)}: {dotted(path)}: {message}" for path, message in problems], locations)
 
-    # The order matters: json.dumps in `_validate` would fail on values that are too deep or too long; the backends'
-    # tables must be in the schema before any key is looked up; components are checked on a valid configuration only.
+    # The order matters: json.dumps in `_validate` would fail on values that are too deep or too long, the backends'
+    # tables must be in the schema before any key is looked up, and components can only be checked in a valid
+    # configuration.
     refuse_all(problems_of_values(document))
     problems: list[Problem] = []
     if tables is not None:
@@ -167,7 +168,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         reason, line, column = str(error), str(text.count("\n") + 1), "1"
         if at := re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", reason):
             reason, line, column = at[1], at[2] or line, at[3] or column
-        hint = '; a text needs quotes: key = "text"' if reason.startswith("Invalid value") else ""
+        hint = '; a string needs quotes: key = "text"' if reason.startswith("Invalid value") else ""
         raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {reason}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: {TOO_DEEP}") from None
@@ -230,6 +231,6 @@ def _validate(document: dict[str, Any], locations: KeyLocations) -> RunConfig:
 
 
 def _follows_from_another(error: ErrorDetails) -> bool:
-    """True for an error that pydantic reports in addition to its cause: a list with wrong elements also counts as too
-    short, and a default that depends on a wrong key as missing."""
+    """True for an error that pydantic reports in addition to its cause. A list with wrong elements is also reported as
+    too short, and a default that depends on a wrong key is also reported as missing."""
     return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and bool(error["input"]))

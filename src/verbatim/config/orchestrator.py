@@ -46,15 +46,15 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = SamplingParams.top_p
     """Nucleus sampling: keep the most likely tokens with this total probability; 1: off."""
     top_k: Annotated[int, Field(ge=0, lt=INT32_END)] = SamplingParams.top_k
-    """Keep this many most likely tokens; 0: off."""
+    """Keep only this many of the most likely tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = SamplingParams.min_p
-    """Keep tokens at least this likely relative to the most likely one; 0: off."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's; 0: off."""
     stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = SamplingParams.stop
-    """Stop strings, one string or a list of at most 16: a turn ends with the token that completes one. That token is
+    """Stop strings: one string, or a list of at most 16. A turn ends with the token that completes one. That token is
     part of the turn and is trained; the text for the environment ends before the string. Not sent to a teacher."""
     accept_truncation_mismatch: bool = False
-    """Train under the full distribution although top-p, top-k or min-p cut the one that was sampled from, for a sampler
-    that does not return kept sets. This is a bias; the metric `truncation_mismatch` reports it."""
+    """Train under the full distribution although tokens are sampled from one cut by top-p, top-k or min-p, for a
+    sampler that does not return kept sets. This introduces a bias; the metric `truncation_mismatch` reports it."""
 
     @property
     def params(self) -> SamplingParams:
@@ -72,7 +72,7 @@ FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}
 
 
 def one_strategy(section: Any) -> Any:
-    """Refuse a `formulate_mode` that contradicts `trajectory_strategy`, of which it is another name."""
+    """Refuse a `formulate_mode` that contradicts `trajectory_strategy`; the two are names for the same setting."""
     meant, given = FORMULATE_MODES.get(section.formulate_mode), section.trajectory_strategy
     if meant is not None and given != meant:
         raise ValueError(
@@ -83,17 +83,18 @@ def one_strategy(section: Any) -> Any:
 
 
 class LengthPenaltyConfig(Section):
-    """How the length of a rollout changes the reward that advantages use. Everything else uses the original reward."""
+    """How the length of a rollout changes the reward from which advantages are computed. All else uses the original
+    reward."""
 
     type: Literal["tokens", "turns"]
     """What the length counts: sampled tokens, or turns."""
     kind: Literal["target", "relative"] = "target"
-    """"target": subtract `slope` for each token or turn above `target`. "relative": raise the best rewards of a group,
-    up to twofold, more for the shorter ones among them."""
+    """"target": subtract `slope` for each token or turn above `target`. "relative": multiply the best rewards of a
+    group by up to 2, more for the shorter rollouts among them."""
     target: NonNegativeInt | None = None
-    """With "target": the length up to which nothing is subtracted."""
+    """With "target": maximum length without a penalty."""
     slope: NonNegativeFloat | None = None
-    """With "target": penalty per token or turn above it. Default: 0.001 per token, 0.05 per turn."""
+    """With "target": penalty per token or turn above `target`. Default: 0.001 per token, 0.05 per turn."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -111,7 +112,7 @@ class EnvConfig(Section):
     id: str | None = None
     """Name of a bundled environment; hyphens and underscores are equivalent."""
     import_path: str | None = None
-    """Instead of an id: `module.Class`, or a `module.function` that returns an environment."""
+    """Import path, instead of an id: `module.Class`, or a `module.function` that returns an environment."""
     name: str | None = None
     """Name in metrics. Default: the id or import path."""
     args: dict[str, Any] = Field(default={})
@@ -119,8 +120,8 @@ class EnvConfig(Section):
     ratio: FinitePositive = 1.0
     """Share of the groups from this environment, relative to the others."""
     isolated: bool = False
-    """Run its episodes in child processes of this machine, as with orchestrator.rollout.backend = "processes", while
-    the other environments stay in the orchestrator's process."""
+    """Run its episodes in child processes on this machine, as orchestrator.rollout.backend = "processes" does for all
+    environments. The other environments stay in the orchestrator's process."""
     max_turns: PositiveInt = EpisodeLimits.max_turns
     """Maximum number of turns per trajectory."""
     max_total_completion_tokens: PositiveInt | None = EpisodeLimits.max_total_completion_tokens
@@ -168,7 +169,7 @@ class TrainEnvsConfig(Section):
 EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
                 "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
                 "completion_tokens")  # fmt: skip
-"""Metrics of every evaluation; `valid_format` only if a tool call was tried."""
+"""Metrics of every evaluation; `valid_format` exists only if a tool call was attempted."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 """Prefixes of the metrics that depend on the environment."""
 
@@ -183,12 +184,12 @@ def _eval_metric(name: str) -> str:
 
 
 class CriterionConfig(Section):
-    """The evaluation metric that decides which policy is best."""
+    """The evaluation metric by which policies are compared."""
 
     metric: Annotated[str, AfterValidator(_eval_metric)] = "success"
     """An evaluation metric: "success", "reward/mean", "reward_part/NAME/mean", ..."""
     mode: Literal["max", "min"] = "max"
-    """Whether a higher or a lower value is better."""
+    """Whether higher or lower values are better."""
     env: str | None = None
     """Name of the environment whose evaluation counts. Default: the mean over all evaluated environments."""
 
@@ -203,22 +204,22 @@ class EarlyStoppingConfig(CriterionConfig):
 
 
 class EvalConfig(Section):
-    """When and on which environments the policy is evaluated: before, during and after training."""
+    """Evaluation of the policy before, during and after training."""
 
     env: tuple[EnvConfig, ...] = ()
     """[[orchestrator.eval.env]] tables. Default: the training environments."""
     interval: PositiveInt = 10
     """Steps between evaluations."""
     episodes: PositiveInt = 300
-    """Maximum number of episodes per environment. Every example is played equally often, as often as fits; if there
-    are more examples than episodes, the first ones are played once each."""
+    """Maximum number of episodes per environment. Every example is played equally often, as many times as fit; if there
+    are more examples than episodes, only the first ones are played, once each."""
     examples: PositiveInt | None = None
-    """Use only this many examples of each environment, the first ones; at most `episodes`. Default: all."""
+    """Use only the first this many examples of each environment; at most `episodes`. Default: all."""
     seed: NonNegativeInt = 1_000_003
     """Seed of the evaluations, independent of the run's seed."""
     max_failed: Fraction = MAX_FAILED
-    """Maximum share of failed episodes of an environment for an evaluation to be compared with others (best checkpoint,
-    early stopping, improvement, `verbatim eval`). With more failures it would measure only the survivors."""
+    """Maximum share of failed episodes in an environment. An evaluation with more failures is not compared with others
+    (best checkpoint, early stopping, improvement, `verbatim eval`), because it would measure only the survivors."""
     early_stopping: EarlyStoppingConfig | None = None
     """End the run when evaluations stop improving. Without this table the run takes all its steps."""
 
@@ -241,8 +242,8 @@ class RendererConfig(Section):
     """"hermes" writes tool definitions and calls into the message text, for chat templates without tool support.
     Default: the model's own tool format."""
     thinking_retention: Literal["tool_cycle", "all"] = "tool_cycle"
-    """What happens to reasoning at a new user message: "tool_cycle" drops it where the model's format does, and the
-    next turn starts a new sample; "all" keeps it, and the dialogue stays one sample."""
+    """What happens to earlier reasoning at a new user message: "tool_cycle" drops it if the model's format does, and
+    the next turn starts a new sample; "all" keeps it, and the dialogue stays one sample."""
     history: Literal["verbatim", "template"] = "verbatim"
     """"verbatim" extends the sampled ids; "template" renders each prompt from its messages, as a chat endpoint does."""
     later_system: Literal["fold", "refuse"] = "fold"
@@ -271,22 +272,22 @@ class TeacherConfig(Section):
     """Environment variable that holds the server's API key, if it needs one. Default: OPENAI_API_KEY, for
     api.openai.com only."""
     device: str = "auto"
-    """Device of a teacher that is loaded here; "auto": CUDA if available."""
+    """Device of a teacher without a `base_url`; "auto": CUDA if available."""
 
 
 class BufferConfig(Section):
-    """Difficulty pools: which examples are sampled, and which groups reach the trainer."""
+    """Difficulty pools, which decide which examples are sampled and which groups reach the trainer."""
 
     easy_threshold: float | None = None
-    """Stop sampling examples whose groups reach this mean reward or more. Default: never."""
+    """Stop sampling examples whose mean reward is at least this. Default: never."""
     hard_threshold: float | None = None
-    """Stop sampling examples whose groups reach this mean reward or less. Default: never."""
+    """Stop sampling examples whose mean reward is at most this. Default: never."""
     easy_fraction: Fraction = 0.0
-    """Share of the easy examples that returns to sampling on resume, and when no other examples are left."""
+    """Share of the easy examples that are sampled again after a resume, and when no other examples are left."""
     hard_fraction: Fraction = 0.0
-    """Share of the hard examples that returns to sampling on resume, and when no other examples are left."""
+    """Share of the hard examples that are sampled again after a resume, and when no other examples are left."""
     window: PositiveInt = 1
-    """Number of an example's last groups over which the mean reward is taken."""
+    """Number of an example's most recent groups over which its mean reward is computed."""
     online_difficulty_filtering: bool = False
     """Drop groups whose rewards are all equal before batching, and sample other groups in their place."""
 
@@ -299,7 +300,7 @@ class BufferConfig(Section):
 
 
 class RolloutConfig(BackendSection):
-    """Where episodes run. Settings of one backend are in the table of its name: [orchestrator.rollout.ray]."""
+    """Where episodes run. Each backend has its own settings in the table with its name: [orchestrator.rollout.ray]."""
 
     what: ClassVar[str] = "rollout backend"
 
@@ -311,7 +312,7 @@ class RolloutConfig(BackendSection):
 
 
 class OrchestratorConfig(Section):
-    """Rollouts, scoring, and how batches are made."""
+    """Rollouts, scoring and batching."""
 
     train: TrainEnvsConfig
     """The training environments."""
@@ -327,13 +328,13 @@ class OrchestratorConfig(Section):
     """Maximum number of episodes in flight."""
     max_async_level: NonNegativeInt = 1
     """How far rollouts may run ahead: new rollouts for batch n start with weights of version n - max_async_level or
-    newer. 0: synchronous. A slow rollout may be trained in a later batch than the one it was started for."""
+    newer. 0: synchronous. A slow rollout may end up in a later batch than the one it was started for."""
     max_off_policy_steps: NonNegativeInt = 8
     """Maximum staleness: rollouts whose first token was sampled by a version older than n - max_off_policy_steps are
     dropped from batch n as `stale`."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups in flight, as a multiple of the groups of a batch. Values above max_async_level + 1 have an effect only
-    where online difficulty filtering replaces groups."""
+    """Groups in flight, as a multiple of the number of groups in a batch. Values above max_async_level + 1 have an
+    effect only if online difficulty filtering replaces groups."""
     formulate_mode: Literal["traj", "step"] | None = None
     """Another name for `trajectory_strategy`: "traj" is "interleaved", "step" is "branching"."""
     trajectory_strategy: str = Field(
@@ -356,15 +357,15 @@ class OrchestratorConfig(Section):
     tool_output_limit: PositiveInt = EpisodeLimits.tool_output_limit
     """Maximum length of a tool result in characters; the rest is cut, and a note tells the model."""
     tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
-    """What a tool does that raises or times out: "message" tells the model, "stop" ends the episode as failed."""
+    """What happens if a tool raises or times out: "message" tells the model, "stop" ends the episode as failed."""
     max_malformed_retries: NonNegativeInt = EpisodeLimits.max_malformed_retries
     """Number of consecutive turns that may contain only unreadable tool calls; one more ends the episode as
     malformed."""
     heartbeat_timeout: PositiveFloat = 30.0
-    """Heartbeat timeout in seconds: the other process of a run counts as dead without a sign of life for this long; at
+    """Heartbeat timeout in seconds: the other process of a run counts as dead after this long without a heartbeat; at
     least 120 while it starts."""
     stall_timeout: PositiveFloat = 1800.0
-    """Seconds without progress after which the other process counts as stuck; must exceed the longest optimizer
+    """Seconds without progress after which the other process counts as stuck; must be longer than any optimizer
     step."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
@@ -410,7 +411,7 @@ class OrchestratorConfig(Section):
         if self.batch_size % self.group_size:
             down = max(1, self.batch_size // self.group_size) * self.group_size
             raise ValueError(
-                f"batch_size = {self.batch_size} is not a whole number of groups of group_size = {self.group_size}; "
+                f"batch_size = {self.batch_size} is not a multiple of group_size = {self.group_size}; "
                 f"for example batch_size = {down}"
             )
         return self

@@ -1,4 +1,4 @@
-"""Reads what replaces keys of a file: command-line options (`--orchestrator.batch-size 64`) and settings in Python.
+"""Parses overrides of a file's keys: command-line options (`--orchestrator.batch-size 64`) and settings in Python.
 
 Option keys may be in kebab or snake case; list elements are addressed by index. A value is parsed as TOML, then as
 JSON, and otherwise taken as plain text; it replaces the value of the file. `null` unsets a key, so that its default
@@ -86,7 +86,7 @@ def _parse_toml(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    # TOML has no null, so null in a JSON object drops the key, which then has its default.
+    # TOML has no null, so a null in a JSON object removes its key, which then gets its default.
     return json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
 
 
@@ -143,7 +143,7 @@ def _key(container: Any, part: str, path: KeyPath, override: Override) -> str | 
 
 
 def assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
-    """The keys set in Python, each with its path from the top and its value converted to TOML types.
+    """The keys set in Python: their full paths, and their values converted to TOML types.
 
     A dot in a top-level key leads into a table, as in TOML. Paths become strings, tuples become lists, and numpy
     numbers become Python numbers. None is kept: it unsets a key.
@@ -195,7 +195,9 @@ def _plain(value: Any, path: KeyPath) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{dotted(path)}: found {shown(value, 80)}, expected text that UTF-8 can write") from None
+            raise ConfigError(
+                f"{dotted(path)}: found {shown(value, 80)}, expected text that UTF-8 can encode"
+            ) from None
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, os.PathLike):
@@ -204,7 +206,9 @@ def _plain(value: Any, path: KeyPath) -> Any:
         return {_text_key(key, path): _plain(inner, (*path, key)) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
         return [_plain(inner, (*path, index)) for index, inner in enumerate(value)]
-    hint = '; name a component of your own: {"type": "my_module.my_function"}' if callable(value) else ""
+    hint = (
+        '; select your own component by its import path: {"type": "my_module.my_function"}' if callable(value) else ""
+    )
     raise ConfigError(
         f"{dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a "
         f"number, a boolean, a list or a table (dict){hint}"

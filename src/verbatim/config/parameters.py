@@ -77,17 +77,19 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
     try:
         adapter = TypeAdapter(evaluate(annotation, function) if isinstance(annotation, str) else annotation)
     except (NameError, PydanticUserError):
-        return value  # a type that only the type checker knows, or pydantic does not: treat it as not annotated
+        return value  # imported for type checking only, or unknown to pydantic: treat as unannotated
     # Strict JSON, as everywhere in the file: no "64" for 64, no true for 1.
     return adapter.validate_json(json.dumps(value), strict=True)
 
 
 def evaluate(annotation: str, function: Callable[..., Any]) -> Any:
-    """Resolve one string annotation of a function or class. Not `get_type_hints(function)`: other annotations may name
-    types that are imported for the type checker only.
+    """Resolve one string annotation of a function or class.
+
+    `get_type_hints(function)` would resolve all annotations, and the others may name types that are imported for type
+    checking only.
 
     Raises:
-        NameError: it names something that its module does not define.
+        NameError: the annotation names something that its module does not define.
     """
 
     def holder() -> None: ...

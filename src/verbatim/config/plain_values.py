@@ -1,4 +1,4 @@
-"""Finds values that are valid TOML or came from the command line, but that a configuration cannot hold."""
+"""Finds values that a configuration cannot hold, although they are valid TOML or came from the command line."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from verbatim.core.user_values import is_short
 
 DEEPEST = 100
 """Maximum nesting depth of tables and lists."""
-TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; expected less"
-TOO_LONG = "a number of more than 4,300 digits; expected a shorter one, or a text"
+TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; expected fewer"
+TOO_LONG = "a number of more than 4,300 digits; expected a shorter one, or a string"
 _SHOWN = 4
 """Number of leading keys shown in the path of a value that is too deep."""
 
 
 def problems_of_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Values that a configuration cannot hold, each with its path: nested too deeply, numbers with too many digits,
-    texts with characters that UTF-8 cannot encode.
+    """Values that a configuration cannot hold, with their paths: deep nesting, huge numbers, strings that are not
+    UTF-8.
 
     >>> list(problems_of_values({"a": [1, 16**5000]}))
-    [(('a', 1), 'a number of more than 4,300 digits; expected a shorter one, or a text')]
+    [(('a', 1), 'a number of more than 4,300 digits; expected a shorter one, or a string')]
     """
     if isinstance(value, dict | list):
         if len(path) > DEEPEST:

@@ -17,7 +17,7 @@ def recipes() -> Mapping[str, Path]:
 
 
 def programs() -> Mapping[str, Path]:
-    """The programs and notebooks that are not run by name but copied, by name.
+    """The programs and notebooks, by name. Unlike recipes they are copied, not run by name.
 
     >>> sorted(programs())
     ['first_steps', 'minimal_rl', 'run', 'train']

@@ -67,9 +67,9 @@ class OptimConfig(Section):
     beta2: Decay = 0.999
     """Decay rate of AdamW's second moment."""
     eps: FinitePositive = 1e-8
-    """AdamW's epsilon: added to the denominator of the update."""
+    """AdamW's epsilon, added to the denominator of the update."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this global L2 norm."""
+    """Maximum global L2 norm of the gradients; larger gradients are scaled down to it."""
 
 
 class LoraConfig(Section):
@@ -92,8 +92,8 @@ class LoraConfig(Section):
     def _trains_what_sampled(self) -> Self:
         if self.dropout != 0:
             raise ValueError(
-                f"dropout = {self.dropout}: the trainer would drop activations that the sampler used, and so train "
-                "another policy than the one that sampled; use dropout = 0"
+                f"dropout = {self.dropout}: the trainer would drop activations that the sampler used, and so would "
+                "train a different policy from the one that sampled; use dropout = 0"
             )
         if not self.target_modules:
             raise ValueError('target_modules names no layer; use "all-linear", or names such as ["q_proj", "v_proj"]')
@@ -101,7 +101,7 @@ class LoraConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """A frozen reference model in the trainer's process; its logprobs of the sampled tokens are the stream
+    """A frozen reference model in the trainer's process. Its logprobs of the sampled tokens form the stream
     "reference"."""
 
     model: str | None = None
@@ -110,8 +110,7 @@ class ReferenceConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Several processes (ranks) that train one model, each holding a share of parameters, gradients and optimizer
-    state."""
+    """Training with several processes (ranks), each with a share of the parameters, gradients and optimizer state."""
 
     processes: PositiveInt = 1
     """Ranks started on this machine, each on a CUDA device of its own if there are any. To train on several machines,
@@ -120,7 +119,8 @@ class ParallelConfig(Section):
     """Sequence parallelism: ranks that share the tokens of each micro-batch, for trajectories too long for one rank.
     Must divide `processes` and the model's number of attention heads."""
     deadline: FinitePositive = 600.0
-    """Rank timeout in seconds: if a rank keeps the others waiting longer than this, the run stops and names it."""
+    """Rank timeout in seconds: if a rank keeps the others waiting longer than this, the run stops and names that
+    rank."""
 
     @model_validator(mode="after")
     def _sequence_divides(self) -> Self:
@@ -142,19 +142,19 @@ class TrainerConfig(Section):
     router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the load-balancing loss of a mixture of experts, added to the policy loss; 0: off."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters and keep the model's own weights unchanged."""
+    """Train low-rank adapters, and leave the model's own weights unchanged."""
     reference: ReferenceConfig | None = None
     """Compute reference logprobs of the sampled tokens, even if trainer.loss.kl_ref_tau does not need them."""
     packing: str = "auto"
-    """How samples are laid out in memory: "rows" puts them one after the other; "tree" stores a shared prefix once.
-    "auto" uses the tree where that saves tokens. "tree" needs a model whose tokens mix only through attention. A packer
-    of your own (an import path) is first tested on a small copy of the model."""
+    """How samples are laid out in memory: "rows" concatenates them, "tree" stores a shared prefix once, and "auto" uses
+    the tree where that saves tokens. "tree" needs a model whose tokens mix only through attention. A packer of your own
+    (an import path) is first tested on a small copy of the model."""
     micro_batch_tokens: PositiveInt | None = None
     """Maximum tokens of one forward pass on each of the ranks that share it (parallel.sequence). A longer sample gets a
     micro-batch of its own. Default: 16,384, or 8,192 on a CPU, where more would not fit in the caches. Trajectories are
     never split for losses that need them whole."""
     logprob_chunk: PositiveInt = 1024
-    """Target tokens whose vocabulary-sized logits are in memory at one time."""
+    """Number of target tokens whose vocabulary-sized logits are in memory at a time."""
     optimizer_steps_per_batch: PositiveInt = 1
     """Optimizer steps per batch, each on a disjoint part of it."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
@@ -165,16 +165,16 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and costs time."""
     activation_offload: bool = False
-    """Keep the layer inputs that gradient_checkpointing stores in host memory between the forward and backward pass.
-    Saves nothing on a CPU."""
+    """Move the layer inputs that gradient_checkpointing stores to host memory between the forward and the backward
+    pass. Saves nothing on a CPU."""
     compile: bool = False
     """Compile each decoder layer with torch.compile. Needs a C++ compiler on a CPU, and on CUDA a GPU that Triton
     supports. The first passes take minutes; a model that cannot be compiled is refused."""
     separate_process: bool = True
-    """Train in a process of its own. false: train on a thread of the orchestrator's process, where a debugger reaches
+    """Train in a separate process. false: train on a thread of the orchestrator's process, where a debugger can reach
     it."""
     num_threads: PositiveInt | None = None
-    """CPU threads for matrix products, per rank. Default: half of the cores, shared among the ranks, while the sampler
+    """CPU threads for matrix products, per rank. Default: half of the cores, divided among the ranks, while the sampler
     computes on this machine at the same time; otherwise all cores for a single process."""
     parallel: ParallelConfig = ParallelConfig()
     """Training with several ranks."""
@@ -183,7 +183,7 @@ class TrainerConfig(Section):
     def _offloads_what_is_kept(self) -> Self:
         if self.activation_offload and not self.gradient_checkpointing:
             raise ValueError(
-                "activation_offload = true moves the inputs that gradient_checkpointing stores, and that is off; set "
+                "activation_offload = true moves the inputs that gradient_checkpointing stores, but that is off; set "
                 "gradient_checkpointing = true too"
             )
         return self
@@ -226,8 +226,8 @@ class BuildConfig(Section):
         # Even: rotary embeddings rotate pairs of dimensions of each head.
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"hidden_size = {self.hidden_size} does not give {self.num_heads} heads an even width; for example "
-                f"hidden_size = {2 * self.num_heads * max(1, self.hidden_size // (2 * self.num_heads))}"
+                f"hidden_size = {self.hidden_size} does not give {self.num_heads} heads an even width each; for "
+                f"example hidden_size = {2 * self.num_heads * max(1, self.hidden_size // (2 * self.num_heads))}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -253,7 +253,7 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised optimizer steps before reinforcement learning, on the environment's own demonstrations or a file."""
+    """Supervised optimizer steps before reinforcement learning, on the environment's demonstrations or on a file."""
 
     steps: PositiveInt = 100
     """Number of optimizer steps."""
@@ -268,12 +268,12 @@ class WarmStartConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Which checkpoints are kept, so that a run can be resumed."""
+    """Which checkpoints of a run are written and kept."""
 
     interval: PositiveInt = 25
-    """Steps between checkpoints; one is always written at the end and on Ctrl-C."""
+    """Steps between checkpoints. One is always written at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     keep_every: PositiveInt | None = None
     """Also keep the checkpoint of every n-th step."""
     keep_best: CriterionConfig | None = None
@@ -295,7 +295,7 @@ class MonitorConfig(NamedComponents):
     trajectory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the groups whose trajectories are saved; a group is saved whole or not at all."""
     keep_trajectory_steps: PositiveInt | None = None
-    """Number of newest steps whose trajectories are kept. Default: all."""
+    """Number of most recent steps whose trajectories are kept. Default: all."""
     max_trajectory_gb: Annotated[float, Field(gt=0)] | None = None
     """Maximum size of all saved trajectories in gigabytes; the oldest steps are removed first. Default: no limit."""
     alarms: AlarmsConfig = AlarmsConfig()
@@ -317,14 +317,14 @@ def _folder_name(name: str) -> str:
 
 
 class RunConfig(Section):
-    """One run: the whole file."""
+    """A run's configuration: the whole file."""
 
     name: Annotated[str, AfterValidator(_folder_name)] | None = None
     """Name of the folder under `runs/`. Default: the name of the file."""
     run_dir: Path | None = None
-    """Run folder, given explicitly. Default: `runs/{name}/{time stamp}`."""
+    """Run folder. Default: `runs/{name}/{time stamp}`."""
     max_steps: PositiveInt = 100
-    """Number of steps, each of which trains and publishes one batch."""
+    """Number of steps; each trains on one batch and publishes the new weights."""
     seed: NonNegativeInt = 0
     """Seed of all random choices."""
     keys_in_config: bool = False
@@ -362,7 +362,7 @@ class RunConfig(Section):
         if build is not None and seq_len > build.context_length:
             raise ValueError(
                 f"orchestrator.seq_len = {seq_len} is more than model.build.context_length = {build.context_length}; "
-                f"lower the one to {build.context_length} or raise the other to {seq_len}"
+                f"lower seq_len to {build.context_length} or raise context_length to {seq_len}"
             )
         return self
 
@@ -406,13 +406,13 @@ class RunConfig(Section):
 
     @property
     def _lacks_kept_sets(self) -> str | None:
-        """Why a cut distribution cannot be trained exactly as it was sampled, or None if it can."""
+        """Why training cannot use exactly the cut distribution that is sampled from, or None if it can."""
         if self.orchestrator.training_mode == "sft":
-            return None  # sft: a chat server samples, and no loss term compares with its logprobs
+            return None  # sft: a chat server samples, and no loss term uses its logprobs
         if self.orchestrator.teacher is not None and self.orchestrator.teacher.base_url is not None:
             return (
-                "orchestrator.teacher.base_url gives logprobs of the whole distribution; a teacher loaded here can cut "
-                "it too (remove base_url)"
+                "orchestrator.teacher.base_url returns logprobs of the full distribution; a teacher loaded here can "
+                "cut it too (remove base_url)"
             )
         return None
 
@@ -428,8 +428,8 @@ class RunConfig(Section):
             by_server = teacher is not None and teacher.base_url is not None
             if by_server and self.orchestrator.training_mode != "sft" and sampling.temperature != 1:
                 raise ValueError(
-                    f"{where}.temperature = {sampling.temperature}: a teacher's server gives logprobs at temperature 1 "
-                    "only; use 1.0, or a teacher that is loaded here (remove orchestrator.teacher.base_url)"
+                    f"{where}.temperature = {sampling.temperature}: a teacher's server returns logprobs at temperature "
+                    "1 only; use 1.0, or a teacher that is loaded here (remove orchestrator.teacher.base_url)"
                 )
             if sampling.training_params.needs_kept_sets and (reason := self._lacks_kept_sets) is not None:
                 raise ValueError(
@@ -442,7 +442,7 @@ class RunConfig(Section):
     def _bounded_kept_sets(self) -> Self:
         """vLLM returns kept sets for all requests or for none, and when it does, it refuses requests without `top_k`.
 
-        So the check covers evaluation too, although its tokens are not trained.
+        So this check covers evaluation too, although its tokens are not trained.
         """
         if self.inference.backend != "vllm" or not self.needs_kept_sets:
             return self

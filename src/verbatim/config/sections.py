@@ -1,4 +1,4 @@
-"""Defines what the tables of a run's file share: number types, and the base classes of sections and plug-ins."""
+"""Defines number types and the base classes for the tables of a run's file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ComponentConfig(BaseModel):
 
 
 class NamedComponents(Section):
-    """A table whose other keys are tables of components. A component's `type` defaults to its key."""
+    """A table whose keys, other than its fields, are tables of components. A component's `type` defaults to its key."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -88,7 +88,7 @@ def table_of(backend: str) -> str:
 
 
 BroadcastKind = Literal["nccl", "gloo"]
-"""Weights travel from device to device (NCCL) or from host memory to host memory (Gloo)."""
+"""Weights are sent from device to device (NCCL) or from host memory to host memory (Gloo)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +99,19 @@ class BroadcastSettings:
     urls: tuple[str, ...]
     """URLs of servers that are already running. Empty: the run starts its own, next to the orchestrator."""
     address: str | None
-    """Address of the trainer's host as the servers reach it. None: derived from the route to them."""
+    """Address under which the servers reach the trainer's host. None: derived from the route to them."""
     seconds: float
     """Timeout of each phase of an update, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """What the sampler occupies: number of replicas, devices, precision and memory."""
+    """The sampler's resources: number of replicas, devices, precision and memory."""
 
     count: int
     """Number of replicas, each with a full copy of the weights."""
     devices_each: int
-    """Devices that share one replica's weights (tensor parallelism)."""
+    """Number of devices that share one replica's weights (tensor parallelism)."""
     dtype: str
     """Number format of weights and cache; the compiled kernel keeps its cache in float32 in any case."""
     most_sequences: int
@@ -119,7 +119,7 @@ class Replicas:
     memory_share: float
     """Share of a device's memory that one replica may use, from 0 to 1."""
     packs: bool = False
-    """Whether the embedded sampler's compiled kernel is used for models that it supports."""
+    """True if the embedded sampler uses its compiled kernel for the models that the kernel supports."""
 
 
 class BackendSettings(Section):
@@ -132,8 +132,8 @@ class BackendSettings(Section):
 
     @property
     def shares_device(self) -> bool:
-        """True if the sampler takes turns with the trainer on one device (device handoff): it has `sleep`, and sleeps
-        while the trainer trains."""
+        """True if the sampler and the trainer take turns on one device (device handoff). The sampler then has `sleep`,
+        and sleeps while the trainer trains."""
         return False
 
     def cuda_devices(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class BackendSettings(Section):
         return None
 
     def planned(self) -> Replicas:
-        """The numbers from which `verbatim plan` estimates memory and speed."""
+        """The sampler's resources, from which `verbatim plan` estimates memory and speed."""
         return Replicas(count=1, devices_each=1, dtype=self.precision, most_sequences=256, memory_share=1.0)
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class BackendSettings(Section):
         """
 
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
-        """Refuse, before a run starts, a run that a sampler with these settings cannot serve.
+        """Refuse a run that a sampler with these settings cannot serve, before the run starts.
 
         Args:
             context_length: Maximum tokens of prompt and completion together.
@@ -170,7 +170,7 @@ class BackendSettings(Section):
 
 
 class BackendSection(Section):
-    """A section with a `backend`, whose own settings are in the table of its name.
+    """A section with a `backend`, whose own settings are in the table with its name.
 
     Those tables are not validated here: `config.backends.schema_with_backends` adds their types to the schema.
     """
