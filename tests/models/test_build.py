@@ -154,7 +154,7 @@ def test_the_template_writes_chatml():
 def test_what_cannot_be_built_is_refused(folder, tmp_path, texts):
     with pytest.raises(ModelError, match="already holds a model"):
         build_model(folder, SMALL, texts, seed=1)
-    with pytest.raises(ModelError, match="trained on text, and none was given"):
+    with pytest.raises(ModelError, match="training a tokenizer needs text, and there is none"):
         build_model(tmp_path / "x", SMALL, [], seed=1)
     for sizes in ({"num_heads": 3}, {"hidden_size": 18, "num_heads": 2}, {"num_heads": 4, "num_kv_heads": 3}):
         with pytest.raises(ModelError, match="do not fit"):

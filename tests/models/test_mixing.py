@@ -18,11 +18,11 @@ from verbatim.models.loading import load_model
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("mamba", "MambaForCausalLM mixes tokens by linear_attention layers"),
-        ("bamba", "BambaForCausalLM mixes tokens by linear_attention layers"),
-        ("lfm2", "Lfm2ForCausalLM mixes tokens by conv layers"),
-        ("qwen3_next", "Qwen3NextForCausalLM mixes tokens by linear_attention layers"),
-        ("bloom", "BloomForCausalLM mixes tokens by attention that cannot be replaced"),
+        ("mamba", "MambaForCausalLM mixes tokens through linear_attention layers"),
+        ("bamba", "BambaForCausalLM mixes tokens through linear_attention layers"),
+        ("lfm2", "Lfm2ForCausalLM mixes tokens through conv layers"),
+        ("qwen3_next", "Qwen3NextForCausalLM mixes tokens through linear_attention layers"),
+        ("bloom", "BloomForCausalLM mixes tokens through attention that cannot be replaced"),
     ],
 )
 def test_what_plans_cannot_describe_is_refused_by_name_or_kept_as_it_is(name, what, tmp_path, caplog):
@@ -69,7 +69,7 @@ def test_a_model_that_mixes_rows_unsaid_is_found_out(name, fault, tmp_path, requ
     """Its configuration says attention."""
     write_other(name, tmp_path)
     request.getfixturevalue(fault)
-    with pytest.raises(ModelError, match="mixes tokens by something besides its attention layers"):
+    with pytest.raises(ModelError, match="mixes tokens through something besides its attention layers"):
         load_model(tmp_path)
 
 

@@ -34,8 +34,8 @@ def folder(tmp_path):
 
 
 MASKS = [
-    ("qwen2_moe use_sliding_window", "Qwen2MoeForCausalLM mixes tokens by a mask of its own .*use_sliding_window = T"),
-    ("phimoe sliding_window", "PhimoeForCausalLM mixes tokens by a mask of its own .*sliding_window = 16"),
+    ("qwen2_moe use_sliding_window", "Qwen2MoeForCausalLM mixes tokens through a mask of its own .*use_sliding_window = T"),
+    ("phimoe sliding_window", "PhimoeForCausalLM mixes tokens through a mask of its own .*sliding_window = 16"),
 ]
 
 

@@ -123,7 +123,7 @@ def test_a_small_copy_that_there_is_no_memory_for_is_not_the_models_fault(where,
     [
         (ZeroDivisionError("division by zero"), "X: ZeroDivisionError: division by zero"),
         (OSError("no file"), "X: no file"),
-        (AssertionError(), "X: AssertionError: without a word"),
+        (AssertionError(), "X: AssertionError: no message"),
     ],
 )
 def test_a_refusal_says_what_was_raised(error, message):

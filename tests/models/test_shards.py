@@ -42,7 +42,7 @@ def test_of_a_model_on_the_hub_only_the_weights_that_transformers_loads_are_fetc
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(shards.ModelError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(shards.ModelError, match=r"contains no \*\.safetensors"):
         shards.fill(None, str(tmp_path))
 
 

@@ -27,8 +27,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The prefix that `peft` adds to module names."""
 BASE_FILE, BASE_FINGERPRINT, ROUNDED_FINGERPRINT = "base_model.json", "fingerprint", "fingerprint_bfloat16"
-"""Verbatim's own file next to `peft`'s, and its keys: the fingerprint of the base weights that the adapter belongs to,
-and the fingerprint of those weights rounded to bfloat16, for a sampler that holds them so."""
+"""Verbatim's own file next to `peft`'s, and its keys: the fingerprint of the adapter's base weights, and the
+fingerprint of these weights rounded to bfloat16, for a sampler that keeps them in bfloat16."""
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _PLAIN = {
     "use_dora": False,
@@ -41,7 +41,7 @@ _PLAIN = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-"""`peft` settings of plain LoRA: a layer becomes `W x + alpha / r * B A x`, and nothing else changes."""
+"""The `peft` settings of plain LoRA: a layer becomes `W x + alpha / r * B A x`, and nothing else changes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class Adapter:
     """A LoRA adapter, read from a folder in `peft`'s format."""
 
     folder: Path
-    """The folder it was read from."""
+    """The folder that it was read from."""
     base: str
     """The folder or hub id of its base model."""
     r: int
@@ -137,8 +137,8 @@ def merged_weight(weight: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, *, t
 class BaseWeights:
     """Keeps the base weights of a model's adapted layers, so that every adapter version is merged from the base.
 
-    A version's weights then depend on the base model and the adapter alone. Subtracting the previous adapter instead
-    would leave its rounding errors behind. The copy takes as much memory as the adapted layers.
+    The merged weights then depend only on the base model and the current adapter. Subtracting the previous adapter
+    instead would leave its rounding errors behind. The copy takes as much memory as the adapted layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -165,7 +165,7 @@ class BaseWeights:
                     f"model has {what}"
                 )
         self._refuse_another_base(adapter)
-        weights = dict(self._kept)  # a layer that an earlier adapter had changed goes back to its base
+        weights = dict(self._kept)  # layers that only an earlier adapter changed return to their base weights
         for name, (a_RI, b_OR) in adapter.pairs.items():
             key = f"{name}.weight"
             base = self._kept.setdefault(key, own[key].detach().clone())
@@ -177,19 +177,19 @@ class BaseWeights:
         dtype = self._model.dtype
         expected = adapter.rounded_fingerprint if dtype == torch.bfloat16 else adapter.base_fingerprint
         if expected is None or dtype not in (torch.float32, torch.bfloat16):
-            return  # another program wrote it and recorded no fingerprint, or none for this dtype
+            return  # no fingerprint: another program wrote the adapter, or there is none for this dtype
         if self._fingerprint is None:
             named = ((name, self._kept.get(name, value)) for name, value in self._model.named_parameters())
             # Rounded, because some classes keep a few parameters of a bfloat16 model in float32.
             self._fingerprint = fingerprint(named, dtype=torch.bfloat16 if dtype == torch.bfloat16 else None)
         if self._fingerprint != expected:
             raise ModelError(
-                f"the adapter in {adapter.folder} belongs to other weights than those it would change: it "
-                f"was trained on {adapter.base}; restore that model's weights"
+                f"the adapter in {adapter.folder} was trained on other base weights than those of this model: "
+                f"its base is {adapter.base}; restore that model's weights"
             )
 
     def forget(self) -> None:
-        """Forget the base, after whole weights were loaded: these are the base from now on."""
+        """Forget the base weights, after full weights were loaded. The loaded weights are the new base."""
         self._kept, self._fingerprint = {}, None
 
 
@@ -231,16 +231,16 @@ def fingerprint(
 ) -> str:
     """A digest of the tensors' names, dtypes, shapes and values. It detects another model; it is not tamper-proof.
 
-    A tensor's values enter as the sum of its bit patterns read as integers. That runs at memory speed, and the sums of
-    shards add up to the sum of the whole.
+    A tensor's values enter as the sum of their bit patterns, read as integers. The sum is computed at memory speed, and
+    the sums of shards add up to the sum of the whole tensor.
 
     Args:
         tensors: Pairs of name and tensor.
-        total: Sums int64 values over all processes that hold shards, which all call this function.
+        total: Sums int64 values over all processes that hold shards. All of them have to call this function.
         dtype: Fingerprint the tensors as if they were rounded to this dtype.
     """
     named = sorted(tensors, key=lambda each: each[0])
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")  # `stack` needs one, where a process holds no tensors
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")  # for a process without tensors: `stack` needs one
     sums = [zero, *(_sum_of_bytes(local_rows(tensor)[0].detach().to(dtype or tensor.dtype)) for _, tensor in named)]
     found = hashlib.sha256()
     for (name, tensor), value in zip(named, total(torch.stack(sums)).tolist()[1:], strict=True):

@@ -1,9 +1,9 @@
 """Checks that another implementation of a model's layers agrees with the model's own code up to rounding.
 
 Each layer of the model's own code gets the same input as the other implementation's layer, once in the model's dtype
-and once in float64. The other implementation passes if the error of each layer against float64 is at most `TIMES` the
-error of the model's own code, and if its whole pass agrees with its layers run one after the other. Layers are compared
-on equal inputs because a deep model amplifies an early rounding difference by an unpredictable factor.
+and once in float64. The other implementation passes if each layer's error against float64 is at most `TIMES` that of
+the model's own code, and if its full forward pass agrees with its layers run one by one. Layers are compared on equal
+inputs because a deep model amplifies an early rounding difference by an unpredictable factor.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from verbatim.models.float64 import NoFloat32
 from verbatim.models.head import CausalLM
 
 TIMES = 8
-"""Largest accepted error, as a multiple of the error of the model's own code. Measured: at most 2.4 for a correct
+"""Maximum accepted error, as a multiple of the error of the model's own code. Measured: at most 2.4 for a correct
 implementation, 70,000 for a wrong head."""
 _WORST = 32
-"""Additional factor for the worst single row, whose error may come from one large number."""
+"""Additional factor for the worst row, whose error may come from a single large number."""
 _TIMES_ROUNDED = 2
-"""`TIMES` where both implementations round the same inputs to bfloat16. That rounding is then most of both errors, so
-the limit can be tight. Measured: 1.13 for a correct implementation, 8 for a wrong head."""
+"""`TIMES` if both implementations round the same inputs to bfloat16. This rounding dominates both errors, so the limit
+can be tight. Measured: 1.13 for a correct implementation, 8 for a wrong head."""
 FLOOR = 2.0**-23
-"""Relative error that is always accepted (float32's epsilon): the model's own code may by chance be closer to float64
-than any other order of operations can be."""
+"""Relative error that is always accepted (float32's epsilon), because the model's own code may by chance be closer to
+float64 than any other order of operations."""
 TOKENS = 28
-"""Length of the test sequence: more than a page of the kernel, and than most sliding windows in the tests."""
+"""Length of the test sequence: longer than a page of the kernel, and than most sliding windows in the tests."""
 _AT_ONCE = 1 << 18
 """Number of weights converted to float64 at a time, so that they stay in the processor's cache."""
 
@@ -46,9 +46,10 @@ def disagreement(
     length: int,
     rounds: bool = False,
 ) -> str:
-    """Where another implementation of a model's layers differs from the model by more than rounding; "" if nowhere.
+    """The first place where another implementation of a model's layers differs by more than rounding; "" if there is
+    none.
 
-    A model in bfloat16 is compared after its weights were widened to float32.
+    The weights of a bfloat16 model are first widened to float32.
 
     Args:
         model: The model. Each layer's first argument and result are the hidden states, [1, T, W].
@@ -57,8 +58,8 @@ def disagreement(
         hidden: The other implementation of the whole backbone: ids, int64 [T], to the hidden states after the final
             norm, [T, W].
         length: T, the length of the sequence.
-        rounds: True if the other implementation rounds the inputs of matrix products to bfloat16. The model's own
-            inputs are then rounded too.
+        rounds: True if the other implementation rounds the inputs of matrix products to bfloat16. Those of the model's
+            own code are then rounded too.
     """
     layers, plan = list(model.backbone.layers), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
@@ -71,7 +72,7 @@ def disagreement(
         ours.append(layer(len(ours), args[0][0]))
 
     def keep(kept: list[Tensor], _: Any, args: Any, output: Tensor) -> Tensor:
-        """Record the model's own output, and pass ours on, so that the next layer gets the same input in all passes."""
+        """Record the model's own output, and return ours, so that the next layer gets the same input in all passes."""
         kept.append(output[0])
         return ours[len(kept) - 1].to(output.dtype)[None]
 
@@ -104,7 +105,7 @@ def beyond_rounding(ours: Tensor, own: Tensor, exact: Tensor, times: float = TIM
     """
     (typical, worst), (own_typical, own_worst) = _distances(ours, exact), _distances(own, exact)
     for found, theirs, most in ((typical, own_typical, times), (worst, own_worst, _WORST * times)):
-        if not found <= most * theirs + FLOOR:  # "not <=" rather than ">", so that NaN is refused
+        if not found <= most * theirs + FLOOR:  # "not <=" rather than ">", so that NaN counts as an error
             own_form = f"the model's own form is {theirs:.1e} away"
             return f"{found:.1e} away from its numbers in float64 (relative), and {own_form}"
     return ""
@@ -113,15 +114,15 @@ def beyond_rounding(ours: Tensor, own: Tensor, exact: Tensor, times: float = TIM
 def _distances(found: Tensor, exact: Tensor) -> tuple[float, float]:
     """The 75th percentile and the maximum over rows of the relative error: norm of the difference over norm of the row.
 
-    The two have separate limits because a single row may be dominated by one large number, whose rounding is then the
-    whole error: first tokens of pretrained models are.
+    The two have separate limits, because a single row may be dominated by one large number, whose rounding is then the
+    whole error. Pretrained models have such rows at the first tokens.
     """
     off = ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-300)).flatten()
     return float(off.quantile(0.75)), float(off.max())
 
 
 class Precision(NoFloat32):
-    """Computes a model in another dtype than that of its weights. The weights themselves are not changed.
+    """Computes a model in a different dtype from that of its weights. The weights are not changed.
 
     Args:
         dtype: float64, or float32 for weights in bfloat16.

@@ -16,21 +16,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "verbatim"
 QUERIES = 128
-"""Number of queries per block where attention scores are materialised; bounds the memory for them."""
+"""Number of queries per block whose attention scores are materialised at a time. It bounds the memory for them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """A layer's attention parameters: everything but which keys each query sees."""
+    """A layer's attention parameters, apart from which keys each query sees."""
 
     scale: float
-    """Factor of the query-key products; the result is the scores."""
+    """Factor by which query-key products are multiplied to get the scores."""
     sliding_window: int | None = None
-    """Number of tokens (in a tree: ancestors) that a query sees, itself included. None: all before it."""
+    """Sliding window: number of tokens (in a tree: ancestors) that a query sees, including itself. None: no window."""
     softcap: float | None = None
     """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None: no soft cap."""
     sinks_H: Tensor | None = None
-    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. None: none."""
+    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. None: no
+    sinks."""
 
     @property
     def is_plain(self) -> bool:
@@ -63,7 +64,7 @@ class AttentionPlan(Protocol):
 
 
 class WholeSequencePlan:
-    """One causal sequence, with a sliding window where a layer has one."""
+    """A single causal sequence. Layers with a sliding window apply it."""
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
@@ -149,12 +150,12 @@ def _attend(
 
 
 def follow_plans(model: Any) -> None:
-    """Make a model's attention follow the `AttentionPlan` that each forward pass gets."""
+    """Make a model's attention follow the `AttentionPlan` that is passed to each forward pass."""
     register_attention()
     model.set_attn_implementation(ATTENTION)
 
 
 def register_attention() -> None:
-    """Register our attention with `transformers`. An existing entry stays: it may be the compiled version."""
+    """Register our attention with `transformers`. An existing entry is kept, because it may be the compiled version."""
     if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

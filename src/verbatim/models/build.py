@@ -16,7 +16,7 @@ from verbatim.models.trained_tokenizer import END_OF_TEXT, END_OF_TURN, build_to
 
 
 def build_model(folder: Path, build: BuildConfig, texts: Sequence[str], seed: int) -> None:
-    """Write a folder in Hugging Face format. Equal arguments give byte-identical weights and tokenizer.
+    """Write a model folder in Hugging Face format. The same arguments give byte-identical weights and tokenizer.
 
     Raises:
         ModelError: the folder already holds a model, the sizes are inconsistent, or there is no text.
@@ -25,7 +25,7 @@ def build_model(folder: Path, build: BuildConfig, texts: Sequence[str], seed: in
         raise ModelError(f'{folder} already holds a model; load it with model.name = "{folder}", or remove it')
     if not texts:
         raise ModelError(
-            "a tokenizer is trained on text, and none was given; an environment gives it by its `demonstrations`"
+            "training a tokenizer needs text, and there is none; an environment provides it through `demonstrations`"
         )
     tokenizer = build_tokenizer(texts, vocab_size=build.vocab_size, context_length=build.context_length)
     model = random_model(build, tokenizer, seed)
@@ -61,8 +61,8 @@ def build_config(
         head_dim=head_dim,
         max_position_embeddings=build.context_length,
         tie_word_embeddings=True,
-        # The usual 0.02 suits widths in the thousands; a narrow model then needs three times the steps to learn its
-        # first words.
+        # The usual 0.02 suits widths in the thousands. With it, a narrow model needs three times as many steps to learn
+        # its first words.
         initializer_range=build.hidden_size**-0.5,
         eos_token_id=end_of_turn,
         pad_token_id=end_of_text,

@@ -1,4 +1,4 @@
-"""Lists the models that `verbatim models get` can download, and says where their folders are kept.
+"""The models that `verbatim models get` can download, and where their folders are kept.
 
 Importing this module does not load torch.
 """
@@ -15,12 +15,12 @@ from verbatim.core.errors import ModelError
 from verbatim.core.texts import nearest
 
 FOLDER_VARIABLE = "VERBATIM_MODELS"
-"""Environment variable with the path of the folder in which models are kept."""
+"""Environment variable with the path of the folder for models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A model that a package index offers as a GGUF file inside a wheel."""
+    """A model that a package index distributes as a GGUF file inside a wheel."""
 
     about: str
     """One-line description for lists."""
@@ -67,7 +67,7 @@ MODELS: Mapping[str, WheelModel] = MappingProxyType(
 
 
 def models_folder() -> Path:
-    """Where models are kept: $VERBATIM_MODELS, or verbatim/models in the user's cache ($XDG_CACHE_HOME, ~/.cache)."""
+    """The folder for models: $VERBATIM_MODELS, or verbatim/models in the user's cache ($XDG_CACHE_HOME, ~/.cache)."""
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given).expanduser()
@@ -75,7 +75,7 @@ def models_folder() -> Path:
 
 
 def kept_model(name: str) -> Path | None:
-    """The folder of a catalog model, or None if it was not downloaded yet or the name is not in the catalog."""
+    """The folder of a catalog model, or None if it is not downloaded or the name is not in the catalog."""
     folder = models_folder() / name
     return folder if name in MODELS and (folder / "config.json").is_file() else None
 
@@ -93,7 +93,8 @@ def folder_of(name: str) -> str:
     kept = kept_model(name)
     if kept is None:
         raise ModelError(
-            f"model {name!r} is not here yet; type: verbatim models get {name} (expected in {models_folder() / name})"
+            f"model {name!r} has not been downloaded; type: verbatim models get {name} "
+            f"(expected in {models_folder() / name})"
         )
     return str(kept)
 
@@ -106,7 +107,7 @@ def offered(name: str) -> WheelModel:
     """
     if name not in MODELS:
         raise ModelError(
-            f"there is no model {name!r} to get{nearest(name, MODELS) or '.'} There are: {', '.join(MODELS)}. A hub id "
-            "needs no such step: set model.name to it"
+            f"there is no model {name!r} to download{nearest(name, MODELS) or '.'} There are: {', '.join(MODELS)}. A "
+            "hub id needs no such step: set model.name to it"
         )
     return MODELS[name]

@@ -1,4 +1,4 @@
-"""Converts the tensors of a Hugging Face folder to those of the model, as `transformers` does.
+"""Converts tensors from the layout of a Hugging Face folder to that of the model, as `transformers` does.
 
 `save_pretrained` writes the published layout of the architecture, which vLLM and others read. In that layout a
 mixture-of-experts layer has one tensor per expert; in the model it has one fused tensor.
@@ -30,7 +30,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         saved: Tensors by their names in the folder, of any dtype.
 
     Returns:
-        The tensors by the model's names, and names of the folder that are not in the model. Tensors that need no
+        The tensors by the model's names, and the folder's names that the model does not have. Tensors that need no
         conversion are not copied. Shapes are not compared with the model's.
 
     Raises:
@@ -73,10 +73,10 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
-    """For each tensor of the model, its sources in the folder, in stacking order; and the names the model lacks.
+    """The sources in the folder of each tensor of the model, in stacking order, and the names that the model lacks.
 
-    A source is a tensor's name in the folder and the pattern of its conversion, or None if it is only renamed. A
-    conversion that makes several tensors of the model has its sources listed under the first of them.
+    A source is (the tensor's name in the folder, the pattern of its conversion, or None if it is only renamed). If one
+    conversion makes several of the model's tensors, its sources are listed under the first of them.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -84,7 +84,7 @@ def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[st
     own, prefix = model.state_dict(), model.base_model_prefix
     unknown: list[str] = []
     sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
-    for key in sorted(keys, key=dot_natural_key):  # numerically: expert 10 comes after expert 9
+    for key in sorted(keys, key=dot_natural_key):  # in numerical order: expert 10 comes after expert 9
         name, pattern = rename_source_key(key, renamings, converters, prefix, own)
         if name not in own and key in own:  # the folder already has the model's own name; do not rename it
             name, pattern = rename_source_key(key, [], [], prefix, own)
@@ -96,7 +96,8 @@ def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[st
 
 
 def _refuse_gaps(name: str, keys: Iterable[str]) -> None:
-    """Refuse missing experts: they are stacked in numerical order, so expert 4 would silently become expert 3."""
+    """Refuse gaps in the numbering of experts. They are stacked in order, so expert 4 would silently become expert
+    3."""
     for numbers in zip(*([int(part) for part in key.split(".") if part.isdigit()] for key in keys), strict=False):
         found = sorted(set(numbers))
         if len(found) > 1 and found != list(range(len(found))):

@@ -34,7 +34,7 @@ tokens of the pass; the returned weights replace the router's. `router` counts f
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Recorded experts that a pass uses instead of its routers' own choice."""
+    """Recorded experts that a forward pass uses instead of the experts that its routers would choose."""
 
     experts_TDK: Tensor
     """Expert indices, integers [T, D, K], for all decoder layers including those without a router."""
@@ -49,7 +49,7 @@ class RouterPass:
     choices: Choices | None = None
     observe: Observer | None = None
     tokens: slice = field(default_factory=lambda: slice(None))
-    """The position of these tokens in the micro-batch, where each row has a forward pass of its own."""
+    """The position of the pass's tokens in the micro-batch, if each row has a forward pass of its own."""
 
     def of(self, start: int, stop: int) -> RouterPass:
         """The router pass for tokens `start` to `stop` alone."""
@@ -84,7 +84,8 @@ class Routers:
         """D."""
         self.layers = _layers(model, modules)
         """The decoder layer of each router."""
-        # The routing matrix is [E, width], the largest one of a router; LoRA's factors are not the router's own.
+        # A router's routing matrix, [E, width], is its largest parameter. LoRA factors do not belong to the router
+        # itself.
         own = [tuple(p.shape) for name, p in modules[0].named_parameters() if p.ndim == 2 and "lora_" not in name]
         self.num_experts = max(own, key=_size)[0]
         """E."""
@@ -94,7 +95,7 @@ class Routers:
         )
         """The shape that recorded experts must have."""
         self.limits_groups = _limits_groups(text_config)
-        """True if experts outside the groups that a router chooses get the weight 0, which rules out replay."""
+        """True if experts outside the groups that a router chooses get weight 0, which rules out replay."""
         self._now: RouterPass | None = None
         for number, module in enumerate(modules):
             module.forward = partial(self._forward, number, module.forward)
@@ -111,7 +112,8 @@ class Routers:
     def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The two contexts of activation checkpointing: the forward pass, and its recomputation in the backward pass.
 
-        The recomputation runs after `during` has ended, so it restores the router pass to choose the same experts.
+        The recomputation runs after `during` has ended, so it restores the router pass in order to choose the same
+        experts.
         """
         return nullcontext(), self.during(self._now)
 
@@ -131,7 +133,7 @@ class Routers:
         mode = _Choose(experts_TK, choices.known_T, self.num_experts)
         with mode:
             yield
-        if not mode.has_chosen:  # replay would silently have done nothing
+        if not mode.has_chosen:  # without this error, replay would silently do nothing
             raise ModelError(
                 f"{self.name} does not choose {experts_TK.shape[1]} of {self.num_experts} experts by "
                 "topk, so recorded experts cannot be replayed in it"
@@ -180,9 +182,10 @@ class _Choose(TorchFunctionMode):
 
 
 def find_routers(model: Any) -> Routers | None:
-    """The routers of a mixture of experts. None for a dense model, and for routers of an unsupported kind.
+    """Find the routers of a mixture of experts. None for a dense model, and for routers of an unsupported kind.
 
-    Supported is one router per decoder layer, in a module separate from the experts, with logits as its first output.
+    A supported router is the only one of its decoder layer, in a module separate from the experts, and has logits as
+    its first output.
     """
     modules = router_modules(model)
     layers = _layers(model, modules)
@@ -219,10 +222,10 @@ def check_replay(model_config: Any) -> Routing:
 
 
 def refuse_limited_groups(routers: Routers) -> None:
-    """Refuse a model that can only replay experts of the groups that its routers choose themselves.
+    """Refuse a model that can only replay experts of the groups that its routers themselves choose.
 
     Raises:
-        ModelError: the model is one of these.
+        ModelError: the model is of this kind.
     """
     if routers.limits_groups:
         raise ModelError(

@@ -1,6 +1,6 @@
 """Keeps a float64 model in float64 throughout.
 
-`transformers` computes every RMSNorm, and the softmax of most routers, in float32 whatever the model's dtype.
+`transformers` computes every RMSNorm, and the softmax of most routers, in float32 regardless of the model's dtype.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class NoFloat32(TorchFunctionMode):
-    """Suppresses conversions from float64 to float32."""
+    """Turns conversions from float64 to float32 into no-ops."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

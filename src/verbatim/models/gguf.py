@@ -37,11 +37,11 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         tokenizer = AutoTokenizer.from_pretrained(**source)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = copy.deepcopy(read.config)
-    for name in ("quantization_config", "_name_or_path"):  # no longer quantised; the path is this machine's
+    for name in ("quantization_config", "_name_or_path"):  # not quantised any more, and a local path
         if hasattr(config, name):
             delattr(config, name)
     config.architectures = [type(read).__name__]
-    model = type(read)(config)  # a fresh instance: transformers refuses to save one that it loaded as quantised
+    model = type(read)(config)  # a new instance, because transformers refuses to save one that was loaded as quantised
     model.load_state_dict(read.state_dict())
     model.to(getattr(torch, dtype))
     config.dtype = dtype

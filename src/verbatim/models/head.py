@@ -1,4 +1,5 @@
-"""Splits a model into hidden states and logits, so that vocabulary-sized logits exist only where they are needed."""
+"""Splits a model's forward pass into hidden states and logits, so that vocabulary-sized logits are computed only where
+needed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class ModelCalls(Protocol):
         """Call `function(**inputs)` with the parameters in place, and return its result."""
 
     def release(self) -> None:
-        """Free the gathered parameters, after the last of several passes that have no backward pass to do so."""
+        """Free the gathered parameters, after the last of several passes without a backward pass, which would free
+        them."""
 
 
 class DirectCalls:
@@ -63,7 +65,7 @@ class CausalLM:
         self.rows_alone = self.config._attn_implementation != ATTENTION
         """True if each row needs a forward pass of its own, because the model does not follow attention plans."""
         self.longest_checked = 0
-        """The longest sequence, in tokens, that `refuse_moving_positions` has accepted."""
+        """The longest sequence, in tokens, that `refuse_moving_positions` has accepted so far."""
         with refusing(f"{type(model).__name__} cannot be taken apart into its layers and its output head"):
             self._check_head()
 
@@ -109,7 +111,8 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse a model that computes its logits by more than the head (with scale and soft cap)."""
+        """Refuse a model whose logits are not just its output head (with scale and soft cap) applied to the hidden
+        states."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)
@@ -117,7 +120,7 @@ class CausalLM:
         inputs = {} if self.rows_alone else {"position_ids": positions[None], "attention_plan": plan}
         theirs = self.calls.run(self.model, input_ids=probe[None], use_cache=False, **inputs).logits[0]
         self.calls.release()
-        # The tolerance is rounding's: both sides run the same operations, in bfloat16 with 8 bits of mantissa.
+        # The tolerance covers only rounding: both sides run the same operations, in bfloat16 with 8 bits of mantissa.
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2 if ours.dtype == torch.bfloat16 else 1e-4):
             raise ModelError(
                 f"{type(self.model).__name__} computes its logits by more than its output head; Verbatim would train "

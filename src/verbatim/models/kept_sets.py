@@ -1,4 +1,4 @@
-"""Masks the ids outside each token's kept set: those that top-p, top-k or min-p had cut when the token was drawn."""
+"""Masks the ids outside each token's kept set: those that top-p, top-k or min-p cut when the token was sampled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from verbatim.core.types import KeptSets
 
 
 class DeviceKeptSets:
-    """Kept sets of tokens on a device. The offsets stay on the host: slicing by them there needs no device sync."""
+    """Kept sets of tokens on a device. The offsets stay on the host, where slicing by them needs no device
+    synchronisation."""
 
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
         self._offsets = kept.offsets

@@ -32,7 +32,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device with a name; "auto" is CUDA if available, else the CPU.
+    """The torch device of this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
         ModelError: the machine or this build of torch does not have the device.
@@ -111,7 +111,8 @@ class Shards(ModelCalls, Protocol):
     """Shards a model over processes, and calls functions that use its parameters."""
 
     def apply(self, model: Any, fill: Callable[[], None]) -> None:
-        """Shard a model's parameters from the meta device, allocate this process's rows, and call `fill` to load them.
+        """Shard a model's parameters, which are on the meta device, allocate this process's rows, and call `fill` to
+        load them.
 
         Raises:
             ModelError: the model cannot be sharded; or `fill` failed on any process, in which case all of them raise.
@@ -134,11 +135,12 @@ def load_model(
         device: Device of the weights; "auto" is CUDA if available, else the CPU.
         only_attention: Refuse a model that mixes tokens by more than attention. False: the model keeps its own
             attention, and `CausalLM` computes each row separately.
-        shards: Shards the weights; all processes call this function, and each reads and holds only its own rows. None:
+        shards: Shards the weights. All processes call this function, and each reads and keeps only its own rows. None:
             not sharded.
 
     Raises:
-        ModelError: no such folder or id, not a causal language model, an unsupported one, or weights not finite.
+        ModelError: no such folder or id, not a causal language model, an unsupported one, or weights that are not
+            finite.
     """
     place = resolve_device(str(device))
     source = find_source(name)
@@ -166,12 +168,13 @@ def load_model(
         other = plan_attention(model, shards)
     if other is not None and only_attention:
         raise ModelError(
-            f"{type(model).__name__} mixes tokens by {other}; only attention layers that go through transformers' "
+            f"{type(model).__name__} mixes tokens through {other}; only attention layers that go through transformers' "
             "attention interface can be packed as trees, or cached by the embedded sampler. To train it set "
             'trainer.packing = "rows"; to sample from it use an inference server that knows this architecture'
         )
     if other is not None:
-        logger.info("%s mixes tokens by %s: packing is rows, each computed separately", type(model).__name__, other)
+        text = "%s mixes tokens through %s, so rows are packed without a tree and computed one by one"
+        logger.info(text, type(model).__name__, other)
     return model
 
 
@@ -186,7 +189,7 @@ def _kind(source: str) -> str:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """Load the model's fast tokenizer. An adapter's folder contains that of its base model.
+    """Load the model's fast tokenizer. An adapter's folder contains the tokenizer of its base model.
 
     For a hub id, generation_config.json is downloaded too: renderers read additional end-of-turn tokens from it.
 
@@ -214,7 +217,7 @@ def load_weights(model: Any, folder: Path) -> None:
     The folder is in the format that `save_model` writes and `from_pretrained` reads.
 
     Raises:
-        ModelError: tensors are missing, unknown, of another shape or not finite; the model is then unchanged.
+        ModelError: tensors are missing, unknown, not finite, or of the wrong shape; the model is then unchanged.
     """
     replace_weights(model, read_weights(model, folder))
 
@@ -223,11 +226,11 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Read and check the tensors of a folder, by the model's names, for `replace_weights`. The model is not changed.
 
     Raises:
-        ModelError: tensors are missing, unknown, of another shape or not finite.
+        ModelError: tensors are missing, unknown, not finite, or of the wrong shape.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} holds no *.safetensors")
+        raise ModelError(f"{folder} contains no *.safetensors")
     incoming: dict[str, torch.Tensor] = {}
     for file in files:
         if not file.is_file():  # reading a pipe would block
@@ -239,7 +242,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     except ModelError as error:
         raise ModelError(f"{folder} does not fit the model: {error}") from error
     own = own_tensors(model)
-    storages = {own[k].data_ptr() for k in incoming}  # a tied tensor is complete if one of its names is there
+    storages = {own[k].data_ptr() for k in incoming}  # a tied tensor needs only one of its names
     missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
     shapes = [k for k, v in incoming.items() if own[k].shape != v.shape]
     _refuse_two_values_for_one_tensor(folder, incoming, own)
@@ -252,7 +255,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors that `read_weights` or `BaseWeights.merged` checked into a model's own, in place."""
+    """Copy tensors into a model's own, in place. They come, checked, from `read_weights` or `BaseWeights.merged`."""
     own = own_tensors(model)
     with torch.no_grad():
         for key, value in weights.items():
@@ -284,7 +287,7 @@ def refuse_not_finite(
 def _refuse_two_values_for_one_tensor(
     folder: Path, incoming: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
 ) -> None:
-    """Refuse different values for the two names of a tied tensor: they share one storage, so one would be lost."""
+    """Refuse different values for two tied tensors: they share one storage, so one of the values would be lost."""
     first_name: dict[int, str] = {}
     for key, value in incoming.items():
         first = first_name.setdefault(own[key].data_ptr(), key)

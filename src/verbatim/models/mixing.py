@@ -1,4 +1,4 @@
-"""Checks that attention alone mixes a model's tokens, so that a plan can keep rows and branches apart."""
+"""Checks that only attention mixes a model's tokens, so that a plan can isolate rows and branches from each other."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from verbatim.models.rope import probe_length
 ROW = 6
 """Tokens in each of the two rows of the test."""
 LEAK = 0.05
-"""Relative difference above which one row depends on the other. Rounding stays below it, even in bfloat16."""
+"""Relative difference above which one row counts as depending on the other. Rounding stays below it, even in
+bfloat16."""
 
 
 def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
     """Make a model's attention follow an `AttentionPlan`.
 
     Returns:
-        None if attention alone mixes the tokens; otherwise what else does. The model then keeps its own attention.
+        None if only attention mixes the tokens. Otherwise what else does; the model then keeps its own attention.
 
     Raises:
         ModelError: a token depends on later ones, or the model cannot be compared with its own attention.
@@ -69,10 +70,10 @@ def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
         calls.release()
     except FAULTS as error:
         raise ModelError(
-            f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
-            "language model of another class"
+            f"{type(model).__name__} does not return logits when called with ids only ({describe(error)}); use a "
+            "causal language model of another class"
         ) from error
-    if not (longer - alone).norm() <= LEAK * alone.norm():  # also refuses NaN
+    if not (longer - alone).norm() <= LEAK * alone.norm():  # `not <=`, so that NaN is refused too
         raise_not_causal(model)
 
 
@@ -80,7 +81,7 @@ def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
 def _another_model(model: Any) -> str | None:
     """How a tiny copy under a plan differs from the copy with its own attention, or None if it does not.
 
-    The layer types of the configuration do not show every mask of a model, so the results are compared.
+    The configuration's layer types do not reveal every mask of a model, so the results are compared.
     """
     try:
         pair = tiny_pair(model, planned=True)
@@ -118,7 +119,7 @@ class _TwoRows(WholeSequencePlan):
 
 @torch.no_grad()
 def _leak(model: Any, calls: ModelCalls) -> str | None:
-    """What carries information from one row to the next although the plan separates them, or None."""
+    """What carries information from one row to the next despite the plan that separates them, or None."""
     embedding = model.get_input_embeddings().weight
     row = torch.arange(ROW, device=embedding.device)
 

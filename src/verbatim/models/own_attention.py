@@ -1,8 +1,8 @@
-"""Runs a tiny copy of a model with its own attention, as the reference for every plan.
+"""Runs a tiny copy of a model with its own attention, as the reference for all plans.
 
-A model's own mask may contain what no plan reproduces: a window that its layers do not pass to the attention function,
-or keys selected by content. Under a plan that model runs without an error but computes something else. So logprobs and
-gradients under a plan are compared with those of the model's own attention.
+A model's own mask may do what no plan reproduces, such as a window that its layers do not pass to the attention
+function, or a selection of keys by content. Under a plan such a model runs without an error, but computes something
+else. So logprobs and gradients under a plan are compared with those of the model's own attention.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from verbatim.models.rope import probe_length
 from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 
 LENGTH = 3 * WINDOW
-"""Tokens of a probe: several times the windows of a tiny copy."""
+"""Number of tokens in a probe: several times the window of a tiny copy."""
 TOLERANCE = 2e-3
-"""Largest difference that is attributed to float32 rounding: of logprobs, and of gradients relative to their norm."""
+"""Maximum difference attributed to float32 rounding: absolute for logprobs, relative to the norm for gradients."""
 CAUSAL = 2e-2
-"""Largest difference of any log probability between passes of two lengths that is attributed to rounding."""
+"""Maximum difference, attributed to rounding, of any log probability between passes of different lengths."""
 SMALL = 1e-2
 """Floor for the norm that a gradient difference is divided by, as a share of the largest gradient norm. Some gradients,
 like that of the key bias, are exactly 0 up to rounding; a relative difference would be noise."""
@@ -46,7 +46,7 @@ _MASKS = (
     "attention_dropout",
     "attn_logit_softcapping",
 )
-"""Configuration fields that affect the attention mask; messages print those that are set."""
+"""Configuration fields that affect the attention mask. Messages list those that are set."""
 
 Gradient = Mapping[str, Tensor]
 """Gradients by parameter name."""
@@ -57,13 +57,13 @@ class PlanFault(ModelError):
 
     def __init__(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        is_ours = isinstance(cause, NotImplementedError)  # raised by a plan of this package; its text is readable
-        super().__init__(str(cause) if is_ours else f"attention that no plan can take the place of ({describe(cause)})")
+        is_ours = isinstance(cause, NotImplementedError)  # raised by one of our plans, written for users
+        super().__init__(str(cause) if is_ours else f"attention that no plan can replace ({describe(cause)})")
 
 
 @dataclass(frozen=True, eq=False)
 class TinyPair:
-    """Two tiny models with the same weights. Their parameters hold no gradients between uses."""
+    """Two tiny models with the same weights. Their parameters have no gradients between uses."""
 
     own: Any
     """The model with the attention of `transformers`."""
@@ -88,7 +88,7 @@ def weights_of(offsets: Tensor) -> Tensor:
 
 
 def gradient(model: Any, backward: Callable[[], None]) -> Gradient:
-    """The gradients of one backward pass. The parameters have no gradients before, and none afterwards."""
+    """The gradients of one backward pass. The parameters have no gradients before and after the call."""
     try:
         backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -120,8 +120,9 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
     Pairs are cached by class and configuration, because a run loads the same model several times.
 
     Raises:
-        ModelError: no small copy can be made or called, or its logits are not its head of its last hidden state.
-        PlanFault: the same, but only under a plan.
+        ModelError: no small copy can be made or called, or its logits are not its head applied to its last hidden
+            state.
+        PlanFault: the same fault occurs, but only under a plan.
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "torch_dtype", "_name_or_path")}
     key = (type(model), planned, json.dumps(config, sort_keys=True, default=str))
@@ -132,7 +133,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
         ours = copy.deepcopy(own)
         if planned:
             follow_plans(ours)
-        CausalLM(own)  # raises if the head is at fault, so that an error of the next one is the plan's
+        CausalLM(own)  # built first: a fault of the head raises here, so an error of the next one is the plan's
         try:
             pair = TinyPair(own, CausalLM(ours))
         except ModelError as error:
@@ -161,13 +162,13 @@ def _refuse_unless_it_works(own: Any) -> None:
     except FAULTS as error:
         raise NoTinyCopy(
             f"{type(own).__name__} cannot be checked against its own attention, because no small copy of "
-            f"it gives logits for ids alone ({describe(error)}); use a causal language model of another "
-            "class"
+            f"it returns logits when called with ids only ({describe(error)}); use a causal language model of "
+            "another class"
         ) from error
     if not finite:
         raise NoTinyCopy(
-            f"{type(own).__name__} gives no finite logits for a small copy with random weights, so it "
-            "cannot be checked against its own attention; use a model of another class"
+            f"{type(own).__name__} returns logits that are not finite in a small copy with random weights, so "
+            "it cannot be checked against its own attention; use a model of another class"
         )
 
 
@@ -175,7 +176,8 @@ def _refuse_unless_it_works(own: Any) -> None:
 def _refuse_unless_causal(own: Any) -> None:
     """Refuse a model whose predictions depend on later tokens in sequences longer than a window.
 
-    Some models select keys by content once there are more than fit a window, so lengths on both sides of it are tried.
+    Some models select keys by content once there are more keys than fit into a window, so lengths below and above it
+    are tried.
     """
     vocab_size, most = own.get_input_embeddings().weight.shape[0], probe_length(own.config.get_text_config(), LENGTH)
     ids = torch.randint(vocab_size, (most,), generator=torch.Generator().manual_seed(1))
@@ -193,9 +195,9 @@ def raise_not_causal(model: Any) -> NoReturn:
         ModelError: always.
     """
     raise ModelError(
-        f"{type(model).__name__}{mask_settings(model.config)}: what it predicts from a token changes with the tokens "
-        "behind it, so it cannot be sampled token by token; if the model was trained with causal attention, set that "
-        "in its config.json (is_decoder = true, or use_bidirectional_attention = false), or use another model"
+        f"{type(model).__name__}{mask_settings(model.config)}: its predictions change with later tokens, so it "
+        "cannot be sampled token by token; if the model was trained with causal attention, set that in its "
+        "config.json (is_decoder = true, or use_bidirectional_attention = false), or use another model"
     )
 
 

@@ -2,7 +2,7 @@
 
 The RoPE types `dynamic` and `longrope` change the angles of all positions as soon as one sequence of the pass is longer
 than the original training length. A sample's logprobs would then depend on its neighbours in the pass, and a token's on
-later tokens. Up to that length these encodings are ordinary.
+later tokens. Up to that length these encodings behave like ordinary ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
     """Refuse sequences so long that they change the positions of shorter ones.
 
     Args:
-        model: The model; an accepted length is remembered in it.
+        model: The model. It remembers the accepted length.
         length: The longest sequence, in tokens.
         setting: The configuration key to lower, for the message.
 
     Raises:
-        ModelError: at this length positions change.
+        ModelError: positions change at this length.
     """
     if length <= model.longest_checked:
         return
@@ -49,7 +49,7 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
 def _moves(model: CausalLM, length: int) -> bool:
     """True if earlier tokens of a tiny copy change when the last token, which they cannot see, gets a far position.
 
-    This finds encodings that `fixed_length` does not know by name.
+    This also finds encodings that `fixed_length` does not know by name.
     """
     pair = tiny_pair(model.model, planned=True)
     length = min(length, getattr(pair.ours.config, "max_position_embeddings", None) or length)

@@ -1,4 +1,4 @@
-"""Converts exceptions of an architecture's code into readable errors."""
+"""Converts exceptions raised by a model's code into readable errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from verbatim.core.errors import ModelError, VerbatimError
 from verbatim.core.machine_faults import is_out_of_memory
 
 FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ZeroDivisionError)
-"""Exceptions that a model's code raises when it is called in a way that it does not support."""
+"""Exceptions that a model's code raises if it is called in a way that it does not support."""
 
 
 def describe(error: Exception) -> str:
-    """One line about an error of a model's code: its type and the first line of its text.
+    """Describe an error raised by a model's code in one line: its type and the first line of its text.
 
     Raises:
-        Exception: the error itself, if memory ran out, because the model is not at fault.
+        Exception: the error itself if it is an out-of-memory error, because then the model is not at fault.
     """
     if is_out_of_memory(error):
         raise error
@@ -28,7 +28,7 @@ def describe(error: Exception) -> str:
 def refusing(what: str) -> Iterator[None]:
     """Turn any exception of a block into a `ModelError` that begins with `what`.
 
-    Out-of-memory errors pass unchanged, because the model is not at fault.
+    Out-of-memory errors are raised unchanged, because then the model is not at fault.
 
     Raises:
         ModelError: contains the error's text, and its type unless it is an OSError or ValueError, whose texts are
@@ -41,6 +41,6 @@ def refusing(what: str) -> Iterator[None]:
     except Exception as error:  # any type: hundreds of architectures and file readers share no base class
         if is_out_of_memory(error):
             raise
-        text = str(error).strip() or "without a word"
+        text = str(error).strip() or "no message"
         told = text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
         raise ModelError(f"{what}: {told}") from error

@@ -1,7 +1,7 @@
 """Builds a model on the meta device and fills its parameters from a folder; each process reads only its own rows.
 
-No process ever holds the whole model. It holds at most one whole tensor, where that is assembled from several of the
-folder's tensors.
+No process ever holds the whole model. It holds at most one whole tensor, when that is assembled from several tensors of
+the folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mistral's models, subfolders for gpt-oss."""
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn errors of reading a safetensors file into a `ModelError`."""
+    """Turn errors raised while a safetensors file is read into a `ModelError`."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -41,14 +41,15 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def own_tensors(model: Any) -> dict[str, Tensor]:
-    """A model's parameters (tied ones under each of their names) and the buffers that are saved with it."""
+    """A model's parameters (tied ones under each of their names), and those buffers that are saved with it."""
     own = dict(model.named_parameters(remove_duplicate=False))
     own.update({name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()})
     return own
 
 
 def empty_model(source: str, dtype: torch.dtype) -> Any:
-    """A model with its parameters on the meta device. Its buffers are real, because a folder does not hold them."""
+    """A model with its parameters on the meta device. Its buffers have memory and values, because a folder does not
+    contain them."""
     config = AutoConfig.from_pretrained(source)
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -58,7 +59,7 @@ def empty_model(source: str, dtype: torch.dtype) -> Any:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of a tensor that this process holds, and the index of the first one. All rows if it is not sharded."""
+    """The rows of a tensor that this process holds (all rows if it is not sharded), and the index of the first one."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     mesh = tensor.device_mesh
@@ -81,7 +82,7 @@ def fill(model: Any, source: str) -> None:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             file_of.update(dict.fromkeys(file.keys(), file))
         if not file_of:
-            raise ModelError(f"{folder} holds no *.safetensors")
+            raise ModelError(f"{folder} contains no *.safetensors")
         _fill(model, file_of, str(folder))
 
 
@@ -117,14 +118,14 @@ def _copy(tensor: Tensor, value: Any, shape: tuple[int, ...], where: str) -> Non
 
 @torch.no_grad()
 def copy_rows(tensor: Tensor, value: Any) -> None:
-    """Copy this process's rows of a whole tensor, or of a safetensors slice, into a tensor that may be sharded."""
+    """Copy this process's rows from a whole tensor or a safetensors slice into a tensor that may be sharded."""
     mine, first = local_rows(tensor)
     if mine.numel():
         mine.copy_(value[first : first + mine.shape[0]] if mine.ndim else value[...])
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a tensor. A sharded one is gathered from all processes, which must all call this."""
+    """All rows of a tensor. A sharded tensor is gathered, so all processes must call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

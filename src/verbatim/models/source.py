@@ -1,4 +1,4 @@
-"""Finds a model's files: in a local folder, a folder made by `verbatim models get`, the hub's cache, or on the hub."""
+"""Finds a model's files in a local folder, a folder made by `verbatim models get`, the hub's cache, or on the hub."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TIMEOUTS = (5.0, 10.0)
 
 
 def is_adapter(name: str | Path) -> bool:
-    """True for a folder that holds a `peft` adapter and not a whole model."""
+    """True for a folder with a `peft` adapter instead of a whole model."""
     folder = Path(name).expanduser()
     try:
         return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
-    except OSError:  # an unusable path is reported by the code that opens it
+    except OSError:  # an invalid path is reported by the code that opens it
         return False
 
 
@@ -67,13 +67,13 @@ def _adapter_setting(folder: str | Path, key: str) -> Any:
 
 
 def find_source(name: str | Path) -> str:
-    """The argument for `from_pretrained`: a folder or a hub id, from a folder, a catalog name or a hub id.
+    """Resolve a folder, a catalog name or a hub id to the argument for `from_pretrained`: a folder or a hub id.
 
     A cached model is used if the hub cannot be reached, or if HF_HUB_OFFLINE is set. The hub is queried once per
     process and model, for at most about 16 seconds.
 
     Raises:
-        ModelError: there is no such folder, or no such model on the hub or in the cache that can be accessed.
+        ModelError: there is no such folder, and no such model that can be accessed on the hub or in the cache.
     """
     name = folder_of(str(name))
     folder = Path(name).expanduser()

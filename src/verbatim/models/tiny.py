@@ -1,7 +1,7 @@
 """Builds a tiny copy of a model: same class and configuration, random weights, few layers, small widths and windows.
 
-A copy with a few thousand parameters shows how a class behaves as well as the model itself does, and faster: 40 tokens
-are enough to cross a window of 16. The copy keeps every flag and every kind of layer; only sizes change.
+A copy with a few thousand parameters shows a class's behaviour as well as the model itself, and faster: 40 tokens are
+enough to cross a window of 16. The copy keeps every flag and every kind of layer. Only sizes change.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.models.refusal import FAULTS, describe
 
 _FAULTS = (*FAULTS, StrictDataclassError)
-"""Exceptions of a model's code, and of a configuration that validates its own sizes."""
+"""Exceptions raised by a model's code, or by a configuration that validates its sizes."""
 
 VOCAB = 96
 """Vocabulary size of a tiny copy."""
 WINDOW = 16
-"""Largest attention window, attention chunk or number of selected keys in a tiny copy, in tokens."""
+"""Maximum attention window, attention chunk and number of selected keys in a tiny copy, in tokens."""
 MAX_POSITIONS = 2048
-"""Most rows of a table of learned positions."""
+"""Maximum number of rows in a table of learned positions."""
 _MOST_PARAMETERS = 30_000_000
-"""Largest accepted number of parameters. A copy above it has a size field that `SIZES` lacks."""
+"""Maximum accepted number of parameters. A larger copy has a size field that is missing in `SIZES`."""
 
 _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 
@@ -79,7 +79,7 @@ _KEY_HEADS = {
     "swa_num_key_value_heads": "swa_num_attention_heads",
     "kv_n_heads": "n_heads",
 }
-"""Fields that count key/value heads, and the matching field of query heads. A copy keeps the kind of their ratio:
+"""Fields with the number of key/value heads, and the matching field for query heads. A copy keeps the kind of ratio:
 equal, grouped or single."""
 
 Sizes = Literal["narrow", "scaled", "true"]
@@ -95,7 +95,7 @@ _TRUE: Mapping[str, int] = {
 }
 
 _UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_config", "vq_config")
-"""Configurations of parts that text does not use, so one layer is enough."""
+"""Configurations of components that text does not use, for which one layer is enough."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
@@ -106,16 +106,17 @@ class NoTinyCopy(ModelError):
 def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     """A tiny model of the same class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
-    If the cut sizes do not fit each other, other ways to cut are tried, up to a copy with the model's own widths. If no
-    copy gives logits for ids alone, the first one is returned, and the caller reports what it raises.
+    If the reduced sizes do not fit together, other ways to reduce them are tried, up to a copy with the model's own
+    widths. If no copy returns logits when called with ids only, the first one is returned, and the caller reports the
+    error that it raises.
 
-    Out-of-memory errors pass unchanged, because the model is not at fault.
+    Out-of-memory errors are raised unchanged, because then the model is not at fault.
 
     Raises:
         NoTinyCopy: the configuration cannot be made small.
     """
     problem: Exception | None = None
-    silent: Any = None  # the first copy that was built but gives no logits
+    silent: Any = None  # the first copy that could be built but returns no logits
     for sizes in get_args(Sizes):
         try:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -140,7 +141,8 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
 
 
 def _said(error: Exception) -> Exception:
-    """The error of a configuration's own validation, which huggingface_hub wraps; any other error itself."""
+    """The error raised by a configuration's own validation, which huggingface_hub wraps. Other errors are returned as
+    they are."""
     cause = error.__cause__
     return cause if isinstance(error, StrictDataclassError) and isinstance(cause, Exception) else error
 
@@ -162,7 +164,8 @@ def _gives_logits(tiny: Any) -> bool:
 def _fitting(model: Any, sizes: Sizes) -> Any:
     """The shallowest copy that has every kind of layer.
 
-    Depth alone does not settle that: configurations place special layers by their own rules, so depths are tried.
+    The right depth cannot be computed, because configurations place special layers by their own rules. So depths are
+    tried in turn.
     """
     layers = decoder_layers(model)
     kinds = [_kind(layer) for layer in layers]
@@ -275,7 +278,8 @@ class _Cut:
 
 
 def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut RoPE parameters: scalings stay, and per-angle factors are cut to the number of angles of a narrow head."""
+    """Cut RoPE parameters. Scalings are kept, and per-angle factors are cut to the number of angles of a narrow
+    head."""
     out = copy.deepcopy(dict(parameters))
     partial = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     rotated = (values.get("qk_rope_head_dim") and SIZES["qk_rope_head_dim"]) or int(_HEAD * partial)
@@ -288,7 +292,8 @@ def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _key_heads(value: int, heads: Any) -> int:
-    """Key/value heads of a copy with at most `_HEADS` query heads, which they divide: still equal, grouped or single.
+    """Number of key/value heads of a copy. It divides the query heads (at most `_HEADS`), and stays equal, grouped or
+    single.
 
     >>> [_key_heads(value, heads) for value, heads in ((8, 8), (2, 8), (1, 8), (2, 2), (1, 2), (3, 3), (2, 6))]
     [4, 2, 1, 2, 1, 3, 2]
@@ -313,7 +318,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What distinguishes a layer from others: its modules and their settings, without weights and without counts."""
+    """What distinguishes a layer from others: its modules and their settings, but not weights and counts."""
     found = {_settings(re.sub(r"\d+", "#", name), module) for name, module in layer.named_modules()}
     return tuple(sorted(found, key=str))
 
@@ -335,7 +340,8 @@ def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Draw weights large enough for the context to change a token's logits; `transformers`' 0.02 would not."""
+    """Draw weights that are large enough for the context to change a token's logits. The 0.02 of `transformers` is
+    not."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 0.15)

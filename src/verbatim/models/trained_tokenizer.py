@@ -21,13 +21,13 @@ from verbatim.core.user_values import as_atom
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 CONTROL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
-"""Special tokens, which decoding for display leaves out."""
+"""Special tokens, which are left out when ids are decoded for display."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Added tokens that are not special, because parsers have to see them in decoded text."""
+"""Added tokens that are not special, so that parsers see them in decoded text."""
 
 # In order: a number; one newline; anything else. Merges may span whole lines, so that the fixed text of a prompt or a
 # call costs one or two tokens per line instead of one per word. They never include digits, so that a number that the
-# model chooses is a token of its own, nor a newline, so that text cut at the end of a line keeps its ids.
+# model chooses is a separate token, nor a newline, so that text cut at the end of a line keeps its ids.
 SPLIT = r"\p{N}+|[\r\n]|[^\p{N}\r\n]+"
 
 
@@ -62,14 +62,14 @@ def _program() -> jinja2.Template:
 
 
 def _plain(value: Any) -> Any:
-    """A value in JSON's own types; users' values may contain numpy numbers."""
+    """A value converted to JSON's own types. Users' values may contain numpy numbers."""
     if isinstance(value, Mapping):
         return {as_atom(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else as_atom(value)
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int, context_length: int) -> Any:
-    """Train a byte-level BPE tokenizer with ChatML's control tokens. It decodes any encoded text to the same text."""
+    """Train a byte-level BPE tokenizer with ChatML's control tokens. Decoding an encoded text returns the same text."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]

@@ -1,7 +1,6 @@
 """Compiles this package's C files with the machine's own compiler, caches the libraries, and loads them.
 
-Everything written in C here also exists in plain torch. Without a compiler, callers use the torch version, which is
-slower.
+Everything written in C here also exists in plain torch. Without a compiler, callers use the slower torch version.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ SWITCH = "VERBATIM_NATIVE"
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
-"""Options, tried in this order. The OpenMP runtime is deliberately not linked: its symbols resolve to the runtime that
-torch has loaded, so that both share one team of threads. If they do not resolve, the library is built without threads,
-and a warning is logged."""
+"""Compiler options, tried in this order. The OpenMP runtime is deliberately not linked: its symbols resolve to the
+runtime that torch has loaded, so that both share one team of threads. If they do not resolve, the library is built
+without threads, and a warning is logged."""
 _PATIENCE = 120.0
 """Timeout of a compiler run in seconds."""
 _HUNG: set[tuple[str, ...]] = set()
-"""Compilers that timed out. This process does not run them again: with other options they would hang as well."""
+"""Compilers that timed out. This process does not run them again, because they would also hang with other options."""
 
 
 @dataclass(frozen=True)
 class CSource:
     """A C file, read when the Python module that calls its functions is imported.
 
-    Compilation comes later, and an upgrade or a checkout may replace the file in between. Functions of the new file
-    could then expect other structs than the already imported module passes.
+    It is compiled later, and an upgrade or a checkout may replace the file in between. The functions of the new file
+    could then expect different structs from those that the already imported module passes.
     """
 
     name: str
@@ -127,7 +126,7 @@ def _built(source: CSource, compiler: tuple[str, ...]) -> Build:
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """The C compiler as a command: the one in the variable `CC` (such as `ccache gcc`), or one of the usual names."""
+    """The command of the C compiler: that in the variable `CC` (such as `ccache gcc`), or one of the usual names."""
     for name in (os.environ.get("CC", ""), *_COMPILERS):
         try:
             words = shlex.split(name)
@@ -143,7 +142,8 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
 
     A library that is damaged or built from another source would compute wrong numbers or crash the process; one planted
     by another user could run anything. So a cached library is loaded only if the file and its folder belong to this
-    user, the file name ends with the digest of its content, and the content names the source and compiler it is from.
+    user, the file name ends with the digest of its content, and the content names the source and compiler that it was
+    built from.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
@@ -153,7 +153,7 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
     for found in sorted(folder.glob(f"{name}-*.so")):
         try:
             content = read_own(found)
-        except FileNotFoundError:  # another process has just removed a damaged one
+        except FileNotFoundError:  # another process has just removed it as damaged
             continue
         is_whole = content is not None and found.stem.removeprefix(f"{name}-") == _digest(content)
         if content is not None and is_whole and _mark(name) in content:
@@ -165,7 +165,7 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
 
 
 def _name(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """The name of a C file's library: a digest of everything that the result depends on."""
+    """The file name of a C file's library. It contains a digest of everything that the compiled code depends on."""
     texts = [part for name, text in source.files for part in (name.encode(), text)]
     parts = [
         *texts,
@@ -189,7 +189,7 @@ def _mark(name: str) -> bytes:
 
 
 def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> Path:
-    """Compile the library into a file named `target`, followed by the digest of its content."""
+    """Compile the library into a file whose name is `target`, followed by the digest of its content."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         for file, text in source.files:  # compile the text that was hashed; the file on disk may have changed since
             (Path(name) / file).write_bytes(text)
@@ -260,14 +260,14 @@ def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -
 
 @cache
 def _program(path: str) -> bytes:
-    """The identity of a program's file. Two builds of the same version may generate different code."""
+    """What identifies a program's file. The version is not enough: two builds of it may generate different code."""
     about = os.stat(path)
     return f"{os.path.realpath(path)} {about.st_size} {about.st_mtime_ns}".encode()
 
 
 @cache
 def _processor() -> bytes:
-    """What `-march=native` depends on. It is part of the name because machines may share a cache folder."""
+    """What `-march=native` depends on. It is part of the library's name, because machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,11 +1,11 @@
 """Shares a machine's cores between the two sides of a run, sampler and trainer.
 
-Two thread teams on the same cores slow each other down, so while both sides compute each gets half of the cores. But
-one side is idle for most of a step: the trainer if sampling takes longer, otherwise the sampler. So each side publishes
-in a memory-mapped file whether it computes, and a side takes all cores for one pass once the other has been idle for as
-long as that pass takes. A shorter wait would not do: a sampler is idle for 5 to 50 ms many times in a step, while all
-its sequences wait for tools, and a trainer with passes of 200 ms would hold the cores long after the sampler needs
-them.
+Two thread teams on the same cores slow each other down, so each side gets half of the cores while both compute. But one
+side is idle for most of a step: the trainer if sampling takes longer, otherwise the sampler. So each side publishes in
+a memory-mapped file whether it is computing, and a side takes all cores for one pass once the other has been idle for
+as long as such a pass takes. A shorter wait would not be enough: a sampler is idle for 5 to 50 ms many times in a step,
+while all its sequences wait for tools, and a trainer with passes of 200 ms would hold the cores long after the sampler
+needs them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBER = 8
 """Bytes of a float64."""
 
 FIRST_PASS = 0.1
-"""Assumed duration of a pass in seconds, until one was measured."""
+"""Assumed duration of a pass in seconds, until one has been measured."""
 
 
 def own_cores() -> int:
@@ -43,7 +43,7 @@ class CoreShare:
         cores: Number of cores that the run may use.
 
     Raises:
-        OSError: the file cannot be made or mapped.
+        OSError: the file cannot be created or mapped.
     """
 
     def __init__(self, path: Path, side: Side, cores: int) -> None:
@@ -60,7 +60,7 @@ class CoreShare:
         self._cores = cores
         self._pass_seconds = FIRST_PASS
         self._began: float | None = None
-        self._idle_since[self._own] = 0.0  # it has not computed yet: its cores are free
+        self._idle_since[self._own] = 0.0  # the other side has not computed yet, so its cores are free
 
     def compute(self, now: bool) -> None:
         """Publish that this side starts (`now`) or stops computing."""

@@ -1,7 +1,8 @@
 """Makes glibc keep freed memory in the process instead of returning it to the kernel.
 
-A step on a CPU allocates and frees the same buffers in each layer and micro-batch. Memory that was returned comes back
-as pages that the kernel has to zero first. With glibc's defaults that took a tenth of a small model's step.
+A step on a CPU allocates and frees the same buffers in each layer and micro-batch. Memory that was returned to the
+kernel has to be zeroed page by page before it is used again. With glibc's defaults that took a tenth of a small model's
+step.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import os
 from functools import cache
 
 MAPPED_FROM = 32 * 2**20
-"""Size in bytes from which a buffer gets its own mapping, which is unmapped when freed: the maximum of glibc's dynamic
-threshold. It is set explicitly because setting the other limits turns the dynamic threshold off."""
+"""Size in bytes from which a buffer gets its own mapping, which is unmapped when the buffer is freed. The value is the
+maximum of glibc's dynamic threshold. It is set explicitly, because setting the other limits turns the dynamic threshold
+off."""
 KEPT = 2**30
-"""Largest amount of freed memory, in bytes, that is kept at the end of the heap."""
+"""Maximum amount of freed memory, in bytes, that is kept at the end of the heap."""
 PADDING = 64 * 2**20
-"""Bytes by which a heap grows. Heaps of threads other than the first consist of parts of this size, so they keep theirs
-too."""
+"""Number of bytes by which a heap grows. The heaps of all threads but the first consist of parts of this size, so these
+also keep freed memory."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Raise glibc's limits for this process, once; True if that was done.
+    """Raise glibc's limits for this process, once. Returns True if they were raised.
 
-    It is not done if the environment sets these limits itself, or if the C library is not glibc.
+    They are left alone if environment variables set them, or if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in _SETTINGS):

@@ -1,4 +1,4 @@
-"""Checks that files and folders belong to this user alone, because code that others can write must not be run."""
+"""Checks that only this user can write to files and folders, because code that others can change must not be run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 
 def why_not_own(folder: Path) -> str | None:
-    """How others could put files into a folder or replace the folder; None if they cannot.
+    """Why other users could put files into a folder or replace it, or None if they cannot.
 
-    A safe folder belongs to this user, its parents to this user or root, and no one else may write to any of them. A
-    parent with the sticky bit, like /tmp, is safe: there, users can rename only their own entries.
+    A folder is safe if it belongs to this user, its parents belong to this user or root, and no one else may write to
+    any of them. A parent with the sticky bit, like /tmp, is safe, because users can rename only their own entries
+    there.
     """
     path = folder.resolve()
     if path.stat().st_uid != os.geteuid():
