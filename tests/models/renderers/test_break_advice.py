@@ -135,9 +135,9 @@ async def test_the_key_that_is_named_ends_the_breaks_and_saves_the_tokens_that_a
 @pytest.mark.parametrize(
     ("reason", "habit", "words"),
     [
-        ("tools_changed", "tools", "the same tools all episode long"),
-        ("other_messages", "system", "say it as a user's message"),
-        ("history_edited", "clock", "put what changes into the newest one"),
+        ("tools_changed", "tools", "the same tools throughout an episode"),
+        ("other_messages", "system", "send it as a user's message"),
+        ("history_edited", "clock", "put changes into the newest one"),
     ],
 )
 async def test_an_environment_that_does_what_is_advised_breaks_nothing(reason, habit, words):

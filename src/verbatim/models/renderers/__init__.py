@@ -33,7 +33,7 @@ RENDERERS: Mapping[str, str] = {
     "gpt-oss": "verbatim.models.renderers.harmony:HarmonyRenderer",
 }  # fmt: skip
 """The class of each renderer, as "module:class". It is called with (tokenizer, name), `thinking_retention`, `history`
-and `later_system`. Strings rather than classes, so that only the renderer in use loads its heavy libraries."""
+and `later_system`. These are strings instead of classes, so that only the renderer in use loads its heavy libraries."""
 
 ALIASES: Mapping[str, str] = {
     "glm4.5": "glm-4.5",
@@ -46,7 +46,7 @@ ALIASES: Mapping[str, str] = {
 """Alternative spellings of renderer names."""
 
 AUTO_FAMILIES = tuple(name for name in RENDERERS if name != "template")
-"""The families that "auto" tries, in this order."""
+"""The families that "auto" tries, in order."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ def create_renderer(
     """Create the renderer with this name for a tokenizer.
 
     "auto" recognises published models by the name that the tokenizer was loaded under. For any other model it picks the
-    first family that renders every probe dialogue to the same ids as the model's own chat template; if no family does,
-    it picks the template itself.
+    first family that renders every probe dialogue to the same ids as the model's own chat template. If there is none,
+    it uses the template itself.
 
     Args:
         name: "auto", "template", or a family.
         tokenizer: The model's tokenizer.
         tools: "hermes": render with the chat template, and write tools as text into its messages. None: the model's own
             tool format.
-        thinking_retention: "tool_cycle": a user's message removes earlier thoughts if the format drops them there.
-            "all": thoughts stay.
+        thinking_retention: "tool_cycle": earlier thoughts are dropped at a user's message if the format drops them
+            there. "all": thoughts are kept.
         history: "verbatim": prompts continue what was sampled. "template": every prompt is rendered from its messages,
             as a chat endpoint does.
         later_system: What to do with a system or developer message that the format does not write: "fold" it into
@@ -123,18 +123,16 @@ def create_renderer(
 
 
 def _make_with_hermes(name: str, known: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
-    """The template renderer that writes tools as text; warns if the template has a tool format of its own."""
+    """The template renderer that writes tools as text. Logs a warning if the template has its own tool format."""
     from verbatim.models.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
-        raise UsageError(
-            f'renderer "{name}" has a tool format of its own; tools = "hermes" goes with "auto" or "template"'
-        )
+        raise UsageError(f'renderer "{name}" has a tool format of its own; tools = "hermes" needs "auto" or "template"')
     renderer = TemplateRenderer(tokenizer, tools="hermes", **kept)
     if TemplateRenderer(tokenizer).tool_support.complete:
         _log.warning(
             "this model's chat template has a tool format of its own, which the model was trained on; "
-            'tools = "hermes" writes another one'
+            'tools = "hermes" replaces it with another one'
         )
     return renderer
 
@@ -157,8 +155,8 @@ def _detect_family(tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Ren
             _log.info('"%s" is a model of renderer "%s"', tokenizer.name_or_path, named)
         else:
             _log.warning(
-                '"%s" is a model of renderer "%s", which is used, though its chat template gives other ids (%s); for '
-                'those, use renderer = "template"',
+                '"%s" is a model of renderer "%s", which is used although its chat template gives other ids (%s); '
+                'for those, use renderer = "template"',
                 tokenizer.name_or_path,
                 named,
                 differs,

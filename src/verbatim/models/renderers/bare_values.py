@@ -1,17 +1,17 @@
-"""Parses values that a format writes without quotes, `<parameter=at>null</parameter>`, by their parameter's types.
+"""Parses values that a format writes without quotes, `<parameter=at>null</parameter>`, by the types of their parameter.
 
-These formats write different values alike: `null` for the text "null" and for null, `5` for "5" and for 5. One rule
-decides between them, for every format:
+These formats write different values the same way: `null` for the string "null" and for null, `5` for "5" and for 5. One
+rule decides between them, for every format:
 
 - if the parameter allows only strings, the value is the text;
 - if it allows other types too, or declares none, the value is the null, boolean, number, list or object that the text
-  parses to, if that type is allowed; otherwise it is the text. It is also the text if it has leading or trailing white
-  space, or a number that a double cannot represent (`0.1234567890123456789`, `1e400`);
-- if it allows no strings, the value is JSON or a word for a value, with any white space around it; other text is not a
-  value.
+  parses to, if that type is allowed. Otherwise the value is the text. It is also the text if that has leading or
+  trailing white space, or contains a number that a double cannot represent (`0.1234567890123456789`, `1e400`);
+- if it allows no strings, the value is JSON or a word such as `None`, with any white space around it. Other text is not
+  a value.
 
-So writing a parsed value and parsing it again returns the same value. Of two values that are written alike, one can
-never be parsed: the text "null" of a parameter that may be null.
+So writing a parsed value and parsing it again returns the same value. If two values are written the same way, one of
+them can never be parsed: the string "null" for a parameter that may be null.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from typing import Any
 from verbatim.models.renderers.responses import NOT_JSON, is_json, read_json, type_names
 
 _PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
-"""The words that templates write with `value | string`, which gives Python's spelling."""
+"""The words for values in Python's spelling, which templates write with `value | string`."""
 _WORDS: Mapping[str, tuple[str, Any]] = {
     "true": ("boolean", True),
     "false": ("boolean", False),
     "null": ("null", None),
     "none": ("null", None),
 }
-"""Words for values, in lower case: the JSON type that the parameter must allow for the word to count, and the value."""
+"""Words for values, in lower case, with the JSON type that the parameter must allow for the word to count, and the
+value."""
 
 
 def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> Any:
@@ -58,10 +59,10 @@ def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> An
 
 
 def _of_no_text(text: str, types: frozenset[str]) -> Any:
-    """The value of a text for a parameter that allows no strings.
+    """The value of a text whose parameter allows no strings.
 
-    A value of an undeclared type is returned as well; refusing it is the tool's business. A JSON string keeps its
-    quotes, because the format itself would write none.
+    A value of an undeclared type is returned too: refusing it is up to the tool. A JSON string keeps its quotes,
+    because the format itself would not write any.
     """
     is_word, meant = _word(text, types)
     if is_word:
@@ -81,7 +82,8 @@ def _word(text: str, types: frozenset[str]) -> tuple[bool, Any]:
 
 
 def _is_exact(text: str, value: Any) -> bool:
-    """True if every fraction in a JSON text survives conversion to a double, which then prints as an equal number."""
+    """True if every fraction in a JSON text survives conversion to a double, that is, the double prints as an equal
+    number."""
     fractions = list[str]()
     if isinstance(value, (float, list, dict)):
         json.loads(text, parse_float=fractions.append)

@@ -1,4 +1,4 @@
-"""A cache of the newest entries with a bound on their number and bytes, for use from several threads."""
+"""A thread-safe cache of the newest entries, bounded in number and bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BoundedCache(dict[K, V], Generic[K, V]):
     Reads take no lock: a single dict lookup is atomic in CPython.
 
     Args:
-        most: Largest number of entries.
-        most_bytes: Largest total size in bytes, as passed to `add`. None: no bound on bytes.
+        most: Maximum number of entries.
+        most_bytes: Maximum total size in bytes, by the sizes passed to `add`. None: no bound on bytes.
     """
 
     def __init__(self, most: int, most_bytes: int | None = None) -> None:
@@ -36,7 +36,8 @@ class BoundedCache(dict[K, V], Generic[K, V]):
     def of(self, key: K, make: Callable[[K], V], num_bytes: int = 0) -> V:
         """The value of a key. If it is missing, it is computed by `make` and added with a size of `num_bytes`.
 
-        Two threads may compute the same value at once; `make` runs outside the lock so that it blocks no other thread.
+        Two threads may compute the same value at once, because `make` runs outside the lock in order not to block other
+        threads.
         """
         found: Any = self.get(key, _UNKNOWN)
         if found is _UNKNOWN:

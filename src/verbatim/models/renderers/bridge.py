@@ -1,9 +1,9 @@
-"""The rule by which prompts continue: what was sampled stays exactly as it was sampled.
+"""The rule by which prompts continue: sampled tokens stay exactly as they were sampled.
 
-Let P be the ids of a prompt, C the ids that were sampled after it, N the messages to append, and B what the format
-writes after an assistant's turn: the rest of the turn's close, N, and the next generation prompt. The next prompt is
-P + C + B. It is what the sampler sees and what the trainer trains on. The format might have written the turn itself
-differently (an empty thinking block, white space, the spelling of JSON, a malformed call); that does not matter.
+Let P be the ids of a prompt, C the ids sampled after it, N the messages to append, and B the ids that the format writes
+after an assistant's turn: the rest of the turn's close, N, and the next generation prompt. The next prompt is P + C +
+B. The sampler sees these ids, and the trainer trains on them. It does not matter if the format would have written the
+turn itself differently (an empty thinking block, white space, the spelling of JSON, a malformed call).
 
 In the following cases the prompt is rendered from its messages instead, and the reason is counted:
 
@@ -58,13 +58,14 @@ _CONTINUED_ROLES = frozenset({"tool", "user"})
 _KNOWN_PROMPTS = 1024
 """Number of prompts remembered by their ids, for callers that continue without a handle (`bridge_to_next_turn`)."""
 _BYTES_OF_AN_ID = 16
-"""Estimated memory of a remembered prompt, in bytes per id: the id, and its share of the messages and schemas."""
+"""Estimated memory of a remembered prompt, in bytes per id: the id itself, and its share of the messages and
+schemas."""
 _THOUGHT = "zqthought"
 _THOUGHT_TAGS = ("<think>", "</think>")
 
 
 class ContinuingRenderer(abc.ABC):
-    """Base class of our renderers: it applies the rule above. Subclasses know the formats."""
+    """Base class of our renderers, which applies the rule above. Subclasses implement the formats."""
 
     stop_token_ids: tuple[int, ...]
 
@@ -125,10 +126,10 @@ class ContinuingRenderer(abc.ABC):
 
     @abc.abstractmethod
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
-        """What the format writes after the turn, or None if that is not known.
+        """The ids that the format writes after the turn, or None if they are not known.
 
-        It starts with the turn's close (in a format without one, with what opens the next message), followed by the new
-        messages and the generation prompt. `body` is the completion without the token that ended it.
+        They start with the turn's close (in a format without a close, with the opening of the next message), followed
+        by the new messages and the generation prompt. `body` is the completion without the token that ended it.
         """
 
     def decode(self, ids: Int32 | Sequence[int]) -> str:
@@ -167,7 +168,7 @@ class ContinuingRenderer(abc.ABC):
     ) -> Int32 | None:
         """The previous turn's ids verbatim, plus the new messages and the generation prompt; None if not possible.
 
-        For callers without a handle. The prompt is looked up by its ids among the last ones that this renderer made.
+        For callers without a handle. The prompt is looked up by its ids among the last prompts of this renderer.
         """
         known = self._prompts.get(_key(prev_prompt_ids))
         if known is None or not new_messages:
@@ -203,7 +204,7 @@ class ContinuingRenderer(abc.ABC):
         if reason is not None:
             return reason
         behind = self._behind(conversation, body, new_messages)
-        # B has to begin with a control token: only that can never merge with the sampled ids before it.
+        # B has to begin with a control token, because any other token could merge with the sampled ids before it.
         if not behind or behind[0] not in self._control_ids:
             return BreakReason.FORMAT_UNKNOWN
         if ended and behind[0] != completion[-1]:
@@ -259,8 +260,8 @@ class ContinuingRenderer(abc.ABC):
     def turn_token_ids(self) -> frozenset[int]:
         """The control tokens that open or close a turn, found by rendering.
 
-        They are the tokens that end a turn, and those that the format writes before the texts of systems, users and
-        tools. Tokens of a plain answer are excluded: they are legitimate inside a turn.
+        They are the tokens that end a turn, and those that the format writes before the text of system, user and tool
+        messages. Tokens of a plain answer are excluded, because they are legitimate inside a turn.
         """
         found = set(self.stop_token_ids)
         for messages in ([ASK], [SYSTEM, ASK]):
@@ -310,7 +311,8 @@ class ContinuingRenderer(abc.ABC):
         return ids
 
     def _probed_behind(self, calls: Sequence[ToolCall], new: Sequence[Any]) -> list[int]:
-        """What the format writes after a turn with these calls that answers one question; empty if not known."""
+        """The ids that the format writes after a turn with these calls that follows a single question; empty if not
+        known."""
         prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
         nothing = np.empty(0, dtype=np.int32)
         said = SampledReply(
@@ -333,7 +335,7 @@ class ContinuingRenderer(abc.ABC):
         )
 
     def _controls_of(self, ids: Sequence[int]) -> list[int]:
-        """The control tokens among the ids, without those of thoughts."""
+        """The control tokens among the ids, except those that open or close a thought."""
         return [i for i in ids if i in self._control_ids and i not in self._thought_ids]
 
     def _note(self, ids: Int32, messages: Sequence[Message], tools: Schemas) -> None:

@@ -1,8 +1,8 @@
 """Probes a chat template: which messages can be appended to a sampled turn, and where the template rewrites history.
 
-Each probe is a conversation, a turn as the template itself writes it, and the messages to append. The renderer bridges
-the turn or refuses, as in a run. If it refuses, the renderings before and after are compared, to find the turn that
-changed and the line of the template that writes the first differing character.
+Each probe consists of a conversation, a turn as the template itself writes it, and messages to append. As in a run, the
+renderer bridges the turn or refuses. If it refuses, the renderings before and after are compared, to find the turn that
+changed and the line of the template that writes the first different character.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Lines = Sequence[tuple[str, int]]
 _Messages = list[Message]
 
 _SHOWN_BY_TEXTS = (BreakReason.THOUGHT_DROPPED, BreakReason.FORMAT_UNKNOWN)
-"""Reasons that are visible as a difference between two renderings."""
+"""Reasons for a break that are visible as a difference between two renderings."""
 _EXCERPT = 40
 """Number of characters quoted from each text."""
 _WORD_BEFORE = re.compile(r"(<?[^\s<>]*)\Z")
@@ -67,7 +67,7 @@ def probe_bridges(renderer: TemplateRenderer, tokenizer: EscapingTokenizer) -> l
 
 
 class _ProbePlayer:
-    """Plays one probe."""
+    """Runs one probe."""
 
     def __init__(self, renderer: TemplateRenderer, tokenizer: EscapingTokenizer, appended: str, situation: str) -> None:
         self._renderer = renderer
@@ -80,7 +80,7 @@ class _ProbePlayer:
         self._stops = "|".join(map(re.escape, renderer.end_texts))
 
     def outcome(self) -> BridgeProbe:
-        """Play the probe."""
+        """Run the probe."""
         try:
             before = self._lines(self._messages)
             sampled = self._sampled(_text(before))
@@ -116,7 +116,8 @@ class _ProbePlayer:
         )
 
     def _sampled(self, kept: str) -> str | None:
-        """The turn as the template writes it, up to the token that ends it; None if it changes the prompt before it.
+        """The turn as the template writes it, up to the token that ends it; None if the template changes the prompt
+        before it.
 
         Some templates write an empty thinking block into the last turn, which a model that does not think would not
         sample. So a turn without thinking is preferably taken from its rendering before the appended messages.
@@ -133,7 +134,7 @@ class _ProbePlayer:
         return self._renderer.write_lines(messages, self._tools, prompt)
 
     def _refused(self, before: _Lines, sampled: str, after: _Lines) -> BridgeProbe:
-        """Find where the prompt and the turn differ from what the template writes for them later."""
+        """Find where the prompt and the turn differ from their later rendering."""
         kept, now = _text(before) + sampled, _text(after)
         at, there = _parting(kept, now, exact=len(kept) - len(sampled))
         if at == len(kept):
@@ -181,7 +182,7 @@ def _text(lines: _Lines) -> str:
 
 
 def _quoted(text: str, at: int) -> str:
-    """An excerpt of the text that starts with the word or tag around an index."""
+    """An excerpt of the text, starting with the word or tag around an index."""
     start = at - len(_WORD_BEFORE.search(text[max(at - _EXCERPT, 0) : at])[0])  # type: ignore[index]  # finds "" too
     text = text[start:].replace(BREAK, "")
     return repr(text[:_EXCERPT]) + ("..." if len(text) > _EXCERPT else "") if text else "nothing"

@@ -1,13 +1,13 @@
-"""Gives calls the ids that a chat format requires.
+"""Rewrites call ids to the form that a chat format requires.
 
 Kimi writes a call as its id and its arguments. The tool's name is part of the id, `functions.look:0`, where 0 counts
 the calls of the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our own ids
-(`call_0`) and those of other servers fit neither form. What a format requires is found by rendering.
+(`call_0`) and those of other servers fit neither form. Which form a format requires is found by rendering.
 
-An id that already has the format's form is kept, because it was sampled and is in the ids of the prompt.
+An id that already has the required form is kept, because it was sampled, and the prompt's ids contain it.
 
-Many formats write no ids (Qwen, GLM, Llama). For these, tools' answers are sorted into the order of the calls, because
-a model assumes that the first answer belongs to its first call.
+Many formats write no ids (Qwen, GLM, Llama). For these, tool answers are sorted into the order of the calls, because a
+model assumes that the first answer belongs to its first call.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class CallIds:
 
     form: Literal["as_given", "unwritten", "named", "nine"]
     """named: `functions.NAME:INDEX`. nine: nine letters and digits. as_given: any id. unwritten: the format writes no
-    ids, and an answer belongs to a call by its position."""
+    ids; answers are matched to calls by position."""
 
     def rewritten(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """A conversation with ids in the format's form. Tools' answers refer to the same calls as before.
+        """The conversation with ids in the format's form. Tool answers refer to the same calls as before.
 
         An answer with an unknown id belongs to the only call without an answer, if there is exactly one of each. If
         every call has its answer, the unknown id refers to a call that could not be parsed.
 
         Raises:
-            EnvironmentFault: an answer may belong to several calls, or follows no turn.
+            EnvironmentFault: an answer may belong to several calls, or no turn precedes it.
         """
         if self.form == "as_given" or not any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
@@ -91,7 +91,7 @@ class CallIds:
         return calls, self._answers(new, len(messages) + 1, given, own, num_calls + len(own))
 
     def sampled(self, call: ToolCall) -> ToolCall:
-        """A sampled call, without its id if that does not have the format's form."""
+        """A sampled call. Its id is removed if it does not have the format's form."""
         return replace(call, id="") if self.form == "nine" and not self._is_own(call.id, "") else call
 
     def _turn(self, turn: Message, num_before: int, used: set[str]) -> tuple[Message, list[str], list[str]]:
@@ -124,11 +124,11 @@ class CallIds:
     def _answers(
         self, messages: Sequence[Message], place: int, given: Sequence[str], own: Sequence[str], num_calls: int
     ) -> list[Message]:
-        """The messages after a turn, with tools' answers that refer to the calls' new ids.
+        """The messages after a turn, with tool answers that refer to the calls' new ids.
 
         Args:
             messages: The messages up to the next turn.
-            place: The index of the first of them in the conversation.
+            place: The index of the first message in the conversation.
             given, own: The previous and the new ids of the turn's calls.
             num_calls: Number of calls in the conversation, up to and including the turn.
         """
@@ -161,7 +161,7 @@ class CallIds:
 
 
 def find_call_ids(render: Render) -> CallIds:
-    """Find by rendering calls which ids a format requires."""
+    """Find the form of ids that a format requires, by rendering calls."""
     text = _written(render, "zqcall000")
     if text and "zqcall000" in text and NAME not in text:
         return CallIds("named")
@@ -171,7 +171,7 @@ def find_call_ids(render: Render) -> CallIds:
 
 
 def _written(render: Render, call_id: str) -> str:
-    """What a format writes for a call with this id and its answer, or for the call alone; "" if it refuses both.
+    """The rendering of a call with this id and its answer, or of the call alone; "" if the format refuses both.
 
     The answer has no `name`, so that the tool's name in the text can only come from the call.
     """
@@ -200,7 +200,7 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
 
 
 def _given(messages: Sequence[Message], is_own: Callable[[str, str], bool]) -> set[str]:
-    """The call ids that already have the format's form."""
+    """The ids in the messages that already have the format's form."""
     calls = (call for message in messages for call in cast(Any, message.get("tool_calls") or ()))
     return {str(call.get("id")) for call in calls if is_own(str(call.get("id") or ""), call["function"]["name"])}
 

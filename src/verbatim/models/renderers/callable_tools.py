@@ -1,7 +1,7 @@
-"""Refuses tools that a chat format cannot call, because a written call could not be parsed back.
+"""Refuses tools that cannot be called in a chat format, because a call, once written, could not be parsed back.
 
 Formats that write calls as JSON accept any name. Others end a name at a space, a quote, a bracket or "<", and those
-that write Python need parameters that are Python identifiers. A model that is shown `get weather` could not call it.
+that write Python need parameters that are Python identifiers. A model could not call a tool named `get weather`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CallableTools:
         self._is_read_back: Callable[[str, str], bool] = lru_cache(maxsize=_KNOWN)(self._comes_back)
 
     def refuse(self, tools: Schemas) -> None:
-        """Refuse a tool whose name, or the name of a required parameter, would not be parsed back.
+        """Refuse a tool if its name, or that of a required parameter, would not be parsed back.
 
         Raises:
             EnvironmentFault: a tool cannot be called; the message suggests another name.
@@ -70,7 +70,7 @@ class CallableTools:
     def _takes(self, name: str, key: str) -> bool:
         if all(_PLAIN.fullmatch(given) and not keyword.iskeyword(given) for given in (name, key)):
             return True
-        # If not even a call with plain names is parsed, the names are not at fault.
+        # If even a call with plain names is not parsed, the names are not at fault.
         return self._is_read_back(name, key) or not self._is_read_back(NAME, _KEY)
 
     def _comes_back(self, name: str, key: str) -> bool:
@@ -90,7 +90,8 @@ class CallableTools:
 
 
 def _required(function: Mapping[str, Any]) -> list[str]:
-    """The parameters that a tool requires. Schemas come from environments; a malformed one requires none."""
+    """The parameters that a tool requires. Schemas come from environments; a malformed schema counts as requiring
+    none."""
     parameters = function.get("parameters")
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
     return [key for key in required if isinstance(key, str)] if isinstance(required, (list, tuple)) else []

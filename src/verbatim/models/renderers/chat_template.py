@@ -1,6 +1,6 @@
-"""Compiles a model's chat template and renders with it, within a budget of steps, characters and time.
+"""Compiles and renders a model's chat template, within a budget of steps, characters and time.
 
-All rendering of templates goes through this module: family detection, checks, bridges, every turn of every episode, the
+All template rendering goes through this module: family detection, checks, bridges, every turn of every episode, the
 server and the doctor.
 """
 
@@ -21,7 +21,7 @@ MAX_SOURCE = 400_000
 """The longest template source, in characters; published templates have about 10,000."""
 _MEND = "fix the model's chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The field names under which messages carry reasoning. Templates read the first or the second."""
+"""The field names for reasoning in messages. A template reads one of the two."""
 
 
 def compile_template(source: str, name: str = "") -> jinja2.Template:
@@ -47,7 +47,7 @@ def compile_template(source: str, name: str = "") -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {cut(str(error.message))}"
         raise ModelError(f"{called} is not valid Jinja ({where}); {_MEND}") from error
-    except Exception as error:  # any type: deep nesting and huge numbers break the compiler in many ways
+    except Exception as error:  # any exception: deep nesting and huge numbers break the compiler in many ways
         raise ModelError(f"{called} cannot be compiled ({error_text(error)}); {_MEND}") from error
 
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         """Render the messages to the text that `apply_chat_template` of `transformers` would return.
 
         Raises:
-            EnvironmentFault: the template refuses these messages, or raises anything else.
+            EnvironmentFault: the template refuses these messages, or raises any other error.
             TemplateFault: the rendering exceeds its budget.
         """
         return self._write(messages, tools, add_generation_prompt, lambda pieces: pieces)
@@ -105,7 +105,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         passed: Callable[[Iterator[str]], Iterator[str]],
     ) -> str:
-        """Render, each piece going through `passed`."""
+        """Render, passing all pieces through `passed`."""
         meter = Meter()
         try:
             given = meter.given([_as_templates_read(message) for message in messages], tools, copies=len(messages))
@@ -123,7 +123,7 @@ class ChatTemplate:
             text = meter.whole(passed(self.program.root_render_func(context)))
             text.encode()  # raises on half a surrogate pair, which a template may write
         except MemoryError:
-            raise  # the machine's fault: the meter ends a template long before it could take all memory
+            raise  # the machine's fault: the meter stops a template long before it could use up the memory
         except (Overrun, RecursionError) as error:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__
             raise TemplateFault(
@@ -139,7 +139,8 @@ class ChatTemplate:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as `transformers` passes it: without None fields, reasoning under the names that templates read."""
+    """The message as `transformers` passes it: without None fields, and with reasoning under the names that templates
+    read."""
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

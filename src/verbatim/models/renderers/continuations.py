@@ -1,4 +1,4 @@
-"""Reports which kinds of turn a renderer continues as they were sampled, and why it breaks at the others."""
+"""Reports after which kinds of turn a renderer continues the sampled tokens, and why it breaks after the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = 
 
 
 def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:
-    """Each kind of turn that the format writes, with the reason for its break, or None if the prompt extends it."""
+    """Each kind of turn that the format writes, with the reason for the break after it, or None if the prompt extends
+    it."""
     nothing = np.empty(0, dtype=np.int32)
     for kind, (calls, thought, new) in KINDS.items():
         tools = [TOOL] if calls else None

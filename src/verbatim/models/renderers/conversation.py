@@ -1,4 +1,4 @@
-"""A conversation: the handle on a prompt that a renderer can continue, with its messages, tools, ids and parsed reply.
+"""Defines conversations: handles on prompts that a renderer can continue, with messages, tools, ids and parsed replies.
 
     conversation = Conversation.open(renderer, messages, tools)         # P: rendered
     conversation = conversation.answered(completion_ids, parsed)        # C: sampled and parsed
@@ -21,8 +21,8 @@ from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.renderer import ParsedResponse, Renderer, Schemas
 
 ThinkingRetention = Literal["tool_cycle", "all"]
-"""What happens to earlier thoughts at a user's message. "tool_cycle": they go if the format drops them there. "all":
-they stay."""
+"""What happens to earlier thoughts at a user's message. "tool_cycle": they are dropped if the format drops them there.
+"all": they are kept."""
 History = Literal["verbatim", "template"]
 """Whether prompts continue what was sampled, or are rendered from messages every time, as a chat endpoint does."""
 
@@ -42,9 +42,9 @@ class BreakReason(StrEnum):
     TOOLS_CHANGED = "tools_changed"
     """The tools differ from those in the prompt."""
     OTHER_MESSAGES = "other_messages"
-    """Some new message comes neither from a tool nor from a user."""
+    """A new message comes neither from a tool nor from a user."""
     THOUGHT_DROPPED = "thought_dropped"
-    """A user's message follows, and there the format drops a thought that was sampled before."""
+    """A user's message follows, at which the format drops a thought that was sampled before."""
     FORMAT_UNKNOWN = "format_unknown"
     """It is not known what the format writes after this turn."""
     HISTORY_TEMPLATE = "history_template"
@@ -59,44 +59,44 @@ class BreakReason(StrEnum):
 
     @property
     def advice(self) -> str:
-        """What to change to have fewer of these breaks."""
+        """What to change to get fewer of these breaks."""
         return _ADVICE[self]
 
 
 _SENTENCES: Mapping[BreakReason, str] = {
     BreakReason.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside its own turn",
     BreakReason.OTHER_END: "the model ended its turn with a token that the format does not write there",
-    BreakReason.OPEN_THOUGHT: "the model ended its turn inside of a thought",
-    BreakReason.TOOLS_CHANGED: "the environment shows other tools than before",
+    BreakReason.OPEN_THOUGHT: "the model ended its turn inside a thought",
+    BreakReason.TOOLS_CHANGED: "the environment's tools differ from those shown before",
     BreakReason.OTHER_MESSAGES: "the environment appended a message that is neither a tool's nor a user's",
-    BreakReason.THOUGHT_DROPPED: "the user has spoken, and the format drops what was thought before; with "
-    'orchestrator.renderer.thinking_retention = "all" it stays',
+    BreakReason.THOUGHT_DROPPED: "a user's message follows, and the format drops earlier thoughts there; "
+    'orchestrator.renderer.thinking_retention = "all" keeps them',
     BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes after this turn",
     BreakReason.HISTORY_TEMPLATE: 'history = "template" renders every prompt; orchestrator.renderer.history = '
     '"verbatim" continues what was sampled',
     BreakReason.HISTORY_EDITED: "the environment changed messages that were already sent",
 }
 
-_MORE_WARM_START = "the policy ends such turns seldom once it has learned the format: more warm_start.steps"
+_MORE_WARM_START = "a policy that has learned the format rarely samples such turns: raise warm_start.steps"
 _ADVICE: Mapping[BreakReason, str] = {
     BreakReason.CONTROL_TOKEN: _MORE_WARM_START,
     BreakReason.OTHER_END: _MORE_WARM_START,
     BreakReason.OPEN_THOUGHT: _MORE_WARM_START,
-    BreakReason.TOOLS_CHANGED: "have the environment show the same tools all episode long, and refuse a call instead",
-    BreakReason.OTHER_MESSAGES: "have the environment say it as a user's message, or in a tool's answer",
+    BreakReason.TOOLS_CHANGED: "show the same tools throughout an episode; have the environment refuse calls instead",
+    BreakReason.OTHER_MESSAGES: "have the environment send it as a user's message, or in a tool's answer",
     BreakReason.THOUGHT_DROPPED: 'orchestrator.renderer.thinking_retention = "all" keeps the thoughts',
-    BreakReason.FORMAT_UNKNOWN: "`verbatim doctor --template MODEL` shows what a template of one's own writes "
-    'otherwise; for a known model, orchestrator.renderer.name = "auto" takes its family',
+    BreakReason.FORMAT_UNKNOWN: "`verbatim doctor --template MODEL` shows where your own template rewrites "
+    'turns; for a known model, orchestrator.renderer.name = "auto" selects its family',
     BreakReason.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "verbatim" continues what was sampled',
-    BreakReason.HISTORY_EDITED: "have the environment leave earlier messages as they are, and put what changes into "
-    "the newest one; where it shortens them on purpose, set monitor.alarms.prompt_breaks = false",
+    BreakReason.HISTORY_EDITED: "have the environment leave earlier messages unchanged, and put changes into the "
+    "newest one; if it shortens them on purpose, set monitor.alarms.prompt_breaks = false",
 }
 
 
 class ContinuesConversations(Protocol):
-    """A renderer that continues a conversation by its handle, and reports the reason if it cannot.
+    """A renderer that continues conversations, and reports the reason if it cannot.
 
-    Renderers without these methods continue by `bridge_to_next_turn`.
+    Renderers without these methods continue prompts with `bridge_to_next_turn`.
     """
 
     def continue_conversation(
@@ -115,7 +115,7 @@ class SampledReply:
     completion_ids: Int32
     """The ids as sampled, including the token that ended the turn: int32 [C]."""
     message: Message
-    """The assistant message that stands for the turn in later prompts."""
+    """The assistant message that represents the turn in later prompts."""
     calls: tuple[ToolCall, ...]
     """The well-formed calls, with the ids that tool answers refer to."""
     parsed: ParsedResponse
@@ -129,7 +129,7 @@ class SampledReply:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
-    """A prompt with everything that is needed to continue it. Immutable."""
+    """A prompt with everything needed to continue it. Immutable."""
 
     renderer: Renderer
     """The renderer that made the prompt."""
@@ -176,7 +176,7 @@ class Conversation:
         Args:
             completion_ids: The ids as sampled, including the token that ended the turn: int32 [C].
             parsed: The renderer's parse of the ids. None: parse them now.
-            message: The message that stands for the turn in later prompts. None: the parsed one.
+            message: The message that represents the turn in later prompts. None: the parsed one.
             calls: The attempted calls with the ids that tool answers will refer to. None: the parsed ones.
         """
         if parsed is None:
@@ -193,7 +193,7 @@ class Conversation:
     def retold(self, messages: Sequence[Message]) -> Self:
         """The same conversation with its messages replaced, for an owner that keeps them elsewhere.
 
-        The last of `messages` stands for the sampled turn. The ids stay.
+        The last of `messages` represents the sampled turn. The ids do not change.
         """
         assert self.said is not None
         said = dataclasses.replace(self.said, message=messages[-1])
@@ -241,7 +241,7 @@ class Conversation:
             return BreakReason.TOOLS_CHANGED
         before = np.concatenate([self.prompt_ids, self.said.completion_ids])
         ids = self.renderer.bridge_to_next_turn(self.prompt_ids, self.said.completion_ids, new_messages, tools)
-        # Checked, because another author's bridge may re-tokenise what was sampled.
+        # Checked, because a third-party renderer's bridge may re-tokenise the sampled text.
         if ids is None or not np.array_equal(ids[: len(before)], before):
             return BreakReason.FORMAT_UNKNOWN
         return ids

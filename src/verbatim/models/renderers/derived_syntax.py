@@ -24,16 +24,16 @@ _HOSTILE = (r"zq\b", """zq"'<&""")  # characters that formats escape in differen
 _NUMBERS = (7340051, 7340053)
 _WORDS = (True, None)
 _LONGEST = 50_000
-"""The longest rendering that is searched, in characters."""
+"""Maximum length of a rendering that is searched, in characters."""
 
 
 def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -> ToolSyntax | None:
-    """The syntax in which a format writes tool calls; None if it writes no calls, or in an unknown form.
+    """The syntax in which a format writes tool calls; None if it writes no calls, or writes them in an unknown form.
 
     Args:
         render: Renders with the format.
         stops: The texts of the tokens that end a turn; they are not part of a call.
-        marks: The tokens that may be the marks around texts, in the form `marked`.
+        marks: The tokens that may be the marks around strings, in the form `marked`.
     """
 
     def marked(single: str, double: str) -> ToolSyntax | None:
@@ -69,16 +69,16 @@ def _calls(number: int, by_id: bool, values: Sequence[Any] = _VALUES) -> list[di
 
 
 def _named(text: str) -> str:
-    """A rendering with each call id replaced by the tool's name, so that the forms find the name."""
+    """A rendering with each call id replaced by the tool's name, so that the forms can find the name."""
     for i, name in zip(_ids(2), _NAMES, strict=True):
         text = text.replace(i, name)
     return text
 
 
 def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax:
-    """The syntax, completed by how it writes values that are not texts.
+    """The syntax, completed with how it writes values that are not strings.
 
-    That is the text before such a value, if it differs, and whether null and booleans are Python's words.
+    This adds the text before such values, if it differs, and whether null and booleans are Python's words.
     """
     if syntax.tags is None:
         return syntax
@@ -89,7 +89,7 @@ def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> To
 
 
 def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax | None:
-    """The syntax, if texts with quotes and backslashes are parsed back as written; None if they come back changed."""
+    """The syntax, if strings with quotes and backslashes are parsed back as written; None if they come back changed."""
     if not syntax.opens and syntax.form != "whole":
         return None
     text = _written(render, _calls(1, syntax.named_by_id, _HOSTILE), stops) or ""
@@ -102,7 +102,7 @@ def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSy
 
 
 def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) -> str | None:
-    """The text that the renderings of these calls share, with and without content; None if the calls are missing."""
+    """The text shared by the renderings of these calls with and without content; None if the calls are missing."""
     texts = []
     for content in (_CONTENT, "", None):
         ask = {"role": "user", "content": "zqquestion"}
@@ -222,7 +222,7 @@ def _derive_marked(single: str, double: str, marks: Sequence[str]) -> ToolSyntax
 
 
 def _around(before: str, after: str, between: str | None) -> dict[str, Any]:
-    """The text that opens and closes each call, found as what the first and the second call have in common."""
+    """The text that opens and closes each call, found as the common part of the first and the second call."""
     if between is None:
         return {"before": "", "opens": before.strip(), "closes": after.strip()}
     opens = _from_tag(before.rstrip(), len(_shared_end(before.rstrip(), between.rstrip())))
@@ -252,7 +252,7 @@ def _shared_end(a: str, b: str) -> str:
 def _object(
     text: str, wanted: Callable[[Mapping[str, Any]], bool], start: int = 0
 ) -> tuple[int, int, dict[str, Any]] | None:
-    """(start, end, value) of the first JSON object in a text that is `wanted`; None if there is none."""
+    """(start, end, value) of the first JSON object in a text for which `wanted` is true; None if there is none."""
     for brace in re.compile("{").finditer(text, start):
         try:
             value, end = json.JSONDecoder().raw_decode(text, brace.start())

@@ -18,15 +18,16 @@ from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, Esca
 
 
 def family_by_name(tokenizer: EscapingTokenizer) -> str | None:
-    """The family of the published model whose name the tokenizer was loaded under; None for other names and folders."""
+    """The family of a published model, found by the name under which the tokenizer was loaded; None for other names and
+    folders."""
     family: str | None = MODEL_RENDERER_MAP.get(str(tokenizer.name_or_path))
     return family
 
 
 def first_difference(renderer: Renderer, tokenizer: EscapingTokenizer) -> str | None:
-    """The subject of the first probe that a renderer renders differently from the model's chat template, or None.
+    """The subject of the first probe that the renderer writes differently from the model's chat template, or None.
 
-    A renderer has to refuse the dialogues that the template refuses. Without a template the result is None.
+    The renderer also has to refuse the dialogues that the template refuses. Without a template the result is None.
     """
     if not tokenizer.chat_template or getattr(renderer, "renders_by_template", False):
         return None
@@ -38,16 +39,16 @@ def first_difference(renderer: Renderer, tokenizer: EscapingTokenizer) -> str | 
 
 
 _MOST_COMPLETIONS = 200
-"""Largest number of completions tried for one field of a message. Published templates have about ten."""
+"""Maximum number of completions tried for one field of a message. Published templates need about ten."""
 
 
 def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
-    """Refuse a renderer that bypasses the escaping in any field of a message or tool.
+    """Refuse a renderer that bypasses the special-token escaping in any field of a message or tool.
 
     Raises:
         ModelError: untrusted text changed the control tokens of the prompt, or could not be decoded from the ids.
     """
-    # All control tokens at once, separated by the escape character itself, which must survive as well.
+    # All control tokens at once, separated by the escape character, which must itself survive.
     every = f"x{ESCAPE.join([*tokenizer.control_tokens, ''])}x"
     ids = _ids(renderer, *_spoken(lambda field: every), True)
     if ids is not None and every not in tokenizer.decode(ids):
@@ -109,13 +110,13 @@ def _control_counts(tokenizer: EscapingTokenizer, ids: Sequence[int]) -> Counter
 
 
 def _disguises(token: str) -> str:
-    """Spellings of a control token that a template's filters could turn into the token."""
+    """Variants of a control token that a template's filters could turn into the token."""
     escaped = "".join(f"\\u{ord(character):04x}" for character in token)
     return " ".join((html.escape(token), escaped, token.lower(), token.upper(), token[::-1], "\n".join(token)))
 
 
 def _completions(tokenizer: EscapingTokenizer, text: str, word: str) -> Iterator[str]:
-    """Texts that, in place of `word`, would form a control token together with the text around it."""
+    """Texts that would form a control token with the surrounding text if they replaced `word`."""
     tokens = {token: token.lower() for token in tokenizer.control_tokens}
     reach = max(map(len, tokens), default=0)
     places = [found.span() for found in re.finditer(re.escape(word), text)]
@@ -133,7 +134,7 @@ def _instead(renderer: Renderer) -> str:
 
 
 def _ids(renderer: Renderer, messages: Sequence[Message], tools: Schemas, generation: bool) -> list[int] | None:
-    """The ids that a renderer writes, even if it leaves out tools; None if it refuses the dialogue."""
+    """The ids that a renderer writes, even if it leaves out the tools; None if it refuses the dialogue."""
     write = getattr(renderer, "write_ids", renderer.render_ids)
     try:
         ids: list[int] = write(messages, tools, generation).tolist()
@@ -147,7 +148,7 @@ def _template_ids(
 ) -> list[int] | None:
     """The ids that the chat template writes; None if it refuses the dialogue.
 
-    Some templates (DeepSeek's) require a call's arguments as JSON text, so that form is tried second.
+    Some templates (DeepSeek's) require a call's arguments as JSON text. This form is tried second.
     """
     for variant in (messages, [_with_text_arguments(message) for message in messages]):
         try:
@@ -171,7 +172,7 @@ _Dialogue = Callable[[_Words], tuple[list[Message], list[dict[str, Any]] | None]
 _FIELDS = ("system", "user", "user name", "answer", "thought", "call id", "function", "key", "value", "deep key",
            "deep value", "result", "result name", "tool", "description", "property", "choice")  # fmt: skip
 _PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
-"""A word for each field, unique in a prompt: nine characters, because some templates require call ids of nine."""
+"""A unique word for each field, with nine characters, because some templates require call ids of this length."""
 
 
 def _spoken(words: _Words) -> tuple[list[Message], None]:
