@@ -69,7 +69,7 @@ _SENTENCES: Mapping[BreakReason, str] = {
     BreakReason.OPEN_THOUGHT: "the model ended its turn inside a thought",
     BreakReason.TOOLS_CHANGED: "the environment's tools differ from those shown before",
     BreakReason.OTHER_MESSAGES: "the environment appended a message that is neither a tool's nor a user's",
-    BreakReason.THOUGHT_DROPPED: "a user's message follows, and the format drops earlier thoughts there; "
+    BreakReason.THOUGHT_DROPPED: "the format drops earlier thoughts at a user's message; "
     'orchestrator.renderer.thinking_retention = "all" keeps them',
     BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes after this turn",
     BreakReason.HISTORY_TEMPLATE: 'history = "template" renders every prompt; orchestrator.renderer.history = '

@@ -1,4 +1,4 @@
-"""Renders gpt-oss in OpenAI's harmony format, by its chat template and local tokenizer (nothing is downloaded)."""
+"""Renders gpt-oss in OpenAI's harmony format, with its chat template and local tokenizer (nothing is downloaded)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RECIPIENT = re.compile(r"\s*\bto=functions\.([^\s<]*)")
 _HEADER = re.compile(
     r"\s*(?:assistant)?\s*<\|channel\|>\s*(?:commentary|analysis)\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
 )
-"""The header of a call's message, after its recipient was removed."""
+"""Matches the header of a call's message, without its recipient."""
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
@@ -50,15 +50,15 @@ class HarmonyRenderer(ContinuingRenderer):
         <|channel|>analysis<|message|>Look first.<|end|><|start|>assistant<|channel|>commentary to=functions.look
         <|constrain|>json<|message|>{"place": "Bonn"}<|call|>
 
-    Prompts continue by the rule in `bridge`. In history the template closes an answer with `<|end|>`, so an answer that
-    was sampled with `<|return|>` always breaks (`other_end`).
+    Prompts continue by the rule in `bridge`. In earlier turns the template closes an answer with `<|end|>`, so the
+    prompt after an answer that was sampled with `<|return|>` always breaks (`other_end`).
 
     Raises:
         ModelError: the tokenizer lacks harmony's tokens, or its chat template writes another format.
     """
 
     renders_by_template = True
-    """The renderer uses the chat template, so the two are not compared."""
+    """The renderer uses the chat template itself, so the two are not compared."""
 
     def __init__(self, tokenizer: Any, name: str = "gpt-oss", **kept: Any) -> None:
         super().__init__(tokenizer, name, **kept)
@@ -117,7 +117,7 @@ class HarmonyRenderer(ContinuingRenderer):
         return None if text is None else self.tokenizer.encode(text)
 
     def _holds_turn_token(self, body: list[int]) -> bool:
-        """True if a message inside the turn is not the assistant's own, or the turn is closed before its end.
+        """True if a message inside the turn is not the assistant's, or if the turn is closed before its end.
 
         A harmony turn consists of several messages, so `<|start|>` alone does not open another turn.
         """
@@ -137,7 +137,7 @@ class HarmonyRenderer(ContinuingRenderer):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes for the escaped messages; `marked` is that of `SpecialTokenEscaper.messages`."""
+        """Render the messages, escaped, to text. `marked` is passed to `SpecialTokenEscaper.messages`."""
         escaper = self.tokenizer.escaper
         fields = [_as_template_reads(message) for message in escaper.messages(messages, marked)]
         return self.tokenizer.chat_text(fields, escaper.tools(tools), add_generation_prompt)
@@ -152,7 +152,7 @@ class HarmonyRenderer(ContinuingRenderer):
         }
         if not self.tokenizer.chat_template:
             raise ModelError(
-                f'renderer "{self.name}" writes by the chat template, and the tokenizer has none; put the '
+                f'renderer "{self.name}" renders with the chat template, and the tokenizer has none; put the '
                 "model's chat_template.jinja into its folder"
             )
         prompt = self.render_ids([ask])
@@ -172,12 +172,12 @@ class HarmonyRenderer(ContinuingRenderer):
 
 @dataclass(frozen=True)
 class _Parser:
-    """The package's harmony parser behind the interface of a family, for `read_completion`."""
+    """The harmony parser of the package `renderers`, with the interface of a family, for `read_completion`."""
 
     tokenizer: EscapingTokenizer
     """The tokenizer that decodes names and bodies."""
     header: list[int]
-    """The ids with which the generation prompt begins the first message; completions lack them."""
+    """The ids with which the generation prompt begins the first message. Completions do not contain them."""
     ids: Mapping[str, int]
     """The ids of harmony's tokens, by the parser's argument names."""
 
@@ -187,7 +187,7 @@ class _Parser:
 
 
 def _call(header: str, body: str, raw: str) -> ToolCall:
-    """Parse a call. It is well-formed if its header has only the expected parts and its body is one JSON object.
+    """Parse a call. It is well-formed if its header has only the expected parts and its body is a single JSON object.
 
     Args:
         header: The text before `<|message|>`, as `sampled_text.hide` returns it.
@@ -207,9 +207,10 @@ def _call(header: str, body: str, raw: str) -> ToolCall:
 
 
 def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as the template reads it: reasoning as `thinking`, and arguments as a value.
+    """The message as the template reads it, with reasoning as `thinking`, and arguments as a value.
 
-    The template writes only one text before a call, the analysis. So content next to a call is appended to it.
+    The template writes only one text before a call, the analysis. So the content of a message with a call is appended
+    to it.
     """
     fields = dict(message)
     thinking = fields.pop("reasoning_content", None)
@@ -218,7 +219,7 @@ def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = fields.pop("tool_calls", None) or []
     if len(calls) > 1:
         raise EnvironmentFault(
-            f"an assistant message holds {len(calls)} calls; in harmony each call is a message of "
+            f"an assistant message contains {len(calls)} calls; in harmony each call is a message of "
             "its own, followed by its answer: split it"
         )
     if calls:

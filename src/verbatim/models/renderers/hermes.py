@@ -1,13 +1,14 @@
-"""Writes tools in the Hermes format into plain messages, for chat templates without tools.
+"""Writes tools in the Hermes format into plain messages, for chat templates without tool support.
 
-Messages are rewritten after escaping and before the template sees them, so that the tags are trusted and the text
-inside them is not:
+Messages are rewritten after escaping and before the template sees them. So the tags are trusted, and the text inside
+them is not:
 
-- the tool schemas join the system message, or the first user's message if the template has no system role;
-- a call becomes text of the assistant: `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
+- the tool schemas are added to the system message, or to the first user's message if the template has no system role;
+- a call becomes text in the assistant's message: `<tool_call>\\n{"name": "look", "arguments": {"at":
+  "Bonn"}}\\n</tool_call>`;
 - the answers to one turn become one message,
   `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`, with the role `tool`, or `user` if the
-  template does not write the role `tool` unchanged.
+  template does not write `tool` messages unchanged.
 
 Answers, arguments and schemas are JSON, in which a tag is written as `\\u003c/tool_response>`. So no text can close its
 own block, and parsing returns the original.
@@ -50,23 +51,25 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat:
-    """The messages into which tools and their answers are written for one chat template. All texts are escaped."""
+    """The messages into which tools and their answers are written, for one chat template. All text is already
+    escaped."""
 
     opening: Literal["system", "user"]
     """The role whose first message contains the schemas."""
     answering: Literal["tool", "user"]
     """The role of the messages that contain tools' answers."""
     plain_tags: frozenset[str] = frozenset(TAGS)
-    """Tags that are ordinary text for the tokenizer. The others are control tokens, which text cannot become."""
+    """Tags that are ordinary text for the tokenizer. All other tags are control tokens, which text cannot become."""
 
     def wrap(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[dict[str, Any]]:
-        """Rewrite messages so that they contain only roles and texts.
+        """Rewrite messages so that they contain only roles and text.
 
         Example, `opening="system"`: one user's message "hi" and a tool become a system message with the schemas and
         the user's message.
 
         Raises:
-            EnvironmentFault: a user's text contains a tag that would pass for ours, or no message can take the schemas.
+            EnvironmentFault: a user's text contains a tag that would be mistaken for ours, or no message can contain
+                the schemas.
         """
         written: list[dict[str, Any]] = []
         in_answers = False
@@ -126,14 +129,14 @@ class HermesFormat:
 
 
 def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
-    """Find by rendering which messages of a chat template can carry tools and their answers.
+    """Find which messages of a chat template can contain tools and their answers, by rendering.
 
     Args:
         render: The chat template.
         control_tokens: The tokenizer's control tokens.
 
     Raises:
-        ModelError: the template cannot carry one of them; the message says which.
+        ModelError: one of these cannot be written; the message says which.
     """
     plain = frozenset(TAGS) - frozenset(control_tokens)
     openings: Sequence[Literal["system", "user"]] = ("system", "user")
@@ -167,7 +170,7 @@ def _answers(render: Render, made: HermesFormat) -> bool:
     called = calling(num_calls=2)
     for later in ([], [ANSWER, ASK]):
         text = tried(render, made.wrap([ASK, called, RESULT, RESULT, *later], None), None, True)
-        # The count excludes templates that wrap tools' answers in tags of their own, which would double ours.
+        # The count excludes templates that wrap tool answers in their own tags, which would duplicate ours.
         own = [_call(call) for call in called["tool_calls"]] + [f"{_answer(RESULT)}\n{_answer(RESULT)}"]
         if not all(part in text for part in own) or text.count("<tool_response>") != 2:
             return False

@@ -1,9 +1,9 @@
-"""Parses calls whose keys have no quotes and whose texts are between marks, as Gemma 4 writes them:
+"""Parses calls whose keys have no quotes and whose strings are between marks, as Gemma 4 writes them:
 
     look{at:<|"|>Bonn<|"|>,days:[1,2],deep:{warm:true}}
 
-A text may contain anything: in sampled ids the mark is a control token, and text that merely looks like it is hidden
-(`sampled_text`). A key cannot contain the characters that end it.
+A string may contain anything: in sampled ids the mark is a control token, and text that merely looks like the mark is
+hidden (`sampled_text`). A key cannot contain the characters that end it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = re.compile(r"""[^\s<>"'={}]+""")
 _KEY = r"[^\s:,{}\[\]](?:[^:,{}\[\]]*[^\s:,{}\[\]])?"
 _LITERAL = r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?)(?=[,}\]])"
 _PIECE = re.compile(rf"({_KEY}):|{_LITERAL}|[{{}}\[\],]")
-"""The syntax that is allowed outside texts."""
+"""Matches the syntax that is allowed outside strings."""
 
 
 def marked_call(text: str, mark: str) -> ToolCall:
@@ -28,7 +28,7 @@ def marked_call(text: str, mark: str) -> ToolCall:
 
     Args:
         text: The text between the marks of the call, as `sampled_text.hide` returns it.
-        mark: The mark before and after each text.
+        mark: The mark before and after each string.
     """
     raw = shown(text.strip())
     name, brace, arguments = text.partition("{")
@@ -41,7 +41,7 @@ def marked_call(text: str, mark: str) -> ToolCall:
 
 
 def _as_json(text: str, mark: str) -> str:
-    """The value as JSON; "" if there is something outside the texts that the format does not write.
+    """The value as JSON; "" if there is anything outside the strings that the format would not write.
 
     >>> _as_json('{at:|Bonn|,days:[1,2]}', "|")
     '{"at":"Bonn","days":[1,2]}'

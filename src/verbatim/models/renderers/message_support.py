@@ -1,25 +1,27 @@
-"""Ensures that no message is lost in rendering: what a chat format does not write is folded or refused.
+"""Ensures that rendering loses no message: what a chat format does not write is folded into other messages or refused.
 
 Many chat templates write only the first system message, do not know the role `developer`, or raise "System message must
-be at the beginning". What a format writes is found by rendering (`message_windows`). Then
+be at the beginning". What a format writes is found by rendering (`message_windows`). The rules are:
 
-- a system or developer message that the format writes in its place stays as it is;
-- those before the first other message become one system message, joined by an empty line;
-- any other becomes a user's message in its place. If the format does not allow two user messages in a row, it becomes
-  part of the adjacent one. It is never moved to the front, so that the prompt still extends what was sampled before;
+- a system or developer message that the format writes at its position stays as it is;
+- otherwise, those at the start of the conversation become one system message, joined by an empty line;
+- any other becomes a user's message at its position. If the format does not allow two user messages in a row, it
+  becomes part of the adjacent one. It is never moved to the front, so that the prompt still extends what was sampled
+  before;
 - a tool's answer after a turn without a readable call is treated the same way, if the format writes answers only to
   calls (gpt-oss, Gemma 4);
-- a message's `name` is refused if the format does not write it, except a tool's, which is also in its call;
+- a message's `name` is refused if the format does not write it, except for a tool's answer, whose name is also in the
+  call;
 - everything else that would be lost is refused with the name of its field: `messages[3].content`.
 
-Example, a format that writes one system message, and no two users in a row:
+Example, for a format that writes one system message, and does not allow two user messages in a row:
 
     system "Be brief."  developer "In German."  user "Hi"  assistant "Hallo"  system "It is late."  user "And now?"
     system "Be brief.\\n\\nIn German."  user "Hi"  assistant "Hallo"  user "It is late.\\n\\nAnd now?"
 
-Two things are left to the format. It may drop thoughts (`bridge`), and with them the text next to a call if it writes
-that text as a thought (gpt-oss). And it decides the order inside a turn: Gemma 4 writes the text after the calls and
-their answers.
+Two things are left to the format. It may drop thoughts (`bridge`), including the text next to a call if it writes that
+text as a thought (gpt-oss). And it decides the order inside a turn: Gemma 4 writes the text after the calls and their
+answers.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _FOLD = 'orchestrator.renderer.later_system = "fold" writes it in another messag
 
 
 class Folded(NamedTuple):
-    """A conversation as a format can write it."""
+    """A conversation in a form that the format can write."""
 
     messages: Sequence[Message]
     """The messages to write."""
@@ -65,24 +67,24 @@ class Folded(NamedTuple):
 
 
 class _WindowPlan(NamedTuple):
-    """How to write the system messages of one window, and the tool answers without a call.
+    """How to fold the system messages, and the tool answers without a call, of one window.
 
-    A run is a series of adjacent messages of one of these kinds.
+    A run is a series of adjacent messages of the same kind.
     """
 
     leads: bool = False
     """True: the first run becomes one system message."""
     folded: frozenset[int] = frozenset()
-    """The runs that become a user's message, by number."""
+    """The numbers of the runs that become a user's message."""
     joins: bool = False
-    """True: a folded message joins the adjacent user's messages."""
+    """True: folded messages are joined with adjacent user messages."""
 
 
 _AS_GIVEN = _WindowPlan()
 
 
 class MessageSupport:
-    """Folds or refuses the messages that one chat format does not write.
+    """Folds or refuses the messages that a chat format does not write.
 
     Args:
         render: Renders with the format, even if it leaves out a part.
@@ -99,7 +101,8 @@ class MessageSupport:
         """The conversation with its system and developer messages in a form that the format writes.
 
         Raises:
-            EnvironmentFault: the format writes a message in no form, `later_system` refuses it, or a name is left out.
+            EnvironmentFault: the format writes a message in no form, `later_system` refuses it, or a name would be
+                lost.
         """
         self._refuse_names(messages, 0)
         if not _may_fold(messages):
@@ -155,7 +158,7 @@ class MessageSupport:
                 turn, name = given.messages[start], f"messages[{given.places[start]}]"
                 self._refuse_calls(turn, name, window.turn, lost)
                 if lost.text and not self._is_thought(window):
-                    beside = "a text beside a call" if window.turn.calls else "this assistant's text"
+                    beside = "text next to a call" if window.turn.calls else "this assistant's text"
                     raise EnvironmentFault(
                         f"{name}.content: {self._who} does not write {beside}; put the text into a "
                         "message of its own, or leave it out"
@@ -165,7 +168,7 @@ class MessageSupport:
                 self._refuse_message(given.messages[first:end], given.places[first:end], lost)
 
     def naming(self, fault: EnvironmentFault, given: Folded, tools: Schemas, prompt: bool) -> EnvironmentFault:
-        """The format's refusal of a folded conversation, with the refused message's index if its shape reveals it."""
+        """Add the refused message's index to the format's refusal of a folded conversation, if the shape reveals it."""
         for window, start, end in _windows(given.messages, tools, prompt):
             if self._probes.lost(window) is not None:
                 continue
@@ -184,15 +187,15 @@ class MessageSupport:
         return fault
 
     def _refuses(self, window: MessageWindow, size: int) -> bool:
-        """True if the format refuses the window cut to the first `size` messages after the turn."""
+        """True if the format refuses the window with only the first `size` messages after the turn."""
         shorter = window._replace(roles=window.roles[:size], end="prompt" if size < len(window.roles) else window.end)
         return self._probes.lost(shorter) is None
 
     def _refused_call(self, window: MessageWindow, turn: Message) -> str:
-        """The call for which a window is refused, as a field and an expectation; "" if no call is to blame.
+        """The call that makes the format refuse a window, as its field and what was expected; "" if no call does.
 
-        It is the first call whose arguments are not a JSON object, if the window is accepted with objects; or the
-        second call, if the window is accepted with one.
+        It is the first call whose arguments are not a JSON object, if the format accepts the window with objects; or
+        the second call, if it accepts the window with one call.
         """
         assert window.turn is not None
         # Probe with the calls repaired, then with a single call: which change makes the format accept the window?
@@ -208,7 +211,7 @@ class MessageSupport:
         return ""
 
     def _is_thought(self, window: MessageWindow) -> bool:
-        """True if the text next to a call disappears once another turn follows, as thoughts do."""
+        """True if the text next to a call is dropped once another turn follows, as thoughts are."""
         if window.turn is None or not window.turn.calls or window.end != "more":
             return False
         lost = self._probes.lost(window._replace(end="prompt"))
@@ -247,7 +250,7 @@ class MessageSupport:
     def _folded_behind(
         self, messages: Sequence[Message], first: int, about: tuple[bool, bool, str, Message | None]
     ) -> Folded:
-        """Fold the messages between two turns. `first` is the index of the first of them in the conversation."""
+        """Fold the messages between two turns. `first` is the index of the first one in the conversation."""
         given = Folded(messages, range(first, first + len(messages)))
         turn = about[-1]
         foldable = (*SYSTEM_ROLES, *(() if turn is None or turn.get("tool_calls") else ("tool",)))
@@ -269,13 +272,13 @@ class MessageSupport:
         return _apply(plan, given)
 
     def _refuse_names(self, messages: Sequence[Message], first: int, *, folding: Sequence[str] = ()) -> None:
-        """Refuse a `name` that would be lost. Messages with a role in `folding` lose theirs by joining others."""
+        """Refuse a `name` that would be lost. Messages with a role in `folding` lose theirs when they are folded."""
         for place, message in enumerate(messages, first):
             name, role = message.get("name"), message["role"]
             if not name or role == "tool" or (role not in folding and self._probes.writes_name(role)):
                 continue
             raise EnvironmentFault(
-                f"messages[{place}].name: {self._who} does not write who speaks in this message, found {name!r:.80}; "
+                f"messages[{place}].name: {self._who} does not write who sent this message, found {name!r:.80}; "
                 "put the name into the message's content, or leave it out"
             )
 
@@ -286,7 +289,7 @@ class MessageSupport:
         return ", nor a user's message in its place; move the text elsewhere"
 
     def _plan(self, window: MessageWindow) -> _WindowPlan | int:
-        """How to write the system messages of a window, or the index of one that cannot be written."""
+        """How to fold the system messages of a window, or the index of a message that cannot be written."""
         return self._plans.of(window, self._found_plan, _BYTES_OF_A_ROLE * len(window.roles))
 
     def _found_plan(self, window: MessageWindow) -> _WindowPlan | int:
@@ -356,14 +359,14 @@ def _apply(plan: _WindowPlan, given: Folded) -> Folded:
 
 def _roles(plan: _WindowPlan, roles: Sequence[str]) -> tuple[str, ...]:
     """The roles of a window's messages after a plan was applied."""
-    # A plan only depends on roles, so any text will do; it must not be empty, because empty texts are dropped.
+    # A plan depends only on roles, so any text will do. It must not be empty, because empty text is dropped.
     messages: list[Message] = [{"role": role, "content": "zq"} for role in roles]
     folded = _apply(plan, Folded(messages, range(len(messages)))).messages
     return tuple(role for role, _ in collapsed(message["role"] for message in folded))
 
 
 def _joined(messages: Sequence[Message]) -> str:
-    """The texts of messages, separated by empty lines."""
+    """The text of the messages, separated by empty lines."""
     return "\n\n".join(text for message in messages if (text := message.get("content") or ""))
 
 

@@ -1,10 +1,10 @@
-"""Finds by rendering which parts of messages a chat format writes.
+"""Finds which parts of messages a chat format writes, by rendering.
 
-A conversation is cut into windows: an assistant's turn and the messages up to the next turn. A window is identified by
-its shape: the roles, whether the turn has text and a thought, the kinds of its calls, and what precedes and follows it.
-For each shape one conversation of unique words is rendered, once. Every word has to appear in the rendering, and in
-order (a turn's text only has to come before the next message that is not a tool's). The real text is never searched
-for, because formats trim and escape it, and a user may write it twice.
+A conversation is split into windows, each of which is an assistant's turn and the messages up to the next turn. A
+window is identified by its shape: the roles, whether the turn has text and a thought, the kinds of its calls, and what
+precedes and follows it. For each shape a conversation of unique words is rendered once. Every word has to appear in the
+rendering, and in order (a turn's text only has to come before the next message that is not a tool's). The real text is
+never searched for, because formats trim and escape it, and because the same text may occur twice.
 
 Example: the window [assistant with text and one call, tool, system] after a user's message is rendered as
 
@@ -33,10 +33,11 @@ T = TypeVar("T", bound=Hashable)
 
 SYSTEM_ROLES = ("system", "developer")
 _WINDOWS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**23, 64
-"""Bounds of the cache of shapes: number, total bytes, and bytes per role. Environments use a dozen shapes, but clients
-may send any number."""
+"""Bounds of the cache of shapes: number, total bytes, and bytes per role. Environments use about a dozen shapes, but
+clients may send any number."""
 MOST_ALIKE = 2
-"""Longer runs of equal messages are cut to this length: a format that writes two tools' answers also writes three."""
+"""Longer runs of equal messages are cut to this length, because a format that writes two tool answers also writes
+three."""
 _ROLES = 64
 """Number of roles for which `writes_name` is cached."""
 _SAYS = {"content": "zq says zq", "name": "zqwho"}
@@ -87,7 +88,7 @@ class Lost(NamedTuple):
 
 
 class WindowProbes:
-    """Finds what one chat format writes, window by window. Each shape is rendered once and cached.
+    """Finds what a chat format writes, window by window. Each shape is rendered once, and the result is cached.
 
     Args:
         render: Renders with the format.
@@ -133,7 +134,7 @@ class WindowProbes:
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, Sequence[Message]]]:
-    """The turns of a conversation as (index after the turn, the turn, the messages up to the next turn).
+    """The turns of a conversation, as (index after the turn, turn, messages up to the next turn).
 
     Messages before the first turn come first, with None as their turn.
     """
@@ -182,7 +183,7 @@ def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:
 
 
 def _turn(window: MessageWindow) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
-    """(messages before the turn, the turn, unique words of its text, unique words of its calls)."""
+    """(messages before the turn, turn, unique words in its text, unique words in its calls)."""
     shape = window.turn
     if shape is None:
         return [], [], [], []

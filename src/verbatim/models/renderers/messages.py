@@ -18,10 +18,10 @@ _OF_TEXT = frozenset({"role", "content", "name", "tool_call_id"})
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse values that no chat template can read as messages. Contents are checked by the template itself.
+    """Refuse values that no chat template can read as messages. The template itself checks their content.
 
     Raises:
-        EnvironmentFault: a message is invalid; the text names the first one and what was expected.
+        EnvironmentFault: a message is invalid; the text names the first such message and what was expected.
     """
     if not isinstance(messages, (list, tuple)):
         raise EnvironmentFault(f"the messages are of type {type(messages).__name__}; expected a list of messages")
@@ -39,25 +39,25 @@ def _wrong(message: Any) -> str | None:
         return None  # fast path: most messages have only text fields
     if not isinstance(message.get("role"), str):
         found = f"a role of type {type(message['role']).__name__}" if "role" in message else "no role"
-        return f'has {found}; expected "role", a text such as "user" or "tool"'
+        return f'has {found}; expected "role", a string such as "user" or "tool"'
     for place, arguments in enumerate(_arguments_of(message)):
         if is_deep(arguments):
-            itself = "" if isinstance(arguments, str) else ", or holds itself"
+            itself = "" if isinstance(arguments, str) else ", or contains itself"
             return (
                 f"is nested deeper than {MAX_DEPTH} levels{itself}: tool_calls[{place}].function.arguments; "
                 "expected less"
             )
     if not is_shallow(message):
-        return f"is nested deeper than {MAX_DEPTH} levels, or holds itself; expected JSON values"
+        return f"is nested deeper than {MAX_DEPTH} levels, or contains itself; expected JSON values"
     keys = (key for level in levels(message) for item in level if isinstance(item, Mapping) for key in item)
     odd = next((key for key in keys if not isinstance(key, (str, int, float)) and key is not None), None)
     if odd is not None:
-        return f"holds a key of type {type(odd).__name__}; expected JSON values, whose keys are texts"
+        return f"holds a key of type {type(odd).__name__}; expected JSON values, whose keys are strings"
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)) or not all(map(_is_call, calls)):
         return f'has "tool_calls" that are not calls; expected a list of calls such as {_CALL}'
     if calls and message["role"] != "assistant":
-        return f'has "tool_calls" and the role {message["role"]!r}; only a message of the assistant may call tools'
+        return f'has "tool_calls" and the role {message["role"]!r}; only an assistant message may call tools'
     if message.get("function_call") is not None:
         return f'has a "function_call", which no chat format writes; expected "tool_calls", a list such as [{_CALL}]'
     for number, call in enumerate(calls):
@@ -69,7 +69,7 @@ def _wrong(message: Any) -> str | None:
 
 def _wrong_arguments(arguments: object) -> str | None:
     """Describe what rendering would lose or change in a call's arguments; None if nothing. Text that is not JSON is
-    written as it is."""
+    rendered unchanged."""
     if not isinstance(arguments, (str, Mapping)) and arguments is not None:
         return f"of type {type(arguments).__name__}; expected an object, or its JSON text"
     value = read_json(arguments) if isinstance(arguments, str) else arguments
@@ -78,7 +78,7 @@ def _wrong_arguments(arguments: object) -> str | None:
             json.loads(arguments)
         except ValueError:
             return None
-        return "with a key twice in an object, of which one value would be lost; expected each key once"
+        return "with a key twice in an object, so one value would be lost; expected each key once"
     if any(isinstance(item, float) and not math.isfinite(item) for level in levels(value) for item in level):
         return "with a number that JSON does not have (NaN, or one beyond 1.8e308); expected finite numbers"
     return None
@@ -92,7 +92,7 @@ def _arguments_of(message: Mapping[str, Any]) -> list[object]:
 
 
 def is_deep(arguments: object) -> bool:
-    """True if arguments (an object or its JSON text) are nested too deeply. Text that is not JSON never is."""
+    """True if arguments (an object or its JSON text) are nested too deeply. False for text that is not JSON."""
     if isinstance(arguments, Mapping):
         return not is_shallow(arguments)
     if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") < MAX_DEPTH:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 MAX_DEPTH = 64
-"""Deepest accepted nesting. Deeper values could overflow the stack of later, recursive readers."""
+"""Maximum accepted nesting. Deeper values could overflow the stack of code that reads them recursively later."""
 _LEAVES = frozenset({str, int, float, bool, type(None)})
-"""Types without members. They are checked first, because `isinstance(value, Mapping)` takes many times as long."""
+"""Types without members. They are checked for first, because `isinstance(value, Mapping)` takes many times as long."""
 
 
 def is_shallow(value: object) -> bool:

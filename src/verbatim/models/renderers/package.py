@@ -29,18 +29,19 @@ from verbatim.models.renderers.tool_support import ToolSupport, name_of_tool, pr
 from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 _REMEMBERED = 64
-"""Number of conversations whose ids are cached. It pays because all episodes of a group start with the same one."""
+"""Number of conversations whose ids are cached. Caching pays off because all episodes of a group start with the same
+conversation."""
 
 _REMEMBERED_BRIDGES, _SHORT = 4096, 256
-"""Number of cached bridges, and the largest number of ids in one. If episodes are short and examples few, the same turn
+"""Number of cached bridges, and the maximum number of ids in one. If episodes are short and examples few, the same turn
 recurs many times."""
 
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Exceptions by which families refuse messages and schemas, on purpose or by accident (`"properties": null`)."""
+"""Exceptions with which families refuse messages and schemas, on purpose or by accident (`"properties": null`)."""
 
 _DECLARE_IN_JSON = ("kimi-k2.5",)
 """Families whose own notation for tools cannot express some schemas: `oneOf`, `allOf`, `not`, `const`, a missing type,
-or a `$ref` to anything but `#` and `#/$defs`. The model's published tokenizer declares all tools in JSON in that case,
+or a `$ref` to anything but `#` and `#/$defs`. In that case the model's published tokenizer declares all tools in JSON,
 and so do we."""
 
 
@@ -137,7 +138,7 @@ class PackageRenderer(ContinuingRenderer):
         return list(ids)
 
     def _refusal(self, error: Exception, messages: Sequence[Message], tools: Schemas) -> EnvironmentFault:
-        """The error for messages or tools that the family refuses. It names the tool if a single one is to blame."""
+        """The error for messages or tools that the family refuses. It names the tool if a single tool is the cause."""
         said = f"{type(error).__name__}: {error}"
         refused = next((tool for tool in tools or () if not self._writes(tool)), None)
         if refused is not None:
@@ -166,8 +167,8 @@ class PackageRenderer(ContinuingRenderer):
     ) -> ParsedResponse:
         """Parse a completion. Never raises on anything that a model may sample.
 
-        With `tools`, arguments get the types that the schemas declare; some formats write the number 5 and the text "5"
-        alike.
+        With `tools`, arguments get the types that the schemas declare, because some formats write the number 5 and the
+        string "5" the same way.
         """
         ids = completion_ids.tolist()
         turn = ids[: self._end_of_turn(ids)]
@@ -182,8 +183,8 @@ class PackageRenderer(ContinuingRenderer):
         """The (thinking, content) so far that further tokens cannot change.
 
         Each family has its own marks, so this is conservative. It omits everything from the first control token or "<"
-        on (except the marks of thinking), text that might be a call without marks, and an answer that begins with white
-        space, which some families keep or drop depending on what follows.
+        on (except the marks around thinking), text that might be a call without marks, and an answer that begins with
+        white space, because some families keep or drop the white space depending on what follows.
         """
         ids = completion_ids[: self._end_of_plain(completion_ids.tolist())]
         parsed = self.parse_response(ids, prompt_ids)
@@ -195,7 +196,7 @@ class PackageRenderer(ContinuingRenderer):
         return reasoning or "", settled(content, "<")
 
     def _end_of_plain(self, ids: list[int]) -> int:
-        """The index of the first control token that does not open or close the thinking."""
+        """The index of the first control token other than those that open or close the thinking."""
         seen = set[int]()
         for place, token in enumerate(ids):
             if token in self._control_ids and (token not in self._thought_ids or token in seen):
@@ -207,7 +208,7 @@ class PackageRenderer(ContinuingRenderer):
     def _takes_text_back(self) -> bool:
         """True if later tokens can turn text that was content into something else.
 
-        Two examples: a mark that closes thinking that was never opened, and the end of a header.
+        Two examples are a mark that closes thinking that was never opened, and the end of a header.
         """
         alpha, beta, close = (self.tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
         later = [close, *([token] for token in self._control_ids.difference(self.stop_token_ids))]
@@ -235,7 +236,8 @@ class PackageRenderer(ContinuingRenderer):
     def _behind_by_family(
         self, before: list[int], num_sampled: int, new_messages: Sequence[Message], tools: Schemas
     ) -> list[int]:
-        """The ids that the family's bridge adds after an unended turn; empty if it refuses or changes earlier ids.
+        """The ids that the family's bridge adds after a turn without an end; empty if it refuses or changes earlier
+        ids.
 
         It uses the family that keeps all thoughts, because `bridge` has already decided that they may stay.
         """
@@ -251,12 +253,12 @@ class PackageRenderer(ContinuingRenderer):
             return []
         added = list(rendered.token_ids[len(before) :])
         close = 1 if added[:1] == [self.tokenizer.control_tokens.get("</think>")] else 0
-        # A format without a close: the family adds EOS as a close, although it does not write EOS in its histories.
+        # A format without a close. The family adds EOS as a close, although it does not write EOS after earlier turns.
         is_doubled = len(added) > close + 1 and self._own_stop_ids.issuperset(added[close : close + 2])
         return [*added[:close], *added[close + 1 :]] if is_doubled else added
 
     def _keeping_thoughts(self, config: Any) -> Any:
-        """The family configured to keep thoughts at user messages, or as it is if it has no such setting."""
+        """The family, configured to keep thoughts at user messages; unchanged if it has no such setting."""
         try:
             return create_family(self.tokenizer, type(config)(thinking_retention="all"))
         except (NotImplementedError, ValueError):

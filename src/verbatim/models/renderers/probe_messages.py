@@ -1,4 +1,5 @@
-"""The messages with which renderers probe a chat template. Their words (zq...) appear in no template's own text."""
+"""The messages with which renderers probe chat templates. Their words (zq...) do not appear in any template's own
+text."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ TOOL: dict[str, Any] = {
 
 
 def tried(render: Callable[..., str], *given: Any) -> str:
-    """The text that a format writes, or "" if it refuses the messages."""
+    """The rendered text, or "" if the format refuses the messages."""
     try:
         return render(*given)
     except EnvironmentFault:

@@ -1,4 +1,4 @@
-"""Parses calls that are written as Python, `[look(at="Bonn")]`, as a syntax tree. Nothing is executed."""
+"""Parses calls written as Python, `[look(at="Bonn")]`, through the syntax tree. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'" r'|"(?:[^"\\]|\\.)*"')
 """One string literal on one line, without a prefix."""
 _MASK = "zqname_"
 _KEYWORD = re.compile(rf"{_LITERAL.pattern}|(?<!\w)({'|'.join(keyword.kwlist)})(?=\s*(?:\(|=(?!=)))")
-"""A string literal, or a Python keyword in the place of a tool's or parameter's name: `from="Bonn"`."""
+"""A string literal, or a Python keyword used as the name of a tool or parameter: `from="Bonn"`."""
 _UNKNOWN = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\'\"abfnrtvxuUN0-7]")
-"""An escape that Python does not define. Python would keep its backslash in the text."""
+"""An escape that Python does not define. Python would keep its backslash in the string."""
 
 
 def python_calls(
@@ -33,9 +33,9 @@ def python_calls(
 
     Args:
         raw: The text between the marks.
-        quote: The quote around texts, if the format writes them unescaped; "" if it escapes them. If a format without
-            escapes would not have written `raw`, a text with a backslash is ambiguous, and its call is unreadable.
-        known: Maps a tool's name to its parameters; empty if they are not known.
+        quote: The quote around strings, if the format writes them unescaped; "" if it escapes them. If a format without
+            escapes would not have written `raw`, a string with a backslash is ambiguous, and its call is unreadable.
+        known: Maps a tool's name to its parameters, or to an empty set if they are not known.
     """
     as_python = escaped(raw, quote, known) if quote else None
     if as_python is not None:
@@ -47,7 +47,7 @@ def _calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
     source = _KEYWORD.sub(lambda found: f"{_MASK}{found[0]}" if found[1] else found[0], raw)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python would print warnings about escapes in the model's text
+            warnings.simplefilter("ignore")  # otherwise Python prints warnings about escapes in the model's text
             tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [unreadable(raw, "invalid_json")]
@@ -65,7 +65,7 @@ def _calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
 
 
 class _Reader:
-    """Converts the syntax tree of one text to names and values."""
+    """Converts the syntax tree of one source text to names and values."""
 
     def __init__(self, source: str, escapes: bool) -> None:
         self._lines, self._escapes = source.encode("utf-8", "surrogatepass").splitlines(), escapes
@@ -96,7 +96,7 @@ class _Reader:
         """A JSON object from keys and syntax trees of values.
 
         Raises:
-            ValueError: a key is not a text (`**` has none) or appears twice, or a value is not JSON.
+            ValueError: a key is not a string (`**` has no key) or appears twice, or a value is not JSON.
         """
         values: dict[str, Any] = {}
         for key, value in items:

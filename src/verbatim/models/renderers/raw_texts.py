@@ -1,10 +1,10 @@
-"""Escapes the texts in Python-style calls for formats that write them unescaped between quotes (LFM2.5):
+"""Escapes the strings in Python-style calls, for formats that write them unescaped between quotes (LFM2.5):
 
     [edit(old='it's
     here', count=2)]
 
-This is not valid Python. A text ends where its quote is followed by the next argument or the end of the call. Inside
-lists and objects these formats write Python and JSON with escapes.
+This is not valid Python. A string ends at a quote that is followed by the next argument or by the end of the call.
+Inside lists and objects these formats write Python and JSON with escapes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _CALL = re.compile(rf"({_NAME})\(")
 _ARGUMENT = re.compile(rf"({_KEY})=")
 _BEGINS = re.compile(rf",\s*({_KEY})\s*=")
 _OTHER = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|[\[{]|[\]}]|[,)]|[^'"\[\]{},)]+""")
-"""A piece of a value that is not a text."""
+"""A piece of a value that is not a string."""
 
 
 def escaped(source: str, quote: str, known: Callable[[str], frozenset[str]]) -> str | None:
-    """A list of calls as valid Python, with its texts escaped; None if the format would not write `source`.
+    """A list of calls as valid Python, with escaped strings; None if the format would not write `source`.
 
     Args:
         source: The text between the marks.
-        quote: The quote around the texts of arguments.
-        known: Maps a tool's name to its parameters; empty if they are not known.
+        quote: The quote around the strings of arguments.
+        known: Maps a tool's name to its parameters, or to an empty set if they are not known.
 
     >>> print(escaped(r"[look(at='it's \\n', far=['a'])]", "'", lambda name: frozenset()))
     [look(at="it's \\\\n", far=['a'])]
@@ -72,7 +72,8 @@ def _value(source: str, start: int, quote: str, ends: re.Pattern[str], known: fr
 
 
 def _end_of_other(source: str, start: int) -> int | None:
-    """The index after a value that is not a text. None for a text in other quotes, which the format does not write."""
+    """The index after a value that is not a string. None for a string in other quotes, which the format does not
+    write."""
     depth, place = 0, start
     while (piece := _OTHER.match(source, place)) is not None:
         if depth == 0 and (piece[0] in ",)" or piece[0][0] in "'\""):

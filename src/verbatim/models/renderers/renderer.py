@@ -14,7 +14,7 @@ Schemas: TypeAlias = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedResponse:
-    """A completion parsed into a message, for people, tools and environments. Training uses the ids, never this."""
+    """A completion parsed into a message, for people, tools and environments. Training uses only the ids."""
 
     content: str
     """The text outside reasoning and tool calls."""
@@ -47,8 +47,8 @@ class ParsedResponse:
 class Renderer(Protocol):
     """A model's chat format. Text from users and tools never becomes a special token.
 
-    A renderer with the attribute `thread_safe = True` is called on a worker thread for long conversations, so that the
-    event loop stays free.
+    A renderer with the attribute `thread_safe = True` is called on a worker thread for long conversations, so that it
+    does not block the event loop.
     """
 
     name: str
@@ -66,13 +66,14 @@ class Renderer(Protocol):
     ) -> ParsedResponse:
         """Parse a completion. Never raises on anything that a model may sample.
 
-        `tools` give the arguments' types for formats that write all arguments as bare text.
+        `tools` provide the arguments' types for formats that write all arguments as bare text.
         """
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The next prompt: the previous turn's ids verbatim, then the new messages and the generation prompt.
+        """The ids of the next prompt: those of the previous turn verbatim, then the new messages and the generation
+        prompt.
 
         None if the next prompt has to be rendered from its messages; the next turn then starts a new training sample.
         """
@@ -86,5 +87,5 @@ class ReadsGrowingText(Protocol):
     """A renderer that can parse a completion while it is being sampled."""
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """The (thinking, content) so far that further tokens cannot change. It may be shorter than the text sampled so
-        far, never longer."""
+        """The (thinking, content) so far that further tokens cannot change, at most as long as the text sampled so
+        far."""

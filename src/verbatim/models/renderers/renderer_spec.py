@@ -1,4 +1,4 @@
-"""Sends a renderer to another process as its name, settings and tokenizer, and creates it again there."""
+"""Sends a renderer to another process as name, settings and tokenizer, and re-creates it there."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class RendererSpec:
     name: str
     """The family, or "template"."""
     tools: Literal["hermes"] | None
-    """The format of tools. None: the model's own."""
+    """The format of tools. None: the model's own format."""
     settings: Mapping[str, Any]
     """The remaining keyword arguments of `create_renderer`."""
     tokenizer: Any
     """The model's own tokenizer, without the escaping that renderers wrap around it."""
     stop_token_ids: tuple[int, ...]
-    """The ids that end a turn in the sending process. The receiving process has to end turns with the same ids."""
+    """The ids that end a turn in the sending process. They have to be the same in the receiving process."""
 
     def make(self) -> Renderer:
-        """Create the renderer again.
+        """Re-create the renderer.
 
         Raises:
-            UsageError: the renderer ends turns with other ids here. Some ids come from the model's folder, which may
-                differ between hosts.
+            UsageError: the renderer ends turns with different ids here. Some ids come from the model's folder, which
+                may differ between hosts.
         """
         renderer = create_renderer(self.name, self.tokenizer, self.tools, **self.settings)
         if renderer.stop_token_ids != self.stop_token_ids:
@@ -44,7 +44,7 @@ class RendererSpec:
 
 
 def renderer_spec(renderer: Any) -> Any:
-    """The spec of one of our renderers, which leaves its caches behind. Any other object is returned unchanged."""
+    """The spec of one of our renderers, without its caches. Any other object is returned unchanged."""
     escaping: Any = getattr(renderer, "tokenizer", None)
     if type(escaping).__name__ != "EscapingTokenizer":  # compared by name, because importing its module is slow
         return renderer

@@ -1,4 +1,5 @@
-"""Parses sampled tool calls: every attempt is recorded, only well-formed ones count, and schemas type bare text."""
+"""Parses sampled tool calls. Every attempt is recorded, only well-formed calls count, and schemas give unquoted text
+its type."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ in the family's format."""
 _LAST_OF_PROMPT = 64
 """Number of tokens at the end of a prompt that are searched for the mark that opens a thought."""
 _MAX_BITS = 14_000
-"""Size of the largest integer, in bits. Python refuses to convert much longer ones to text
+"""Maximum size of an integer, in bits. Python refuses to convert much larger integers to text
 (`sys.get_int_max_str_digits`)."""
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _THOUGHT_MARK = re.compile(r"</?think(?::\w+)?>|<\|channel>|<channel\|>")
 _THOUGHT_END = re.compile(r"</think(?::\w+)?>|<channel\|>")
 _MOST_BRANCHES = 16
-"""How deeply branches and references of a schema are followed to find the types of an argument."""
+"""Maximum depth to which branches and references of a schema are followed to find the types of an argument."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES: Mapping[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -57,8 +58,8 @@ def read_completion(
 ) -> ParsedResponse:
     """Parse content, reasoning and every attempted call of `ids`, which end before the token that closed the turn.
 
-    A call inside a thought is thinking, even if the thought is never closed. Most families' parsers would end an open
-    thought at the call.
+    A call inside a thought is part of the thinking, even if the thought is never closed. Most families' parsers would
+    end an open thought at the call.
 
     Args:
         family: The family of the package `renderers`; its parser finds the end of the thinking and the first call.
@@ -68,7 +69,8 @@ def read_completion(
         tools: The tool schemas.
         read_calls: Parses the calls from the first one on. If it finds none, the calls that the family's parser found
             are recorded as unreadable.
-        has_thought_marks: True if the format puts thinking between marks. False: a call's form shows it is outside.
+        has_thought_marks: True if the format puts thinking between marks. False: a call's form shows that it is outside
+            the thinking.
     """
     try:
         parsed = family.parse_response(list(ids), prompt_ids=prompt_ids, tools=tools)
@@ -97,7 +99,7 @@ def read_completion(
 def _may_think(tokenizer: EscapingTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
     """True if the first call may be inside a thought: one was parsed, or a mark precedes the call or ends the prompt.
 
-    A cheap test that spares most completions the second parse in `_open_thought`.
+    This cheap test avoids the second parse in `_open_thought` for most completions.
     """
     if parsed.reasoning_content is not None or parsed.reasoning_complete is False:
         return True
@@ -122,16 +124,16 @@ def _open_thought(
         before = family.parse_response(list(ids[:end]), prompt_ids=prompt_ids)
         if before.reasoning_complete is False:
             text, thought = tokenizer.decode(ids[:end]), before.reasoning_content or ""
-            start = text.rfind(thought) if thought else -1  # parsers cut off white space at the end
+            start = text.rfind(thought) if thought else -1  # parsers strip white space at the end
             return (text[start:] if start >= 0 else thought) + tokenizer.decode(ids[end:])
     return None
 
 
 def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -> ToolCall:
-    """Record a call. It is "ok" only if its name is a text and its arguments are a plain JSON object.
+    """Record a call. It is "ok" only if its name is a string and its arguments are a plain JSON object.
 
-    JSON that Python accepts but others do not (NaN, half a surrogate pair, unbounded nesting) is not JSON here, because
-    it would break the code that serialises it later.
+    JSON that Python accepts but other parsers do not (NaN, half a surrogate pair, unbounded nesting) is not JSON here,
+    because it would break code that serialises it later.
     """
     if status == "ok" and not (isinstance(name, str) and name and isinstance(arguments, dict)):
         status = "malformed_structure"
@@ -153,7 +155,7 @@ def _refused(call: Any) -> ToolCall:
 
 
 def unreadable(raw: str, status: ParseStatus) -> ToolCall:
-    """Record an attempt that could not be read at all."""
+    """Record an attempt that could not be parsed at all."""
     return ToolCall(name=None, arguments=None, status=status, raw=raw)
 
 
@@ -199,7 +201,7 @@ def is_json(value: object) -> bool:
 
 
 def _is_json_item(item: object) -> bool:
-    """True if a value is JSON by itself, its members not considered."""
+    """True if a value is JSON, without considering its members."""
     if isinstance(item, str):
         return item.isascii() or _SURROGATE.search(item) is None
     if isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""Decodes sampled ids so that text that merely looks like a control token is not mistaken for one.
+"""Decodes sampled ids such that text that merely looks like a control token is not mistaken for one.
 
 A model may spell `<tool_call>` out of ordinary tokens. In the decoded text that would be indistinguishable from the
 control token, so `hide` marks it with a noncharacter, and `shown` removes the mark again.
@@ -35,13 +35,13 @@ class SampledText:
     def __init__(self, tokenizer: EscapingTokenizer) -> None:
         self._tokenizer = tokenizer
         self.control_tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
-        """The texts of control tokens, longest first, so that the pattern prefers the longest match."""
+        """The control tokens as text, longest first, so that the pattern prefers the longest match."""
         self.control = re.compile("|".join(map(re.escape, self.control_tokens)) or r"(?!)")
         """Finds control tokens in a text. `(?!)` matches nothing, for a tokenizer without control tokens."""
         self._token_of = {i: token for token, i in tokenizer.control_tokens.items()}
 
     def of(self, ids: Sequence[int]) -> str:
-        """The text of ids with ordinary text hidden by `hide`, so that only real control tokens are found."""
+        """The text of ids. Ordinary text is treated with `hide`, so that searches find only real control tokens."""
         text, ordinary = "", list[int]()
         for i in [*ids, None]:
             if i is not None and i not in self._token_of:

@@ -1,25 +1,25 @@
 """Prevents text from users, tools and data from becoming a control token in any template or renderer.
 
-There are two independent halves, so that renderers may cut and join text between them:
+There are two independent halves, so that renderers may split and join text between them:
 
 - `SpecialTokenEscaper.text` marks untrusted text: it inserts a break after every character with which a control token
   begins, and before every character with which one ends. So no piece of the text can begin or end a control token, even
-  if a template removes parts, adds text next to it, or changes its case.
-- `EscapingTokenizer` encodes. The string of a control token without a break inside was written by the template, and is
-  encoded as that token. All breaks are then removed, and the rest is encoded as plain text.
+  if a template removes parts of the text, adds other text next to it, or changes its case.
+- `EscapingTokenizer` encodes. If the string of a control token has no break inside, the template has written it, and it
+  is encoded as that token. All breaks are then removed, and the rest is encoded as plain text.
 
-So the ids decode to exactly the given text, and every control token among them comes from the template. Plain text gets
-the same ids as from the tokenizer itself.
+So the ids decode to exactly the original text, and every control token among them comes from the template. Plain text
+gets the same ids as from the tokenizer itself.
 
-`detect_family.check_escaping` refuses templates that defeat the marks: those that write both ends of a control token
-around a text, or undo an escape in it.
+`detect_family.check_escaping` refuses templates that defeat the breaks: those that write both ends of a control token
+around text, or undo an escape in it.
 
 A control token is any added token of the tokenizer, except ordinary vocabulary: tokens of only spaces, and tokens of
 only letters and digits that are not special. A break is U+FDD0 U+FDD1, two noncharacters. A literal U+FDD0 is written
 as U+FDD0 U+FDD2, so that marked pieces can be joined in any order and still be decoded.
 
-Example: `"a <|im_end|> b"` becomes the ids of `a`, ` <`, `|`, `im`, `_end`, `|>`, ` b`, or however else the tokenizer
-splits ordinary text.
+Example: `"a <|im_end|> b"` becomes the ids of `a`, ` <`, `|`, `im`, `_end`, `|>`, ` b`, or of other pieces, depending
+on how the tokenizer splits ordinary text.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ _ASCII_BREAK, _ASCII_LITERAL, _ASCII_ESCAPE = (json.dumps(mark)[1:-1] for mark i
 _OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # around control tokens, for the second tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that templates compare against. They are not marked; any other role is untrusted text."""
+"""Roles that templates compare with. They are not marked. Any other role is untrusted text."""
 
 _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attachments")
 
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CACHED_CHARACTERS = 256
-"""Longest text whose result is cached, in characters. Longer ones rarely recur, and would fill memory."""
+"""Maximum length of text whose result is cached, in characters. Longer text rarely recurs, and would fill the
+memory."""
 
 
 Marked: TypeAlias = dict[int, tuple[Message, dict[str, Any]]]
@@ -69,14 +70,15 @@ class SpecialTokenEscaper:
     def __init__(self, control_tokens: Sequence[str]) -> None:
         # Templates strip and add spaces, so a token's own leading and trailing spaces do not protect its ends.
         bare = [token.strip() for token in control_tokens]
-        # A break at every letter or digit would be in every word. If a token begins or ends with one, only its first or
-        # last two characters are broken apart, also at the edge of a text, where the neighbour may have the other half.
+        # Breaks at a letter or digit would end up in every word. So if a token begins or ends with one, only its first
+        # or last two characters are broken apart, also at the edge of a text, because the adjacent text may have the
+        # other character.
         self._first = sorted({token[0] for token in bare if not token[0].isalnum()})
         self._last = sorted({token[-1] for token in bare if not token[-1].isalnum()})
         begins = {rf"(?<={t[0]})(?=[{re.escape(t[1:2])}\s]|\Z)" for t in bare if t[0].isalnum()}
         ends = {rf"(?:(?<=[{re.escape(t[-2:-1])}\s])|\A)(?={t[-1]})" for t in bare if t[-1].isalnum()}
         self._pairs = re.compile("|".join(sorted(begins | ends))) if begins | ends else None
-        # Cached, because the same short strings of schemas and replies are marked every turn.
+        # Cached, because the same short strings of schemas and replies are marked in every turn.
         self._mark_short: Callable[[str], str] = lru_cache(maxsize=4096)(self._mark)
 
     def text(self, text: str) -> str:
@@ -122,8 +124,9 @@ class SpecialTokenEscaper:
             raise EnvironmentFault(
                 f"a call's arguments are JSON that is nested deeper than {MAX_DEPTH} levels; expected less"
             )
-        # Marking only the strings keeps JSON's own brackets. An escape such as \u003c may hide a character that has to
-        # be marked, so the result is compared with the marked value, and serialised from that if they differ.
+        # Only the strings are marked, so that JSON's own brackets stay unmarked. An escape such as \u003c may hide a
+        # character that has to be marked. So the result is compared with the marked value, and serialised from that if
+        # they differ.
         marked, wanted = _JSON_STRING.sub(lambda found: self.text(found[0]), text), self.value(value)
         try:
             return marked if json.loads(marked) == wanted else json.dumps(wanted, ensure_ascii=False)
@@ -152,7 +155,8 @@ class SpecialTokenEscaper:
 
         Raises:
             EnvironmentFault: a message has an image, audio, or another part that is not text. A list of text parts is
-                refused too, because templates join parts differently; only a single string has one meaning for all.
+                refused too, because templates join parts differently. Only a single string has the same meaning for
+                all.
         """
         marked = {} if marked is None else marked
         for number, message in enumerate(messages):
@@ -183,7 +187,7 @@ class SpecialTokenEscaper:
 
 
 class EscapingTokenizer:
-    """The tokenizer that renderers encode with. It understands the marks of its `escaper`.
+    """The tokenizer with which renderers encode. It understands the marks of its `escaper`.
 
     Raises:
         ModelError: the tokenizer's control tokens cannot be kept out of plain text.
@@ -198,7 +202,7 @@ class EscapingTokenizer:
                 f"a {type(tokenizer).__name__} is a slow tokenizer, whose control tokens cannot be kept "
                 "out of plain text; a tokenizer.json is needed"
             )
-        # A copy, because padding and truncation are state of the tokenizer, which other code may set.
+        # A copy, because padding and truncation are state of the tokenizer, which other code may change.
         self._ordinary = Tokenizer.from_str(backend.to_str())
         self._ordinary.no_padding()
         self._ordinary.no_truncation()
@@ -238,7 +242,7 @@ class EscapingTokenizer:
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
         """The ids of marked text, for families of the package `renderers` that also want offsets.
 
-        Families use offsets to attribute ids to messages, which nothing here reads. So they are all (0, 0).
+        Families use offsets to attribute ids to messages. Nothing here reads these, so all offsets are (0, 0).
         """
         ids = self.encode(text)
         return {"input_ids": ids, "offset_mapping": [(0, 0)] * len(ids)}
@@ -302,7 +306,7 @@ class EscapingTokenizer:
         return tuple(ids)
 
     def _sections(self, text: str) -> Iterator[str]:
-        """The parts of marked text to encode one by one, with control tokens in brackets and breaks removed."""
+        """The parts of marked text, to be encoded one by one, with control tokens in brackets and without breaks."""
         section = ""
         end = 0
         for found in self._scan.finditer(text):
@@ -312,8 +316,8 @@ class EscapingTokenizer:
             if mark in (LITERAL, _ASCII_LITERAL):
                 section += ESCAPE if mark == LITERAL else _ASCII_ESCAPE
             elif mark == _OPEN:
-                # The text itself contains our opening bracket. The rest is encoded separately, so that it cannot pass
-                # for a bracketed token. A tokenizer that adds a space before each text then adds one here.
+                # The text itself contains our opening bracket. The rest is encoded separately, so that it is not
+                # mistaken for a bracketed token. A tokenizer that adds a space before each text adds one here, too.
                 yield section + mark
                 section = ""
             elif mark not in (BREAK, _ASCII_BREAK):
@@ -325,7 +329,8 @@ class EscapingTokenizer:
     def _check(self) -> None:
         """Check that trusted text gets the tokenizer's own ids, and that untrusted text becomes no control token."""
         control = set(self.control_tokens.values())
-        # A sample of the tokens shows a tokenizer with steps outside tokenizer.json, which this class cannot reproduce.
+        # A sample of the tokens reveals a tokenizer with steps outside tokenizer.json, which this class cannot
+        # reproduce.
         trusted = "".join(f"x{token} y" for token in list(self.control_tokens)[:20])
         if self.encode(trusted) != self.unescaped.encode(trusted, add_special_tokens=False):
             raise ModelError(
@@ -341,7 +346,7 @@ class EscapingTokenizer:
 
 
 def _is_control(token: AddedToken) -> bool:
-    """True unless the added token is only spaces, or is not special and only letters and digits."""
+    """True unless the added token consists of spaces only, or of letters and digits only and is not special."""
     content = token.content
     return bool(content.strip()) and (token.special or not content.isalnum())
 
@@ -349,8 +354,8 @@ def _is_control(token: AddedToken) -> bool:
 def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, dict[int, int]]:
     """A copy of the tokenizer that recognises control tokens only in brackets, and its ids mapped to the original's.
 
-    With it a single pass over the whole text splits at control tokens exactly as the ordinary tokenizer does, including
-    the treatment of surrounding spaces and prefixes. Encoding piece by piece would not.
+    With it, a single pass over the whole text splits at control tokens exactly as the ordinary tokenizer does,
+    including its treatment of surrounding spaces and prefixes. Encoding the text piece by piece would give other ids.
     """
     data = json.loads(ordinary.to_str())
     for token in data["added_tokens"]:

@@ -1,4 +1,4 @@
-"""Finds how much of a growing completion is settled, that is, cannot be changed by further tokens.
+"""Finds how much of a growing completion is settled, that is, can no longer be changed by further tokens.
 
 The last characters of an unfinished completion may turn out to begin a call, a mark of thinking, or a multi-byte
 character. Settled text is parsed the same way in every longer completion, so it can be streamed.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _BROKEN = "\ufffd"
-"""The replacement for bytes that are not a character, or not yet a complete one."""
+"""The replacement character, for bytes that are not a character, or not yet a complete one."""
 
 
 def settled(text: str, marks: Iterable[str] = ()) -> str:
     """The part of a text that cannot change.
 
-    It ends before the first mark, or before the beginning of a mark at the end of the text, and before any white space
-    and incomplete characters there. White space inside marks and text is ignored in the search.
+    It ends before the first mark (or the beginning of a mark at the end of the text), and before any white space and
+    incomplete characters there. The search ignores white space inside marks and text.
 
     >>> settled("so I\\n<to", ["<tool_call>"]), settled("a < b.", ["<tool_call>"]), settled("a <call>x", ["<call>"])
     ('so I', 'a < b.', 'a')

@@ -18,7 +18,7 @@ _GIVEN = {"bos_token": "<bos_token>", "eos_token": "<eos_token>", "pad_token": "
 
 
 def stand_in_tokenizer(template: str, name: str) -> Any:
-    """A tokenizer with this chat template. A template's renderer depends on nothing else of the model.
+    """Build a tokenizer with this chat template. A template's renderer depends on nothing else of the model.
 
     Args:
         template: The Jinja source.

@@ -1,18 +1,18 @@
 """Finds what a chat template writes after an assistant's turn, by rendering turns that stand in for the sampled one.
 
 The sampled turn itself is not rendered, because the template might write it differently from how it was sampled. Let H
-be the messages of the prompt and N those to append. A stand-in X is a turn with the same number, names and ids of
-well-formed calls as the sampled one, but with our own texts, arguments and thought. Several stand-ins are rendered. The
-text after the turn is known if every rendering of H + X + N begins with that of H and its generation prompt, if all
-agree from the end of X on, and if the end of X is a control token.
+be the messages of the prompt, and N the messages to append. A stand-in X is a turn with the same number, names and ids
+of well-formed calls as the sampled one, but with our own texts, arguments and thought. Several stand-ins are rendered.
+The text after the turn is known if every rendering of H + X + N begins with the rendering of H and its generation
+prompt, if all renderings agree from the end of X on, and if the end of X is a control token.
 
-The text after a turn rarely depends on what precedes the turn. That is tested once for each shape of N and of the
-calls, over conversations with one and with three turns, with and without a system message, tools and an earlier call.
-If it does not depend on them, a conversation of one question replaces a long H, so that the cost of a bridge does not
-grow with the conversation. Otherwise, and always in short conversations, H itself is rendered.
+The text after a turn rarely depends on what precedes the turn. This is tested once for each shape of N and of the
+calls, with conversations of one and of three turns, with and without a system message, tools and an earlier call. If
+the text is the same for all of these, a conversation of one question replaces a long H, so that the cost of a bridge
+does not grow with the conversation. Otherwise, and always in short conversations, H itself is rendered.
 
 A stand-in thinks if the generation prompt has opened a thought, and does not if the prompt has closed one. If the
-prompt does neither, both are tried.
+prompt has done neither, both kinds are tried.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ EnvironmentFault if the template refuses the messages."""
 _Messages = Sequence[Mapping[str, Any]]
 
 _SHORT = 16
-"""Conversations of up to this many messages are always rendered themselves."""
+"""Conversations of up to this many messages are always rendered as they are."""
 _LEAST = 2
 """Number of stand-ins that the template has to accept. A single one would prove nothing about agreement."""
 _SHAPES = 256
 """Number of cached shapes of turns and answers."""
 _END = "zqend"
-"""The word that ends the text, or the last argument, of each stand-in; it locates the turn's end in a rendering."""
+"""The last word of each stand-in's text or last argument. It locates the end of the turn in a rendering."""
 _TEXTS = ("zq one", "zq two:\nzq lines")
 _ARGUMENTS: Sequence[Callable[[str], dict[str, Any]]] = (
     lambda end: {"zqa": end},
@@ -83,7 +83,7 @@ class StandIns:
         shape = (tuple(call.name for call in calls), tuple(_shape(message, ids) for message in new))
         known = self._same_everywhere.get(shape)
         if known is None:
-            # Unique, short contents: the shape has to decide, not what the messages happen to contain.
+            # Unique, short contents, so that the result depends on the shape, not on the actual text of the messages.
             texts = [{**message, "content": f"zq new {number}"} for number, message in enumerate(new)]
             found = [self._behind(*before, calls, texts) for before in self._befores()]
             known = bool(found) and found[0] is not None and all(one == found[0] for one in found)
@@ -91,7 +91,7 @@ class StandIns:
         return known
 
     def _befores(self) -> Iterator[tuple[_Messages, Any]]:
-        """Conversations of every kind that the template accepts; the first is a single question."""
+        """Conversations of all kinds that the template accepts. The first is a single question."""
         for with_system, tools, has_called, num_turns in product((False, True), (None, [TOOL]), (False, True), (1, 3)):
             messages = [
                 *([SYSTEM] if with_system else []),
@@ -153,7 +153,8 @@ def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]
 
 
 def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...]:
-    """Everything but the text in a message that a template may use. A call's id is replaced by the call's index."""
+    """Everything in a message, except its text, that a template may use. A call's id is replaced by the call's
+    index."""
     return tuple(
         sorted(
             (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))

@@ -1,8 +1,8 @@
 """Decides which tokens end a sampled turn: those of the format, and those that the model's generation_config.json adds.
 
-The rule is the same for every renderer. Inference servers stop at both kinds, so a model that was published with
-additional ids ends its turns with them. The rule in `bridge` decides what follows: if the format writes another token
-in that place, the prompt breaks (`other_end`).
+The rule is the same for all renderers. Inference servers stop at both kinds, so a model that was published with
+additional ids ends its turns with them. The rule in `bridge` decides how prompts continue: if the format writes a
+different token at that position, the prompt breaks (`other_end`).
 
 Importing this module loads neither torch nor transformers.
 """
@@ -23,14 +23,14 @@ from verbatim.models.source import base_of, is_adapter
 
 _FILE = "generation_config.json"
 _MOST = 1024
-"""Largest number of ids that a file may list."""
+"""Maximum number of ids that a file may list."""
 _WANTED = f'expected a JSON object with "eos_token_id", an id or a list of ids ({_MOST} at most), or no such file'
 
 _log = logging.getLogger(__name__)
 
 
 def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int, ...]:
-    """The ids that end a turn: the format's own, then those of the model's generation_config.json.
+    """The ids that end a turn: the format's own, then those listed in the model's generation_config.json.
 
     Args:
         own: The format's own ids; None entries are ignored.
@@ -51,7 +51,7 @@ def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int
 def generation_stops(model: str) -> list[int]:
     """The `eos_token_id` ids in a model's generation_config.json; empty if there is no such file.
 
-    An adapter has those of its base model. For a hub id the cached file is read, which `load_tokenizer` downloads.
+    An adapter has the ids of its base model. For a hub id, the cached file is read, which `load_tokenizer` downloads.
 
     Args:
         model: A folder in Hugging Face format, or a hub id.

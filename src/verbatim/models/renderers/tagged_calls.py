@@ -1,4 +1,4 @@
-"""Parses the arguments of calls that are written one by one between tags.
+"""Parses the arguments of calls in formats that write each argument between tags.
 
 A value has no quotes, so it may contain text that looks like a tag. It ends where its closing tag is followed by the
 next argument or by the end of the call:
@@ -10,7 +10,7 @@ next argument or by the end of the call:
     2
     </parameter>
 
-has two arguments, "a </parameter> in a text" and 2. A text that could also mean other arguments is malformed.
+has two arguments, "a </parameter> in a text" and 2. Text that could also be read as other arguments is malformed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ArgumentTags:
     ends: str
     """The text after the value."""
     json: str = ""
-    """The text between key and a value that is not a text, in formats that mark these differently; else ""."""
+    """The text between a key and a value that is not a string, in formats that mark such values differently; else
+    ""."""
     padding: tuple[str, str] = ("", "")
     """The white space that the format writes before and after a value; it is not part of the value."""
     gap: str = ""
@@ -53,10 +54,10 @@ class ArgumentTags:
     """True if null and booleans are written as Python's words, such as `None`."""
 
     def read(self, text: str, name: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ParseStatus]:
-        """Parse the arguments of a call of the tool `name`. The status is "ok" if the text has nothing else.
+        """Parse the arguments of a call of the tool `name`. The status is "ok" if the text contains nothing else.
 
-        First the text is parsed with exactly the white space that the format writes, so that white space in values is
-        exact. If that fails, white space around the tags is ignored.
+        The text is first parsed with exactly the white space that the format writes, so that white space in values is
+        preserved. If that fails, white space around the tags is ignored.
         """
         arguments, status = self._read(text, name, tools, self._exact)
         return (arguments, status) if status == "ok" else self._read(text, name, tools, self._spaced)
@@ -110,5 +111,5 @@ class ArgumentTags:
 
 
 def spaced(words: str) -> str:
-    """The pattern of these words and tags with any white space between them."""
+    """The pattern of these words and tags, with any white space between them."""
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=>)(?=<)", words.strip())))

@@ -35,8 +35,8 @@ class TemplateRenderer(ContinuingRenderer):
 
     Prompts continue by the rule in `bridge`; `stand_ins` finds what the template writes after a turn.
 
-    Thinking is parsed between `<think>` and `</think>`, and tool calls in the syntax that the template itself writes
-    (`derived_syntax`). A conversation with tools is refused if the template would leave out a part of it.
+    Thinking is parsed between `<think>` and `</think>`, and tool calls in the syntax in which the template itself
+    writes them (`derived_syntax`). A conversation with tools is refused if the template would leave out a part of it.
 
     `tools="hermes"` is for a template without tools: `hermes` then writes schemas, calls and answers into plain
     messages.
@@ -47,7 +47,7 @@ class TemplateRenderer(ContinuingRenderer):
     """
 
     renders_by_template = True
-    """The renderer has no format of its own that could differ from the template, so the two are not compared."""
+    """The renderer has no separate format that could differ from the template, so the two are not compared."""
     thread_safe = True
     """Several threads may use one renderer at once."""
 
@@ -60,7 +60,7 @@ class TemplateRenderer(ContinuingRenderer):
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
         self._arguments_as_text = False
         try:
-            # Refuse a template that exceeds its budget now, not in the middle of a run.
+            # Refuse a template that exceeds its budget now, instead of in the middle of a run.
             for given, dialogue in product((None, [TOOL]), ([ASK], [ASK, ANSWER], [ASK, calling(), RESULT])):
                 tried(self.tokenizer.chat_text, dialogue, given)
             self._find_out(tools)
@@ -68,11 +68,13 @@ class TemplateRenderer(ContinuingRenderer):
             raise ModelError(str(error)) from error
 
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
-        """Find the template's properties by rendering probes. The order matters: each step uses what the last found."""
+        """Find the template's properties by rendering probes. The order matters, because each step uses earlier
+        results."""
         tokens = self.tokenizer.control_tokens
         as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
         chat_text = self.tokenizer.chat_text
-        # Text only if the template refuses values: templates that accept both would quote JSON text a second time.
+        # As text only if the template refuses values, because templates that accept both would quote JSON text a second
+        # time.
         self._arguments_as_text = not tried(chat_text, as_values) and bool(tried(chat_text, as_texts))
         self._hermes: HermesFormat | None = None
         if tools is not None:
@@ -157,7 +159,7 @@ class TemplateRenderer(ContinuingRenderer):
     def _marked(
         self, messages: Sequence[Message], tools: Schemas, marked: Marked | None = None
     ) -> tuple[list[dict[str, Any]], Any]:
-        """Escaped (messages, schemas); the messages in the form that the template gets."""
+        """(messages, schemas), escaped, and the messages in the form that the template gets."""
         escaper = self.tokenizer.escaper
         shown_tools = escaper.tools(tools)
         return self._wrapped(escaper.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
@@ -181,7 +183,7 @@ class TemplateRenderer(ContinuingRenderer):
         ids = self.tokenizer.encode(text)
         if not said.parsed.thought_open:
             return ids
-        # The turn was cut off inside a thought. Close the thought as well, if its close is a single token.
+        # The turn was cut off inside a thought. Close the thought too, if its close is a single token.
         close = self.tokenizer.control_tokens.get(_CLOSE)
         return None if close is None else [close, *ids]
 
@@ -193,13 +195,12 @@ class TemplateRenderer(ContinuingRenderer):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes for the escaped messages; `marked` is that of `SpecialTokenEscaper.messages`."""
+        """Render the messages, escaped, to text. `marked` is passed to `SpecialTokenEscaper.messages`."""
         shown, shown_tools = self._marked(messages, tools, marked)
         return self._render(shown, self._given(shown_tools), add_generation_prompt)
 
     def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str, bool]:
-        """(thinking or None, the remaining text, whether the completion ends inside the thinking). The text is as
-        `hide` returns it."""
+        """(thinking or None, remaining text as `hide` returns it, whether the completion ends inside the thinking)."""
         text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking:
             return None, text, False
@@ -210,7 +211,8 @@ class TemplateRenderer(ContinuingRenderer):
         """The text of a completion as `hide` returns it, and whether it begins with thinking, whose mark is removed."""
         ids = completion_ids.tolist()
         text = self._sampled.of(ids[: self._end_of_turn(ids)])
-        # The last ids are enough to see whether the prompt ends with `<think>`; decoding all of it every turn is slow.
+        # The last ids are enough to see whether the prompt ends with `<think>`. Decoding the whole prompt in every turn
+        # is slow.
         thinking = prompt_ids is not None and self._sampled.of(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
         if not thinking and text.lstrip().startswith(_OPEN):
             return text.lstrip().removeprefix(_OPEN), True
@@ -234,7 +236,8 @@ class TemplateRenderer(ContinuingRenderer):
         return stops
 
     def _find_preamble(self) -> str:
-        """The text between generation prompt and answer, except thinking. Some formats name the addressee there."""
+        """The text between the generation prompt and the answer, except thinking. Some formats name the recipient
+        there."""
         start = self._render([ASK], None, True)
         whole = self._render([ASK, ANSWER], None, False)
         preamble = whole.removeprefix(start).partition(ANSWER["content"])[0] if whole.startswith(start) else ""
@@ -243,8 +246,8 @@ class TemplateRenderer(ContinuingRenderer):
     def _answer_ends(self) -> list[int]:
         """The token that ends an answer, and the token that ends a turn with calls.
 
-        An answer ends with the first control token after it; in a format without a close, that token begins the next
-        message.
+        An answer ends with the first control token after it. In a format without a close, that is the token that begins
+        the next message.
         """
         answered = self._controls([ASK, ANSWER], ANSWER["content"]) or self._controls(
             [ASK, ANSWER, ASK], ANSWER["content"]
@@ -252,7 +255,7 @@ class TemplateRenderer(ContinuingRenderer):
         return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
-        """The token that ends a turn with calls; empty if none can be told from the close of a single call."""
+        """The token that ends a turn with calls; empty if none can be distinguished from the close of a single call."""
         called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
         one, next_turn = self._controls(called), self._controls([*called, RESULT])
         both = self._controls(twice) or one
@@ -269,7 +272,7 @@ class TemplateRenderer(ContinuingRenderer):
 
 
 def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments in the type that the template expects: a mapping, or JSON text.
+    """The message, with its calls' arguments in the type that the template expects: a mapping, or JSON text.
 
     Most templates serialise a mapping, and would quote JSON text a second time. Some concatenate the arguments with
     other text, and accept only a string.

@@ -1,7 +1,8 @@
-"""Splits the thinking from a completion, for families of the package `renderers` whose parser does not do it reliably.
+"""Separates the thinking from a completion, for families of the package `renderers` whose parser does not do so
+reliably.
 
-The parsers of GLM and DeepSeek V4 treat marks of thinking and of calls alike, so a call inside a thought counts as
-made. GLM's parser also always starts inside a thought, even if the prompt did not open one.
+The parsers of GLM and DeepSeek V4 treat the marks of thinking and of calls the same way, so they report a call inside a
+thought as an actual call. GLM's parser also always starts inside a thought, even if the prompt did not open one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Thoughts:
     closes: int
     """The id of `</think>`."""
     texts: Mapping[int, Sequence[int]]
-    """The text of each of the two tokens, encoded as ordinary ids."""
+    """Each of the two tokens, as the ids of its text encoded without control tokens."""
     decode: Callable[[Sequence[int]], str]
     """Decodes ids to text, control tokens included."""
 
@@ -61,7 +62,8 @@ class Thoughts:
     def _outside(self, read: Read, ids: Sequence[int]) -> ParsedResponse:
         """Parse ids outside the thinking.
 
-        The leading close makes GLM's parser leave the thought in which it starts, and marks are replaced by plain text.
+        A close is put first, so that GLM's parser leaves the thought in which it starts. Marks are replaced by plain
+        text.
         """
         return read([self.closes, *(part for i in ids for part in self.texts.get(i, (i,)))])
 

@@ -1,8 +1,7 @@
-"""Finds by rendering whether a chat format writes tools, calls and answers, and refuses conversations that would lose
-some.
+"""Finds whether a chat format writes tools, calls and answers, by rendering. Refuses conversations that would lose any.
 
-A template ignores tools silently: their schemas are missing from the prompt, and a call becomes an empty turn. A model
-would then be trained on episodes in which it never saw its tools.
+A template without tool support ignores tools silently: their schemas are missing from the prompt, and a call becomes an
+empty turn. A model would then be trained on episodes in which it never saw its tools.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ToolSupport:
 
     @property
     def complete(self) -> bool:
-        """True if nothing is missing, so that environments may have tools."""
+        """True if nothing is missing, so environments may have tools."""
         return not self.lacks
 
     @property
@@ -86,7 +85,7 @@ class ToolSupport:
 
 
 COMPLETE = ToolSupport(shown=True, shown_below_system=True, called=True, read=True, answered=True)
-"""The support of a format that writes everything."""
+"""The `ToolSupport` of a format that writes everything."""
 _NO_ANSWERS = "does not write the answers of tools"
 
 

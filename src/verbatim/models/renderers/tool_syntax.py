@@ -9,10 +9,10 @@ Gemma 4:
   be between them, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
 - `tagged`: the name, then each argument on its own: `<function=look><parameter=at>Bonn</parameter></function>`
 - `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
-- `marked`: the name, then keys without quotes and texts between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
+- `marked`: the name, then keys without quotes and strings between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
 
 A call is well-formed only if there is nothing but its parts between its marks, so that no sampled text is silently
-dropped. Any other attempt is recorded as its raw text with a status that says what is wrong.
+dropped. Any other attempt is recorded as raw text, with a status that says what is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Form = Literal["whole", "named", "tagged", "python", "marked"]
 ANY_NAME = "\ufdd6"
 """Placeholder for the tool's name in `ToolSyntax.before`: a noncharacter, which templates do not write."""
 _MOST_ENDS = 32
-"""Number of positions that are tried as the end of a call, because a text inside a call may look like its end."""
+"""Number of positions that are tried as the end of a call, because text inside a call may look like its end."""
 _NAME = re.compile(r"""[^\s<>"'=]+""")
 _ID = re.compile(r"(?:functions\.)?(.+):\d+")
 """A call id that contains the tool's name, Kimi's `functions.look:0`."""
@@ -72,19 +72,20 @@ class ToolSyntax:
     tags: ArgumentTags | None = None
     """In `tagged`: the text around each argument."""
     quote: str = ""
-    """In `python`: the quote around texts, if the format writes them unescaped; "" if it escapes them."""
+    """In `python`: the quote around strings, if the format writes them unescaped; "" if it escapes them."""
     mark: str = ""
-    """In `marked`: the mark before and after each text."""
+    """In `marked`: the mark before and after each string."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
         """The text outside the calls, one line per piece, and every attempted call in order.
 
         Args:
             text: Sampled text as `sampled_text.hide` returns it.
-            tools: The tool schemas. For arguments without quotes, they decide which are texts.
+            tools: The tool schemas. They decide which arguments without quotes are strings.
         """
         if not self.opens:
-            # Without marks, only a completion that is nothing but a call counts: an answer may contain JSON, too.
+            # Without marks, only a completion that is nothing but a call counts as one, because answers may also
+            # contain JSON.
             call = self._bare(text)
             return ("", (call,)) if call is not None else (text, ())
         begun = self._begins.search(text)
@@ -95,7 +96,7 @@ class ToolSyntax:
             found, end = self._attempt(text, begun, tools)
             calls += found
             begun = self._begins.search(text, end)
-            if all(call.status == "ok" for call in found):  # after a malformed call, it may be part of that call
+            if all(call.status == "ok" for call in found):  # after a malformed call, the text may be part of that call
                 rest = self._after.sub("", text[end : len(text) if begun is None else begun.start()])
                 beside.append(self._before.sub("", rest.rstrip()).strip())
         return "\n".join(filter(None, beside)), tuple(calls)
@@ -117,7 +118,8 @@ class ToolSyntax:
 
     @cached_property
     def _begins(self) -> re.Pattern[str]:
-        """Finds where an attempt begins: at the first word of `opens`, or at all of it if that word is one of prose."""
+        """Matches the beginning of an attempt: the first word of `opens`, or all of `opens` if that word could be
+        prose."""
         first = self.opens.split()[0]
         return re.compile(re.escape(first) if _is_tag(first) else rf"(?<!\w){spaced(self.opens)}")
 
@@ -134,8 +136,8 @@ class ToolSyntax:
     ) -> tuple[Sequence[ToolCall], int]:
         """The calls of one attempt, and the index after it.
 
-        It ends at the first close with which the text before it is a well-formed call; if there is none, at the first
-        close or the next attempt.
+        The attempt ends at the first close that makes the text before it a well-formed call. If there is none, it ends
+        at the first close or at the next attempt.
         """
         opened = self._opens.match(text, begun.start())
         following = self._begins.search(text, begun.end())
@@ -153,19 +155,20 @@ class ToolSyntax:
         if closed is None and self.closes:
             return [unreadable(shown(body.strip()), "unclosed_block")], end
         calls = self._calls(body, tools) if opened is not None else ()
-        if not calls or all(call.status == "ok" for call in calls):  # well-formed but for extra text
+        if not calls or all(call.status == "ok" for call in calls):  # well-formed except for extra text
             calls = [unreadable(shown(body.strip()), "malformed_structure")]
         return calls, end
 
     def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Candidate ends of a call: (end of its parts, end of its close). Without a close, the next attempts."""
+        """Candidate ends of a call: (end of its parts, end of its close). In a format without a close, the starts of
+        the next attempts."""
         if not self.closes:
             later = (found.start() for found in self._begins.finditer(text, limit))
             return ((end, end) for end in chain(later, [len(text)]))
         return ((found.start(), found.end()) for found in self._closes.finditer(text, start))
 
     def _goes_on(self, text: str, end: int) -> bool:
-        """True if there is another close before the next call: a value without quotes may then be longer."""
+        """True if there is another close before the next call, so that a value without quotes may be longer."""
         following = self._begins.search(text, end) if self.tags is not None else None
         limit = len(text) if following is None else following.start()
         return self.tags is not None and self._closes.search(text, end, limit) is not None
@@ -180,7 +183,7 @@ class ToolSyntax:
         if self.form != "whole":
             return [self._named(body) if self.tags is None else self._tagged(body, self.tags, tools)]
         value = read_json(raw)
-        # A model may sample one call without the list around it; it is unambiguous, so it counts.
+        # A model may sample a single call without the list around it. That is unambiguous, so it counts.
         if self.listed and isinstance(value, list):
             return [self._whole(item, json.dumps(item) if is_json(item) else raw) for item in value]
         return [self._whole(value, raw)]
@@ -205,7 +208,8 @@ class ToolSyntax:
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
-        """Parse a call without marks: JSON with a name and arguments, or its beginning. None for an ordinary answer."""
+        """Parse a call without marks: JSON with a name and arguments, or the beginning of such JSON. None for an
+        ordinary answer."""
         raw = shown(text.strip())
         value = read_json(raw)
         if value is NOT_JSON:
@@ -250,7 +254,7 @@ class ToolSyntax:
 
 
 def _is_tag(word: str) -> bool:
-    """True if a word is a marker, that is, contains a character that prose does not have."""
+    """True if a word is a marker, that is, contains a character that does not occur in prose."""
     return any(not (c.isalnum() or c in ".,:;!?'\"()-") for c in word)
 
 

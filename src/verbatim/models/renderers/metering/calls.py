@@ -1,4 +1,4 @@
-"""Charges filters, methods and operators before they run, by how much they scan and how much text they may create."""
+"""Charges filters, methods and operators before they run, for what they scan and the text that they may create."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_BITS = 10_000
 _SHALLOW = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "last", "length", "count",
                       "items", "reverse", "list", "default", "d", "random", "batch", "slice", "attr",
                       "copy"})  # fmt: skip
-"""Filters and methods that iterate over the items of a list without scanning the items."""
+"""Filters and methods that iterate over the items of a list without scanning the items themselves."""
 _TIMES = dict.fromkeys(("sort", "unique", "groupby", "min", "max", "dictsort", "pprint", "title", "wordwrap"), 16)
-"""How many times some filters are assumed to scan a whole value."""
+"""Number of times that some filters are assumed to scan a whole value."""
 _QUADRATIC = frozenset({"striptags", "urlize", "sum"})
 """Filters that take time quadratic in their input."""
 _AT_ONCE = frozenset({"sort", "unique", "groupby", "min", "max", "sum", "join"})
@@ -40,7 +40,7 @@ _PASSED = {_PassArg.eval_context: "eval_ctx", _PassArg.environment: "environment
 _CODECS = frozenset({"utf-8", "utf-16", "utf-32", "ascii", "iso8859-1"})
 """The allowed codecs. Others can take time quadratic in the length of a text."""
 _ITEM = 16
-"""Charge for an item of a list, in characters, without its text."""
+"""The charge for an item of a list, in characters, in addition to its text."""
 _PRIVATE = re.compile(r"[.\[]_")
 _NUMBER = re.compile(r"\d+")
 
@@ -77,7 +77,7 @@ def metered_test(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
-    """Charge an operator before it can create something big."""
+    """Charge an operator before it can create a large value."""
     for value in (left, right):
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise Overrun("it computes with a huge number")
@@ -90,7 +90,7 @@ def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
                 meter.make(max(times, 0) * len(repeated))
     elif operator == "%" and isinstance(left, (str, bytes)):
         count(meter, "%", left, right if isinstance(right, tuple) else [right])
-    elif operator == "-":  # also a set difference of dict keys, which scans both
+    elif operator == "-":  # or a set difference of dict keys, which scans both
         meter.look(left, right)
 
 
@@ -135,7 +135,7 @@ class _Formatter(SandboxedFormatter):
     meter: Meter
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Format one field. Its width is known only here, because another field may supply it."""
+        """Format one field. Its width is known only at this point, because another field may supply it."""
         self.meter.step(1)
         self.meter.make(_widths(format_spec))
         self.meter.write(value)
@@ -158,7 +158,7 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 def count(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
-    """Charge what the filter or method with this name is about to do with `value` and its arguments.
+    """Charge for what the filter or method with this name is about to do with `value` and its arguments.
 
     Returns:
         The steps to charge per item of the result, if the result is a generator.
@@ -212,5 +212,5 @@ def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
 
 
 def _widths(text: str) -> int:
-    """The sum of all numbers in a format string, each of which may be a width."""
+    """The sum of all numbers in a format string, because each number may be a width."""
     return sum(int(number) for number in _NUMBER.findall(text))

@@ -1,6 +1,6 @@
 """The sandbox for chat templates: that of `transformers`, with a charge for every operation that can be slow or grow.
 
-Templates only see values of JSON's types, so everything that they can call is known by name. Any other call is refused.
+Templates see only values of JSON's types, so everything that they can call is known by name. Any other call is refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from verbatim.models.renderers.metering.calls import call_method, count_operatio
 from verbatim.models.renderers.metering.meter import Meter, Overrun
 
 LOOKED_AT, WRITTEN, ROUNDS, SPEND = (f"verbatim {name}" for name in ("looked at", "written", "rounds", "spend"))
-"""Names of the filters by which a compiled template charges its budget."""
+"""Names of the filters through which a compiled template charges its budget."""
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _OWNERS = frozenset({str, Markup, bytes, int, bool, float, list, tuple, dict, range})
 """Types with methods that templates may call."""
 _CALL = 10
-"""Steps charged for the call of a macro, which takes about as long."""
+"""Steps charged for the call of a macro, which takes about as long as this many steps."""
 _LONGEST_DATE_FORMAT = 200
 _MOST_REMEMBERED = 10_000
 _PLENTY = 1 << 60
@@ -40,7 +40,7 @@ class MeteredContext(Context):
     meter: Meter
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        """Like Jinja's, with the same budget: macros and blocks run in derived contexts."""
+        """Like Jinja's, but with the same budget, because macros and blocks run in derived contexts."""
         context = super().derived(locals)
         assert isinstance(context, MeteredContext)
         context.meter = self.meter
@@ -48,7 +48,7 @@ class MeteredContext(Context):
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as `transformers` configures it, with metering."""
+    """The Jinja environment as `transformers` configures it, with metering."""
 
     context_class = MeteredContext
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -79,7 +79,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Like the sandbox's, cached. Its result depends only on the type and the name, which repeat all the time."""
+        """Like the sandbox's, but cached. The result depends only on the type and the name, which recur all the
+        time."""
         key = type(obj), attr
         if key not in self._safe:
             if len(self._safe) > _MOST_REMEMBERED:
@@ -93,7 +94,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method of JSON's types, or one of the functions that templates are given."""
         meter: Meter = __context.meter
-        kwargs.pop("_loop_vars", None)  # only functions that get the context use these; there are none
+        kwargs.pop("_loop_vars", None)  # only functions that receive the context would use these, and there are none
         kwargs.pop("_block_vars", None)
         if type(__obj) is Macro:
             meter.step(_CALL + len(args) + len(kwargs))
@@ -130,7 +131,7 @@ def metered_environment() -> MeteredEnvironment:
             raise Overrun("it writes a date of any length")
         return date(format)
 
-    # Its text omits the members, because a namespace may contain itself and the text would be unbounded.
+    # Its text omits the members, because a namespace may contain itself, which would make the text infinite.
     namespace = type("Namespace", (given["namespace"],), {"__repr__": lambda space: "<Namespace>"})
     environment.globals = {**given, "strftime_now": strftime_now, "namespace": namespace}
     environment.callables = (*environment.globals.values(), *environment.extensions.values())

@@ -8,8 +8,8 @@ from types import GeneratorType
 from typing import Any
 
 STEPS, STEPS_PER_VALUE, STEPS_PER_CHARACTER = 100_000, 5_000, 10
-"""Budget of steps (evaluated nodes of the template's tree): base amount, plus an amount per input value (a message has
-several), plus an amount per input character. Published templates need a few hundred steps per message."""
+"""Budget of steps (evaluated nodes of the template's syntax tree): a base amount, plus an amount per input value (a
+message has several) and per input character. Published templates need a few hundred steps per message."""
 CHARACTERS, COPIES = 4_000_000, 64
 """Budget of characters in all strings that a template creates: base amount, plus this many copies of the whole input
 text. `Meter.given` adds one copy per message."""
@@ -18,7 +18,7 @@ OUTPUT, OUTPUT_PER_VALUE, OUTPUT_PER_CHARACTER = 100_000, 2_000, 16
 SECONDS = 5.0
 """Processor time of one rendering, in seconds."""
 MAX_DEPTH = 200
-"""Deepest nesting of lists. Python's own operations on them are recursive."""
+"""Maximum nesting of lists, because Python's own operations on lists are recursive."""
 _SCANNED = 8
 """Scanning 2 ** _SCANNED characters is charged as one step."""
 _SLICE = 50_000
@@ -26,7 +26,7 @@ _SLICE = 50_000
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-"""Container types whose members are iterated over. Dicts are handled separately."""
+"""Container types, apart from dicts, whose members are iterated over."""
 
 
 class Overrun(Exception):
@@ -36,8 +36,8 @@ class Overrun(Exception):
 class Meter:
     """The budget of one rendering. Methods that charge it raise `Overrun` when it is exhausted.
 
-    Steps and characters are counted, so that the same rendering always has the same outcome. The time limit is a safety
-    net for operations that take longer than their count suggests.
+    Steps and characters are counted, so the same rendering always has the same outcome. The time limit is a safety net
+    for operations that take longer than their counts suggest.
     """
 
     __slots__ = ("_rest", "_sizes", "_until", "left", "output", "room")
@@ -48,9 +48,9 @@ class Meter:
         """Steps until the next reading of the clock."""
         self._rest = STEPS
         self.room = CHARACTERS
-        """Characters that may still be created."""
+        """Remaining characters that may be created."""
         self.output = OUTPUT
-        """Characters that the result may still grow by."""
+        """Remaining characters of the result."""
         self._until = time.thread_time() + SECONDS
 
     def given(self, *values: Any, copies: int = 0) -> list[Any]:
@@ -110,7 +110,7 @@ class Meter:
             self.make(characters + 16 * items)
 
     def made(self, value: Any) -> Any:
-        """Charge a result after it was created, for operations whose result is not much larger than their input."""
+        """Charge a result after it is created, for operations whose result is not much larger than their input."""
         if isinstance(value, (str, bytes)):
             self.make(len(value))
         elif isinstance(value, (list, tuple)):
@@ -130,7 +130,7 @@ class Meter:
         return "".join(written)
 
     def counted(self, items: Any, steps: int = 1, characters: int = 0) -> Any:
-        """The items of a loop, with its rounds charged: all at once if their number is known, else one by one."""
+        """The items of a loop, whose rounds are charged all at once if their number is known, else one by one."""
         try:
             rounds = len(items)
         except TypeError:
@@ -147,9 +147,9 @@ class Meter:
             yield item
 
     def size(self, value: Any, depth: int = 0) -> tuple[int, int]:
-        """(items, characters) of a value, as they would be written: shared parts count every time.
+        """(items, characters) of a value as written; shared parts count each time they occur.
 
-        The walk itself is charged. Sizes of the input values are cached by `given`.
+        Measuring is itself charged. The sizes of the input values are cached by `given`.
         """
         if isinstance(value, (str, bytes)):
             return 1, len(value)
@@ -191,7 +191,7 @@ class Meter:
             plain = plain if isinstance(value, list) else tuple(plain)
         else:
             return self._of_another_type(value)
-        self.left += len(plain)  # offsets what `size` charges: measuring the input is free
+        self.left += len(plain)  # refunds what `size` has charged, because measuring the input is free
         self._sizes[id(plain)] = self.size(plain)
         return plain
 

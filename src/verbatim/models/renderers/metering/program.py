@@ -16,8 +16,8 @@ def compiled(source: str) -> Template:
     """Compile a template with metering. `chat_template.compile_template` adds the model's name to its errors.
 
     A loop charges all its rounds before it starts, each by the size of the loop's body. A macro or block charges its
-    body when it starts. Operands and keys that may be large are charged by their size. Everything else that can be slow
-    or grow is charged by the environment.
+    body when it starts. Operands and keys that may be large are charged by their size. The environment charges
+    everything else that can be slow or grow.
     """
     environment = metered_environment()
     tree = environment.parse(source)
@@ -55,7 +55,7 @@ def _count(node: nodes.Node) -> None:
 
 
 def _is_quick(left: nodes.Expr, operand: nodes.Operand) -> bool:
-    """True if a comparison has a constant on one side, or a list of constants on the right, so it cannot scan much."""
+    """True if a comparison cannot scan much: it has a constant on one side, or a list of constants on the right."""
     right = operand.expr
     if operand.op in ("in", "notin"):
         return isinstance(right, (nodes.List, nodes.Tuple)) and all(isinstance(i, nodes.Const) for i in right.items)
@@ -69,7 +69,7 @@ _APART = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
 def _weight(parts: Iterable[nodes.Node]) -> tuple[int, int]:
     """(nodes, characters of plain text) in statements and expressions, without bodies that charge themselves."""
     own = list(_own(parts))
-    # The 1 is for empty bodies: a round without work takes time, too.
+    # The 1 is for empty bodies, because even an empty round takes time.
     return 1 + len(own), sum(len(node.data) for node in own if isinstance(node, nodes.TemplateData))
 
 
