@@ -94,7 +94,7 @@ def test_what_the_staleness_rule_caps_is_said(file: Path, capsys, options, notes
 @pytest.mark.parametrize(
     ("retention", "outcome"),
     [
-        ("tool_cycle", "starts a new sample: a user's message follows, and the format drops earlier thoughts there"),
+        ("tool_cycle", "starts a new sample: the format drops earlier thoughts at a user's message"),
         ("all", "continues what was sampled"),
     ],
 )

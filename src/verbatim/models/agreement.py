@@ -46,8 +46,7 @@ def disagreement(
     length: int,
     rounds: bool = False,
 ) -> str:
-    """The first place where another implementation of a model's layers differs by more than rounding; "" if there is
-    none.
+    """Where another implementation of a model's layers first differs by more than rounding; "" if nowhere.
 
     The weights of a bfloat16 model are first widened to float32.
 

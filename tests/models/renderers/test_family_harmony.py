@@ -143,7 +143,7 @@ def test_what_is_said_aloud_before_a_call_joins_its_analysis(harmony, tokenizer)
 
 
 def test_two_calls_in_one_message_are_refused_since_the_second_would_be_dropped(harmony):
-    with pytest.raises(EnvironmentFault, match="holds 2 calls"):
+    with pytest.raises(EnvironmentFault, match="contains 2 calls"):
         harmony.render_ids([ASK, {**CALL, "tool_calls": CALL["tool_calls"] * 2}], TOOLS)
 
 

@@ -280,7 +280,7 @@ ARGUMENTS = "has tool_calls[0].function.arguments"
         (calling([{"function": None}]), 'has "tool_calls" that are not calls'),
         (calling([{"name": "look", "arguments": {}}]), 'has "tool_calls" that are not calls'),
         (with_call_arguments(nested(5000)), "is nested deeper than 64 levels"),
-        (with_call_arguments({"a": ENDLESS}), "is nested deeper than 64 levels, or holds itself: tool_calls[0]"),
+        (with_call_arguments({"a": ENDLESS}), "is nested deeper than 64 levels, or contains itself: tool_calls[0]"),
         (with_call_arguments('{"a": ' + "[" * 500 + "]" * 500 + "}"), "is nested deeper than 64 levels: tool_calls[0]"),
         (with_call_arguments("[" * 99999), "is nested deeper than 64 levels: tool_calls[0].function.arguments"),
         (with_call_arguments('{"a": 1, "a": 2}'), f"{ARGUMENTS} with a key twice"),

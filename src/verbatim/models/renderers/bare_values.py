@@ -82,8 +82,7 @@ def _word(text: str, types: frozenset[str]) -> tuple[bool, Any]:
 
 
 def _is_exact(text: str, value: Any) -> bool:
-    """True if every fraction in a JSON text survives conversion to a double, that is, the double prints as an equal
-    number."""
+    """True if every fraction in a JSON text survives conversion to a double and back."""
     fractions = list[str]()
     if isinstance(value, (float, list, dict)):
         json.loads(text, parse_float=fractions.append)

@@ -311,8 +311,7 @@ class ContinuingRenderer(abc.ABC):
         return ids
 
     def _probed_behind(self, calls: Sequence[ToolCall], new: Sequence[Any]) -> list[int]:
-        """The ids that the format writes after a turn with these calls that follows a single question; empty if not
-        known."""
+        """The ids that the format writes after a turn with these calls, for a single question; empty if not known."""
         prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
         nothing = np.empty(0, dtype=np.int32)
         said = SampledReply(

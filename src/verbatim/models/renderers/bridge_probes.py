@@ -116,8 +116,7 @@ class _ProbePlayer:
         )
 
     def _sampled(self, kept: str) -> str | None:
-        """The turn as the template writes it, up to the token that ends it; None if the template changes the prompt
-        before it.
+        """The turn as the template writes it, up to its end token; None if the template changes the prompt before it.
 
         Some templates write an empty thinking block into the last turn, which a model that does not think would not
         sample. So a turn without thinking is preferably taken from its rendering before the appended messages.

@@ -24,8 +24,7 @@ KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = 
 
 
 def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:
-    """Each kind of turn that the format writes, with the reason for the break after it, or None if the prompt extends
-    it."""
+    """Each kind of turn that the format writes, with the reason for the break after it; None if there is no break."""
     nothing = np.empty(0, dtype=np.int32)
     for kind, (calls, thought, new) in KINDS.items():
         tools = [TOOL] if calls else None

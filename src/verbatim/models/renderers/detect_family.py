@@ -18,8 +18,7 @@ from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, Esca
 
 
 def family_by_name(tokenizer: EscapingTokenizer) -> str | None:
-    """The family of a published model, found by the name under which the tokenizer was loaded; None for other names and
-    folders."""
+    """The family of a published model, by the name the tokenizer was loaded under; None for other names and folders."""
     family: str | None = MODEL_RENDERER_MAP.get(str(tokenizer.name_or_path))
     return family
 

@@ -51,8 +51,7 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat:
-    """The messages into which tools and their answers are written, for one chat template. All text is already
-    escaped."""
+    """The messages into which one chat template's tools and answers are written. All text is already escaped."""
 
     opening: Literal["system", "user"]
     """The role whose first message contains the schemas."""

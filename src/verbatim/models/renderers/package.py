@@ -236,8 +236,7 @@ class PackageRenderer(ContinuingRenderer):
     def _behind_by_family(
         self, before: list[int], num_sampled: int, new_messages: Sequence[Message], tools: Schemas
     ) -> list[int]:
-        """The ids that the family's bridge adds after a turn without an end; empty if it refuses or changes earlier
-        ids.
+        """The ids that the family's bridge adds to an unfinished turn; empty if it refuses or changes earlier ids.
 
         It uses the family that keeps all thoughts, because `bridge` has already decided that they may stay.
         """

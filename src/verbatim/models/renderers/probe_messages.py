@@ -1,5 +1,4 @@
-"""The messages with which renderers probe chat templates. Their words (zq...) do not appear in any template's own
-text."""
+"""The messages with which renderers probe chat templates. Their words (zq...) appear in no template's own text."""
 
 from __future__ import annotations
 

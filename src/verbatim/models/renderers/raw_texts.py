@@ -72,8 +72,7 @@ def _value(source: str, start: int, quote: str, ends: re.Pattern[str], known: fr
 
 
 def _end_of_other(source: str, start: int) -> int | None:
-    """The index after a value that is not a string. None for a string in other quotes, which the format does not
-    write."""
+    """The index after a value that is not a string. None for a string in other quotes, which would be invalid."""
     depth, place = 0, start
     while (piece := _OTHER.match(source, place)) is not None:
         if depth == 0 and (piece[0] in ",)" or piece[0][0] in "'\""):

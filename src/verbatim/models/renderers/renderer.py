@@ -72,8 +72,7 @@ class Renderer(Protocol):
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The ids of the next prompt: those of the previous turn verbatim, then the new messages and the generation
-        prompt.
+        """The next prompt's ids: those of the previous turn verbatim, the new messages, the generation prompt.
 
         None if the next prompt has to be rendered from its messages; the next turn then starts a new training sample.
         """

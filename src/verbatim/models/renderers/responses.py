@@ -1,5 +1,4 @@
-"""Parses sampled tool calls. Every attempt is recorded, only well-formed calls count, and schemas give unquoted text
-its type."""
+"""Parses sampled tool calls. Every attempt is recorded, only well-formed ones count, and schemas type unquoted text."""
 
 from __future__ import annotations
 

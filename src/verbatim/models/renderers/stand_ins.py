@@ -153,8 +153,7 @@ def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]
 
 
 def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...]:
-    """Everything in a message, except its text, that a template may use. A call's id is replaced by the call's
-    index."""
+    """Everything in a message but its text that a template may use. A call's id is replaced by the call's index."""
     return tuple(
         sorted(
             (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))

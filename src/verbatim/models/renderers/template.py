@@ -68,8 +68,7 @@ class TemplateRenderer(ContinuingRenderer):
             raise ModelError(str(error)) from error
 
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
-        """Find the template's properties by rendering probes. The order matters, because each step uses earlier
-        results."""
+        """Find the template's properties by rendering probes. The order matters: each step uses earlier results."""
         tokens = self.tokenizer.control_tokens
         as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
         chat_text = self.tokenizer.chat_text
@@ -236,8 +235,7 @@ class TemplateRenderer(ContinuingRenderer):
         return stops
 
     def _find_preamble(self) -> str:
-        """The text between the generation prompt and the answer, except thinking. Some formats name the recipient
-        there."""
+        """The text between generation prompt and answer, except thinking. Some formats name the recipient there."""
         start = self._render([ASK], None, True)
         whole = self._render([ASK, ANSWER], None, False)
         preamble = whole.removeprefix(start).partition(ANSWER["content"])[0] if whole.startswith(start) else ""

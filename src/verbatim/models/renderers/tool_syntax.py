@@ -118,8 +118,7 @@ class ToolSyntax:
 
     @cached_property
     def _begins(self) -> re.Pattern[str]:
-        """Matches the beginning of an attempt: the first word of `opens`, or all of `opens` if that word could be
-        prose."""
+        """Matches the beginning of an attempt: the first word of `opens`, or all of it if that word could be prose."""
         first = self.opens.split()[0]
         return re.compile(re.escape(first) if _is_tag(first) else rf"(?<!\w){spaced(self.opens)}")
 
@@ -160,8 +159,7 @@ class ToolSyntax:
         return calls, end
 
     def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Candidate ends of a call: (end of its parts, end of its close). In a format without a close, the starts of
-        the next attempts."""
+        """Candidate ends of a call: (end of its parts, end of its close). Without a close, the next attempts' starts."""
         if not self.closes:
             later = (found.start() for found in self._begins.finditer(text, limit))
             return ((end, end) for end in chain(later, [len(text)]))
@@ -208,8 +206,7 @@ class ToolSyntax:
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
-        """Parse a call without marks: JSON with a name and arguments, or the beginning of such JSON. None for an
-        ordinary answer."""
+        """Parse a call without marks: JSON with name and arguments, or the start of such JSON. None for an ordinary answer."""
         raw = shown(text.strip())
         value = read_json(raw)
         if value is NOT_JSON:

@@ -79,8 +79,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Like the sandbox's, but cached. The result depends only on the type and the name, which recur all the
-        time."""
+        """Like the sandbox's, but cached by type and name, which recur all the time and determine the result."""
         key = type(obj), attr
         if key not in self._safe:
             if len(self._safe) > _MOST_REMEMBERED:
