@@ -83,7 +83,7 @@ def one_strategy(section: Any) -> Any:
 
 
 class LengthPenaltyConfig(Section):
-    """How a rollout's length changes the reward that advantages are computed from. All else uses the original reward."""
+    """How a rollout's length changes the reward that advantages use. Everything else uses the original reward."""
 
     type: Literal["tokens", "turns"]
     """What the length counts: sampled tokens, or turns."""

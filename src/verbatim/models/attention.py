@@ -30,8 +30,7 @@ class AttentionCall:
     softcap: float | None = None
     """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None: no soft cap."""
     sinks_H: Tensor | None = None
-    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. None: no
-    sinks."""
+    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. Or None."""
 
     @property
     def is_plain(self) -> bool:

@@ -184,7 +184,7 @@ class _Choose(TorchFunctionMode):
 def find_routers(model: Any) -> Routers | None:
     """Find the routers of a mixture of experts. None for a dense model, and for routers of an unsupported kind.
 
-    A supported router is the only one of its decoder layer, in a module separate from the experts, and has logits as
+    A supported router is the only one in its decoder layer, in a module separate from the experts, and has logits as
     its first output.
     """
     modules = router_modules(model)

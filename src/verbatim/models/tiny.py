@@ -141,7 +141,7 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
 
 
 def _said(error: Exception) -> Exception:
-    """The error raised by a configuration's own validation, unwrapped from huggingface_hub's; other errors unchanged."""
+    """The error of a configuration's own validation, unwrapped from that of huggingface_hub; else the error itself."""
     cause = error.__cause__
     return cause if isinstance(error, StrictDataclassError) and isinstance(cause, Exception) else error
 

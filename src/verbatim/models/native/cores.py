@@ -60,7 +60,7 @@ class CoreShare:
         self._cores = cores
         self._pass_seconds = FIRST_PASS
         self._began: float | None = None
-        self._idle_since[self._own] = 0.0  # the other side has not computed yet, so its cores are free
+        self._idle_since[self._own] = 0.0  # this side has not computed yet, so its cores are free
 
     def compute(self, now: bool) -> None:
         """Publish that this side starts (`now`) or stops computing."""

@@ -4,8 +4,8 @@ Messages are rewritten after escaping and before the template sees them. So the 
 them is not:
 
 - the tool schemas are added to the system message, or to the first user's message if the template has no system role;
-- a call becomes text in the assistant's message: `<tool_call>\\n{"name": "look", "arguments": {"at":
-  "Bonn"}}\\n</tool_call>`;
+- a call becomes text in the assistant's message,
+  `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
 - the answers to one turn become one message,
   `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`, with the role `tool`, or `user` if the
   template does not write `tool` messages unchanged.

@@ -159,7 +159,7 @@ class ToolSyntax:
         return calls, end
 
     def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Candidate ends of a call: (end of its parts, end of its close). Without a close, the next attempts' starts."""
+        """Candidate ends of a call: (end of its parts, end of its close). Without a close, the next attempts."""
         if not self.closes:
             later = (found.start() for found in self._begins.finditer(text, limit))
             return ((end, end) for end in chain(later, [len(text)]))
@@ -206,7 +206,7 @@ class ToolSyntax:
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
-        """Parse a call without marks: JSON with name and arguments, or the start of such JSON. None for an ordinary answer."""
+        """Parse a call without marks: JSON with name and arguments, or the start of it. None for an ordinary answer."""
         raw = shown(text.strip())
         value = read_json(raw)
         if value is NOT_JSON:
