@@ -157,7 +157,7 @@ def test_a_backend_of_ones_own_has_its_table_under_its_last_name(file: Path):
         (
             'backend = "my_backends.without_settings"\n',
             "FILE:8: inference.backend: inference backend "
-            "'my_backends.without_settings' takes (inputs); expected a function or class that is called as",
+            "'my_backends.without_settings' takes (inputs); expected a function or class that can be called as",
         ),
         (
             'backend = "my_backends.third"\n',

@@ -67,7 +67,7 @@ def test_a_key_is_refused_at_its_place_and_is_not_quoted(tmp_path: Path, args: s
 
 def test_the_value_of_a_variable_with_a_key_is_refused_wherever_it_stands(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "open sesame")
-    with pytest.raises(ConfigError, match=r"args\.note: found the value of .* variable MY_SERVICE_TOKEN, whose"):
+    with pytest.raises(ConfigError, match=r"args\.note: found the value of .* variable MY_SERVICE_TOKEN, which"):
         load_config(file_with(tmp_path, 'note = "say open sesame twice"'))
 
 

@@ -63,7 +63,7 @@ def test_a_bare_option_switches_a_boolean_on(file: Path):
 def test_a_bare_option_of_another_type_needs_a_value(file: Path):
     assert (
         error_of(file, "--max-steps")
-        == "--max-steps: needs a value: Number of steps, each of which trains and publishes one batch."
+        == "--max-steps: needs a value: Number of steps; each trains on one batch and publishes the new weights."
     )
 
 
@@ -243,8 +243,8 @@ def test_a_missing_key_has_the_line_of_its_table(file: Path):
 def test_an_impossible_combination_names_the_overrides_that_may_have_made_it(file: Path):
     message = error_of(file, "--orchestrator.batch-size", "30")
     assert message == (
-        f"{file}:3 (with --orchestrator.batch-size 30): orchestrator: batch_size = 30 is not a whole "
-        "number of groups of group_size = 8; for example batch_size = 24"
+        f"{file}:3 (with --orchestrator.batch-size 30): orchestrator: batch_size = 30 is not a "
+        "multiple of group_size = 8; for example batch_size = 24"
     )
 
 

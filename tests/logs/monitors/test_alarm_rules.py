@@ -280,7 +280,7 @@ def test_prompt_breaks_read_the_notes_that_are_notes_and_leave_what_else_the_env
     outcomes = [TrajectoryOutcome(trajectory=trajectory, turns=("trained", "trained"))]
     steps = steps_of(env={"later_turns": 50, "broken": 0.5, "rewritten": 0.0}, count=3)
     (found,) = ALARMS["prompt_breaks"](window_of(steps, outcomes=outcomes))
-    assert found.cause == "the environment shows other tools than before (tools_changed: 1 turns)"
+    assert found.cause == "the environment's tools differ from those shown before (tools_changed: 1 turns)"
     assert "saves up to 5 prompt tokens" in found.advice
 
 

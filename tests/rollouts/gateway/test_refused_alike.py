@@ -147,7 +147,7 @@ async def test_a_name_that_the_format_does_not_write_is_refused_by_its_field(ser
         body = {"model": "policy", "messages": [{"role": "system", "content": "be brief"}, named]}
         status, _, answer = await post(CHAT, json.dumps(body).encode())
         assert (status, answer["error"]["type"]) == (400, ERROR_TYPE)
-        assert "messages[1].name: the model's chat template does not write who speaks" in answer["error"]["message"]
+        assert "messages[1].name: the model's chat template does not write who sent" in answer["error"]["message"]
         body["messages"][1] = {**HELLO, "name": ""}
         status, _, answer = await post(CHAT, json.dumps(body).encode())
         assert status == 200, answer
