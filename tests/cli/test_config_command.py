@@ -95,7 +95,7 @@ def test_what_the_staleness_rule_caps_is_said(file: Path, capsys, options, notes
     ("retention", "outcome"),
     [
         ("tool_cycle", "starts a new sample: the format drops earlier thoughts at a user's message"),
-        ("all", "continues what was sampled"),
+        ("all", "continues the sampled tokens"),
     ],
 )
 def test_which_turns_of_the_model_continue_is_told(retention: str, outcome: str):
@@ -103,9 +103,9 @@ def test_which_turns_of_the_model_continue_is_told(retention: str, outcome: str)
     found = list(told(renderer, retention, "verbatim"))
     assert found[0] == f'renderer "qwen3", thinking_retention = "{retention}", history = "verbatim":'
     assert found[1:4] == [
-        "a tool's answer continues what was sampled",
-        "a tool's answer, after a thought continues what was sampled",
-        "a user's message continues what was sampled",
+        "a tool's answer continues the sampled tokens",
+        "a tool's answer, after a thought continues the sampled tokens",
+        "a user's message continues the sampled tokens",
     ]
     assert found[4].startswith(f"a user's message, after a thought {outcome}")
     assert found[5].startswith("a system message starts a new sample")

@@ -68,7 +68,7 @@ class SamplingConfig(Section):
 
 
 FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}
-"""The `trajectory_strategy` that each `formulate_mode` stands for."""
+"""The `trajectory_strategy` that each `formulate_mode` means."""
 
 
 def one_strategy(section: Any) -> Any:
@@ -247,7 +247,7 @@ class RendererConfig(Section):
     """"verbatim" extends the sampled ids; "template" renders each prompt from its messages, as a chat endpoint does."""
     later_system: Literal["fold", "refuse"] = "fold"
     """For a system or developer message at a position that the model's format does not support: "fold" merges it into
-    the first system message, or writes it as a user message in its place; "refuse" raises an error."""
+    the first system message, or writes it as a user message at the same position; "refuse" raises an error."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
@@ -268,7 +268,7 @@ class TeacherConfig(Section):
     """An OpenAI-compatible server such as "http://localhost:8000/v1"; for "opd" it needs vLLM's `prompt_logprobs`.
     Without it the model is loaded next to the orchestrator."""
     api_key_env: str | None = None
-    """Environment variable that holds the server's API key, if it needs one. Default: OPENAI_API_KEY, for
+    """Environment variable with the server's API key, if it needs one. Default: OPENAI_API_KEY, for
     api.openai.com only."""
     device: str = "auto"
     """Device of a teacher without a `base_url`; "auto": CUDA if available."""

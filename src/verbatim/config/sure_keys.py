@@ -50,7 +50,7 @@ _OTHER = re.compile(r"<.*>|[A-Za-z_]+@\d+")
 
 
 def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:
-    """The texts of a configuration that are, or contain, certain keys: place, name and text of each.
+    """The texts in a configuration that certainly are or contain keys, as (place, name, text).
 
     >>> list(keys_in({"args": {"env": {"MY_PASS": "hunter2"}, "command": ["agent", "--key", "a1b2c3d4e5f6g7h8"]}}))
     [(('args', 'env', 'MY_PASS'), 'MY_PASS', 'hunter2'), (('args', 'command', 2), '--key', 'a1b2c3d4e5f6g7h8')]

@@ -184,8 +184,8 @@ class BaseWeights:
             self._fingerprint = fingerprint(named, dtype=torch.bfloat16 if dtype == torch.bfloat16 else None)
         if self._fingerprint != expected:
             raise ModelError(
-                f"the adapter in {adapter.folder} was trained on other base weights than those of this model: "
-                f"its base is {adapter.base}; restore that model's weights"
+                f"the adapter in {adapter.folder} was not trained on this model's weights but on those of "
+                f"{adapter.base}; restore those weights"
             )
 
     def forget(self) -> None:

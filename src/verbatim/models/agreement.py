@@ -100,7 +100,7 @@ def beyond_rounding(ours: Tensor, own: Tensor, exact: Tensor, times: float = TIM
         ours: Results of the other implementation, [..., W]. Errors are relative to the norm of each row.
         own: Results of the model's own code, [..., W].
         exact: Results of the model's own code in float64, [..., W].
-        times: Largest accepted error of `ours`, as a multiple of the error of `own`.
+        times: Maximum accepted error of `ours`, as a multiple of the error of `own`.
     """
     (typical, worst), (own_typical, own_worst) = _distances(ours, exact), _distances(own, exact)
     for found, theirs, most in ((typical, own_typical, times), (worst, own_worst, _WORST * times)):

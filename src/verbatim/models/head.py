@@ -120,6 +120,6 @@ class CausalLM:
         # The tolerance covers only rounding: both sides run the same operations, in bfloat16 with 8 bits of mantissa.
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2 if ours.dtype == torch.bfloat16 else 1e-4):
             raise ModelError(
-                f"{type(self.model).__name__} computes its logits by more than its output head; Verbatim would train "
-                "another distribution than the one that is sampled, so it refuses this architecture"
+                f"{type(self.model).__name__} computes its logits with more than its output head; Verbatim would train "
+                "a different distribution from the one that is sampled, so it does not support this architecture"
             )

@@ -241,7 +241,7 @@ def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, cap
     assert "note: the tokens of opening prompts are estimated: there is no folder 'some/model' here" in aside
     assert "too_long" in said
     assert "seq_len = 2 tokens" in said
-    assert "continues what was sampled" not in aside  # without the model nothing is known of it
+    assert "continues the sampled tokens" not in aside  # without the model nothing is known of it
     run.write_text(
         run.read_text().replace('name = "some/model"', "build = { }")
         + '[orchestrator.renderer]\nthinking_retention = "all"\n'

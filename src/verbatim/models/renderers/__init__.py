@@ -73,8 +73,8 @@ def create_renderer(
             tool format.
         thinking_retention: "tool_cycle": earlier thoughts are dropped at a user's message if the format drops them
             there. "all": thoughts are kept.
-        history: "verbatim": prompts continue what was sampled. "template": every prompt is rendered from its messages,
-            as a chat endpoint does.
+        history: "verbatim": prompts continue the sampled tokens. "template": every prompt is rendered from its
+            messages, as a chat endpoint does.
         later_system: What to do with a system or developer message that the format does not write: "fold" it into
             another message, or "refuse" it (`message_support`).
 

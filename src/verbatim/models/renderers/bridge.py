@@ -11,7 +11,7 @@ In the following cases the prompt is rendered from its messages instead, and the
 (b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
     tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, or an id that only generation_config.json has
     (`stop_ids`). A turn that was cut off does not count here; it gets the format's close;
-(c) C ended by itself inside a thought (`open_thought`);
+(c) C ended inside a thought without being cut off (`open_thought`);
 (d) the tools differ from those of P (`tools_changed`);
 (e) N contains messages that are neither a tool's nor a user's, after folding by `message_support` (`other_messages`);
 (f) N contains a user's message, the format drops thoughts there, and P or C contains a non-empty one
@@ -84,7 +84,7 @@ class ContinuingRenderer(abc.ABC):
         self.thinking_retention: ThinkingRetention = thinking_retention
         """What happens to earlier thoughts at a user's message."""
         self.history: History = history
-        """Whether prompts continue what was sampled."""
+        """Whether prompts continue the sampled tokens."""
         self.later_system: LaterSystem = later_system
         """What happens to system and developer messages that the format does not write."""
         self._prompts: BoundedCache[bytes, Conversation] = BoundedCache(_KNOWN_PROMPTS, MOST_BYTES)
@@ -182,7 +182,7 @@ class ContinuingRenderer(abc.ABC):
     def continue_conversation(
         self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | BreakReason:
-        """The ids of the next prompt, or why it cannot continue what was sampled.
+        """The ids of the next prompt, or why it cannot continue the sampled tokens.
 
         Raises:
             EnvironmentFault: the new messages are invalid, or the format leaves one of them out.
@@ -245,7 +245,7 @@ class ContinuingRenderer(abc.ABC):
 
     @property
     def end_texts(self) -> list[str]:
-        """The texts of the control tokens that end turns.
+        """The control tokens that end turns, as text.
 
         generation_config.json may also list plain-text tokens. These end sampled turns, but in rendered text they are
         ordinary words, so they are left out here.

@@ -41,5 +41,5 @@ def told(renderer: Renderer, thinking_retention: ThinkingRetention, history: His
     """Lines for display: the renderer with its settings, then a sentence for each kind of turn."""
     yield f'renderer "{renderer.name}", thinking_retention = "{thinking_retention}", history = "{history}":'
     for kind, reason in continuations(renderer):
-        outcome = "continues what was sampled" if reason is None else f"starts a new sample: {reason.sentence}"
+        outcome = "continues the sampled tokens" if reason is None else f"starts a new sample: {reason.sentence}"
         yield f"{kind} {outcome}"

@@ -24,7 +24,7 @@ ThinkingRetention = Literal["tool_cycle", "all"]
 """What happens to earlier thoughts at a user's message. "tool_cycle": they are dropped if the format drops them there.
 "all": they are kept."""
 History = Literal["verbatim", "template"]
-"""Whether prompts continue what was sampled, or are rendered from messages every time, as a chat endpoint does."""
+"""Whether prompts continue the sampled tokens, or are rendered from messages every time, as a chat endpoint does."""
 
 
 class BreakReason(StrEnum):
@@ -73,7 +73,7 @@ _SENTENCES: Mapping[BreakReason, str] = {
     'orchestrator.renderer.thinking_retention = "all" keeps them',
     BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes after this turn",
     BreakReason.HISTORY_TEMPLATE: 'history = "template" renders every prompt; orchestrator.renderer.history = '
-    '"verbatim" continues what was sampled',
+    '"verbatim" continues the sampled tokens',
     BreakReason.HISTORY_EDITED: "the environment changed messages that were already sent",
 }
 
@@ -87,7 +87,7 @@ _ADVICE: Mapping[BreakReason, str] = {
     BreakReason.THOUGHT_DROPPED: 'orchestrator.renderer.thinking_retention = "all" keeps the thoughts',
     BreakReason.FORMAT_UNKNOWN: "`verbatim doctor --template MODEL` shows where your own template rewrites "
     'turns; for a known model, orchestrator.renderer.name = "auto" selects its family',
-    BreakReason.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "verbatim" continues what was sampled',
+    BreakReason.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "verbatim" continues the sampled tokens',
     BreakReason.HISTORY_EDITED: "have the environment leave earlier messages unchanged, and put changes into the "
     "newest one; if it shortens them on purpose, set monitor.alarms.prompt_breaks = false",
 }
@@ -102,7 +102,7 @@ class ContinuesConversations(Protocol):
     def continue_conversation(
         self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | BreakReason:
-        """The ids of the next prompt, or why it cannot continue what was sampled."""
+        """The ids of the next prompt, or why it cannot continue the sampled tokens."""
 
     def holds_thoughts(self, messages: Sequence[Message]) -> bool:
         """True if the rendering of these messages contains a non-empty thought after the last user's message."""

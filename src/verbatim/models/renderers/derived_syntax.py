@@ -32,7 +32,7 @@ def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -
 
     Args:
         render: Renders with the format.
-        stops: The texts of the tokens that end a turn; they are not part of a call.
+        stops: The tokens that end a turn, as text. They are not part of a call.
         marks: The tokens that may be the marks around strings, in the form `marked`.
     """
 

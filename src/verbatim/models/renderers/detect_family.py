@@ -56,7 +56,7 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
         )
     bare = [token.strip() for token in tokenizer.control_tokens]
     edges = f"x{''.join(sorted({end for token in bare for end in (token[0], token[-1])}))}x"
-    # Eight are enough: a template treats all control tokens alike.
+    # Eight are enough, because a template treats all control tokens the same way.
     disguised = f"x{' '.join(map(_disguises, list(tokenizer.control_tokens)[:8]))}x"
     dialogues: Sequence[_Dialogue] = (_spoken, _instructed, _answered, _called)
     for dialogue in dialogues:

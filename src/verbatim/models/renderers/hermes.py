@@ -122,8 +122,8 @@ class HermesFormat:
         found = next((tag for tag in ours if tag in self.plain_tags and tag in shown), None)
         if found is not None:
             raise EnvironmentFault(
-                f'message {number} (user) holds {found}, which with tools = "hermes" and this chat template would pass '
-                "for a tool's output; remove it from the text"
+                f'message {number} (user) contains {found}, which with tools = "hermes" and this chat template would '
+                "be mistaken for a tool's output; remove it from the text"
             )
 
 

@@ -6,7 +6,7 @@ be at the beginning". What a format writes is found by rendering (`message_windo
 - a system or developer message that the format writes at its position stays as it is;
 - otherwise, those at the start of the conversation become one system message, joined by an empty line;
 - any other becomes a user's message at its position. If the format does not allow two user messages in a row, it
-  becomes part of the adjacent one. It is never moved to the front, so that the prompt still extends what was sampled
+  becomes part of the adjacent one. It is never moved to the front, so that the prompt still extends the tokens sampled
   before;
 - a tool's answer after a turn without a readable call is treated the same way, if the format writes answers only to
   calls (gpt-oss, Gemma 4);

@@ -48,7 +48,7 @@ and so do we."""
 class PackageRenderer(ContinuingRenderer):
     """One family ("qwen3", ...) for one tokenizer.
 
-    Prompts continue by the rule in `bridge`; the family's own bridge provides what is written after a turn.
+    Prompts continue by the rule in `bridge`; the family's own bridge provides the ids after a turn.
 
     Raises:
         ModelError: the tokenizer lacks the family's tokens.

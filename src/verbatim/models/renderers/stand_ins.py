@@ -2,7 +2,7 @@
 
 The sampled turn itself is not rendered, because the template might write it differently from how it was sampled. Let H
 be the messages of the prompt, and N the messages to append. A stand-in X is a turn with the same number, names and ids
-of well-formed calls as the sampled one, but with our own texts, arguments and thought. Several stand-ins are rendered.
+of well-formed calls as the sampled one, but with our own text, arguments and thought. Several stand-ins are rendered.
 The text after the turn is known if every rendering of H + X + N begins with the rendering of H and its generation
 prompt, if all renderings agree from the end of X on, and if the end of X is a control token.
 
@@ -53,7 +53,7 @@ class StandIns:
 
     Args:
         render: Renders with the template.
-        ends: The texts of the tokens that may end a turn.
+        ends: The tokens that may end a turn, as text.
     """
 
     def __init__(self, render: Render, ends: Sequence[str]) -> None:

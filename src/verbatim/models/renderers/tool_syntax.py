@@ -7,7 +7,7 @@ Gemma 4:
 - `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
 - `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; the call's id may
   be between them, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
-- `tagged`: the name, then each argument on its own: `<function=look><parameter=at>Bonn</parameter></function>`
+- `tagged`: the name, then each argument separately: `<function=look><parameter=at>Bonn</parameter></function>`
 - `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
 - `marked`: the name, then keys without quotes and strings between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
 
@@ -103,7 +103,7 @@ class ToolSyntax:
 
     @property
     def marks(self) -> list[str]:
-        """The texts with which calls, or the text before them, begin; empty if calls have no marks."""
+        """The strings with which calls, or the text before them, begin; empty if calls have no marks."""
         first = self.opens.split()[:1]
         start, name, _ = self.before.partition(ANY_NAME)
         return [*first, *([start if name else start + first[0]] if first else [])]
