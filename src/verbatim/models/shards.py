@@ -48,7 +48,7 @@ def own_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def empty_model(source: str, dtype: torch.dtype) -> Any:
-    """A model with parameters on the meta device. Its buffers have values, because a folder does not contain them."""
+    """A model with parameters on the meta device. Its buffers have values, because folders do not contain buffers."""
     config = AutoConfig.from_pretrained(source)
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,7 +1,7 @@
 """Writes tools in the Hermes format into plain messages, for chat templates without tool support.
 
-Messages are rewritten after escaping and before the template sees them. So the tags are trusted, and the text inside
-them is not:
+Messages are rewritten after escaping and before the template sees them, so the tags are trusted, but the text inside
+the tags is not. The rules are:
 
 - the tool schemas are added to the system message, or to the first user's message if the template has no system role;
 - a call becomes text in the assistant's message,
