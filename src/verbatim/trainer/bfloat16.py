@@ -26,7 +26,8 @@ from torch.nn.functional import linear
 from verbatim.models.tiny import decoder_layers
 
 _ADAPTER = "lora_"
-"""Part of the names of an adapter's two factors, A and B. They stay in float32: they are too small to gain anything."""
+"""Occurs in the names of an adapter's two factors, A and B, which stay in float32: they are too small to gain from
+rounding."""
 
 
 def round_products(model: Any) -> None:
@@ -58,7 +59,7 @@ def can_round(model: Any) -> bool:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Context manager: the model's products are in float32, forward and backward."""
+    """Context manager that computes the model's products in float32, forward and backward."""
     forwards = (vars(module).get("forward") for module in model.modules())
     found = {id(f.products): f.products for f in forwards if isinstance(f, RoundedLinear)}.values()
     before = [products.rounds for products in found]
@@ -83,7 +84,7 @@ class Products:
 
     def rounded(self, x: Tensor) -> Tensor:
         """`x` in bfloat16, cached: consecutive layers (query, key and value; gate and up) read the same tensor."""
-        version = 0 if x.is_inference() else x._version  # an in-place change makes the cached copy stale
+        version = 0 if x.is_inference() else x._version  # an in-place change of the input makes the cached copy stale
         if self._rounded is None or self._input() is not x or self._version != version:
             # A weak reference: the copy is freed with its input, not kept until the next layer.
             self._input, self._version = weakref.ref(x, self._forget), version

@@ -25,8 +25,8 @@ from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.sharding import Sharding
 
 _MOST_VARIANTS = 64
-"""`recompile_limit`: torch compiles a layer's code once for each combination of gradients on or off, kind of layer, and
-adapters on or off."""
+"""torch's `recompile_limit`: a layer's code is compiled once for each combination of gradients on or off, kind of
+layer, and adapters on or off."""
 
 _MARK = "_verbatim_between_pieces"
 """Attribute that marks a function already wrapped by `_between_pieces`."""
@@ -38,7 +38,7 @@ def compile_layers(model: Any) -> None:
     Activation checkpointing and FSDP's hooks, which gather and release a layer's parameters, stay outside the compiled
     code. Attention is a graph break, called between two compiled pieces: its plan changes with every micro-batch, and
     for trees on a CPU it runs numpy and loops. FlexAttention on CUDA is compiled separately. The routers of a mixture
-    of experts are graph breaks too, because a pass may observe them or replay recorded choices (`Routers`).
+    of experts are graph breaks too, because a pass may observe the routers or replay recorded choices (`Routers`).
     """
     register_attention()  # first: the next line wraps what it registers
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
@@ -94,7 +94,7 @@ def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
     Args:
         model: A `transformers` model.
         compiled: Compile the layers by `torch.compile`. Otherwise, on a CPU, linear layers call oneDNN where it is
-            faster, and C functions compute what stands between the products.
+            faster, and C functions compute the operations between the matrix products.
         rounds: Compute the layers' products in bfloat16 (`round_products`), where `can_round` allows it.
     """
     if compiled:
@@ -108,14 +108,14 @@ def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
 
 
 def rounds_products(model: Any, config: TrainerConfig, device: torch.device, *, sharded: bool) -> bool:
-    """True if `trainer.dtype = "bfloat16"` rounds matrix products only (`bfloat16.py`). Otherwise it means autocast: on
-    CUDA, for models with products outside linear layers, and where the layers are compiled or sharded."""
+    """True if `trainer.dtype = "bfloat16"` rounds matrix products only (`bfloat16.py`). It means autocast instead on
+    CUDA, for models with products outside linear layers, and if the layers are compiled or sharded."""
     alone = config.dtype == "bfloat16" and device.type == "cpu" and not config.compile and not sharded
     return alone and can_round(model)
 
 
 def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
-    """Run one token forward and backward, so that a layer that cannot be compiled is refused before the first batch.
+    """Run one token forward and backward, so that a layer that cannot be compiled fails here, not at the first batch.
     All ranks call it; gradients are empty afterwards.
 
     Raises:
@@ -133,4 +133,4 @@ def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
         ) from error
     model.zero_grad(set_to_none=True)
     if sharding is not None:
-        sharding.drop_unused()  # resets its record of used parameters: this pass is not part of an optimizer step
+        sharding.drop_unused()  # clears the sharding's record of used parameters: this pass is not part of an optimizer step

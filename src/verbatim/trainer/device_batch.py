@@ -52,7 +52,7 @@ class DeviceTargets:
 
     def inputs(self, logprobs_M: Tensor, at: slice | Tensor) -> LossInputs:
         """Loss inputs of the targets `at`, in the dtype of `logprobs_M`, the trainer's logprobs of these targets. The
-        loss mask is all true: targets are the trained tokens."""
+        loss mask is all true, because every target is a trained token."""
         dtype = logprobs_M.dtype
         return LossInputs(
             trainer_logprobs=logprobs_M,
@@ -67,12 +67,12 @@ class DeviceTargets:
 class DeviceBatch(DeviceTargets):
     """A micro-batch on a device, or this rank's slice of one: the tokens, and the targets predicted from them.
 
-    Legend: U tokens with padding, T of them in this rank's slice, M targets.
+    Legend: U tokens including padding, T tokens in this rank's slice, M targets.
 
-    Rows of padding round the number of tokens in each slice up to a multiple: of `ROW_MULTIPLE` on a CPU, where
-    products are faster in recurring shapes, and of FlexAttention's block on CUDA. Nothing is predicted from padding and
-    no other row attends to it, so its gradient is 0. Padding rows are never longer than the longest real row, because
-    some position encodings depend on the largest position.
+    Rows of padding round the number of tokens in each slice up to a multiple of `ROW_MULTIPLE` on a CPU, where products
+    are faster in recurring shapes, or of FlexAttention's block size on CUDA. Nothing is predicted from padding and no
+    other row attends to it, so its gradient is 0. Padding rows are never longer than the longest real row, because some
+    position encodings depend on the largest position.
 
     Args:
         micro_batch: The whole micro-batch, on each rank of the group.
@@ -119,7 +119,7 @@ class DeviceBatch(DeviceTargets):
 
     @property
     def speaks(self) -> bool:
-        """True for the one rank that reports what all ranks sharing the micro-batch compute alike."""
+        """True on the one rank that reports results which are the same on all ranks sharing the micro-batch."""
         return self._sequence is None or self._sequence.leads
 
     def gathered(self, values_M: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class DeviceBatch(DeviceTargets):
         return self._sequence.total(whole_M)
 
     def own(self, values_M: Tensor) -> Tensor:
-        """This rank's part of values of all targets: the inverse of `gathered`."""
+        """Select this rank's part from values of all targets: the inverse of `gathered`."""
         return values_M if self._sequence is None else values_M[self._own_M]
 
     def add_stream(self, name: str, logprobs_M: Tensor) -> None:
@@ -141,7 +141,7 @@ class DeviceBatch(DeviceTargets):
         self.whole.logprob_streams_M[name] = self.gathered(logprobs_M)
 
     def plan(self) -> AttentionPlan:
-        """The attention plan of one pass. A new one each time, so that its masks are freed after the pass: with a
+        """A new attention plan for one pass. Plans are not reused, so that their masks are freed after the pass: with a
         sliding window they are as large as activations, and an optimizer step has many micro-batches."""
         whole = self._make_plan()
         return whole if self._sequence is None else SequencePlan(whole, self._sequence)
@@ -153,7 +153,7 @@ class DeviceBatch(DeviceTargets):
         if isinstance(plan, TreePlan | RowsPlan):
             plan.wanted = wanted
         hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, plan, self.router_pass)
-        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # narrow_last_layer returned these tokens only
+        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # `narrow_last_layer` returned only these tokens
             return hidden_TD.index_select(0, wanted.places_M)
         return hidden_TD.index_select(0, self.source_positions_M)
 
@@ -169,7 +169,8 @@ def _picked(targets: Targets, numbers: np.ndarray) -> Targets:
 
 
 def _replay(micro_batch: MicroBatch, num_padding: int, mine: slice, device: torch.device) -> RouterPass | None:
-    """The router pass that replays recorded experts for this rank's tokens. Padding counts as not recorded."""
+    """The router pass that replays recorded experts for this rank's tokens. Padding is treated as having no recorded
+    experts."""
     routed = micro_batch.routed_experts
     if routed is None:
         return None
@@ -185,7 +186,7 @@ def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: in
 
     Args:
         pieces: Loss inputs of the trajectory's targets in each micro-batch.
-        offsets_M: The place of each target in the trajectory, for all pieces in order: int64 [M].
+        offsets_M: The position of each target in the trajectory, for all pieces in order: int64 [M].
         length: Tokens in the trajectory. Tokens that are not targets have logprob 0, mask false and chunk id -1.
     """
 

@@ -58,7 +58,7 @@ class DeviceMemory:
         return time.perf_counter() - began
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Each tensor once; tied parameters count as one."""
+        """All tensors, each one once: tied parameters are a single tensor."""
         seen: set[int] = set()
         for tensor in self._all():
             if id(tensor) not in seen:

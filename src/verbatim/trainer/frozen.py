@@ -27,10 +27,10 @@ from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 
 
 class FrozenModels:
-    """The frozen models of a trainer, by logprob stream.
+    """The frozen models of a trainer, each under the name of its logprob stream.
 
     Args:
-        sources: Folders or hub ids, by the name of the logprob stream that each model provides to the loss.
+        sources: Folders or hub ids by the name of the logprob stream that the model provides to the loss.
         beside: The model in training.
         base: The folder or hub id that the model in training was loaded from.
         adapters: Low-rank adapters of the model in training. A frozen model with the same `base` is then that model
@@ -106,7 +106,7 @@ def load_frozen(
         beside: The model in training. Both must have the same vocabulary size.
         dtype: Dtype of the weights.
         seq_len: Maximum tokens in a sample, 0 if unknown.
-        only_attention: Refuse a model that cannot compute trees.
+        only_attention: Refuse a model that mixes tokens outside attention and so cannot compute trees.
         ranks: The processes that train together; None: one process.
         compute: Dtype of the computation: "float32" or "bfloat16".
         compiled: Whether to compile its layers.
@@ -136,7 +136,7 @@ def load_frozen(
     if beside.sequence is not None:
         refuse_slices(lm, beside.sequence.size)
     autocast = beside.autocast
-    # `beside` may round its products and so have a null autocast; a model that cannot do that needs a real one.
+    # `beside` may round its products instead of using autocast; a model that cannot do that needs a real autocast.
     if rounds and not can_round(model):
         autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     return TargetLogprobs(lm, beside.chunk, autocast, beside.sequence)

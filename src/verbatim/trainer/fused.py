@@ -47,7 +47,7 @@ _ROWS = 16
 _Numbers: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
 """For the same input, the results of the C function, of `transformers`, and of `transformers` in float64."""
 _compared: dict[Any, str] = {}
-"""The difference found for each class or function already compared; "" if they agree."""
+"""The difference found for each class or function that has been compared; "" if it agrees with `transformers`."""
 
 
 def fuse_layers(model: nn.Module) -> list[str]:
@@ -67,7 +67,8 @@ def fuse_layers(model: nn.Module) -> list[str]:
 
     for module in model.modules():
         name, home = type(module).__name__, type(module).__module__
-        # An exact module path: a subclass elsewhere, or an own class of the same name, may compute something else.
+        # The module path must match exactly: a subclass elsewhere, or a user's class of the same name, may compute
+        # something else.
         family = next((f for f in KNOWN if home == f"transformers.models.{f.lower()}.modeling_{f.lower()}"), None)
         if family is None or "forward" in vars(module):
             continue
@@ -80,7 +81,8 @@ def fuse_layers(model: nn.Module) -> list[str]:
         elif kind == "Attention":
             home_of = sys.modules[home]
             given = getattr(home_of, _ROTATE)
-            # Replaced in its module, because layers call a module-level function; once for all models of a process.
+            # Replaced in its module, because layers call a module-level function. This affects all models of the
+            # process.
             if not hasattr(given, "__wrapped__") and agrees(_rotations, given):
                 setattr(home_of, _ROTATE, _rotating(given))
     return sorted(differing)

@@ -1,4 +1,4 @@
-"""Computes the last decoder layer only for the tokens from which a target is predicted.
+"""Computes the last decoder layer only for tokens from which a target is predicted.
 
 Keys and values are needed for all tokens. Queries, attention output, feed-forward layer and final norm are needed only
 where a target is predicted: with prompts and tool results in the context, for half of the tokens or fewer.
@@ -29,7 +29,7 @@ KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Supported families: pre-norm residual layers (attention, then feed-forward), with only a per-token norm after the
 last one."""
 WORTH = 0.9
-"""If more than this share of the tokens is wanted, all of them are computed."""
+"""If more than this share of the tokens is wanted, all tokens are computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Wanted:
 
     @staticmethod
     def among(num_tokens: int, sources: Int32, device: torch.device) -> Wanted | None:
-        """The wanted tokens of a micro-batch; None if they are most of its tokens (`WORTH`) or there are none.
+        """The wanted tokens of a micro-batch; None if there are none, or so many that narrowing does not pay (`WORTH`).
 
         Example: 1,000 tokens with sources 7, 9, 9 and 300 give the tokens 7, 9 and 300 (62 times), and the places
         0, 1, 1, 2.
@@ -60,7 +60,8 @@ class Wanted:
 
 
 def family_of(module: nn.Module, kind: str) -> str | None:
-    """The supported family whose `kind` of module this is, sharded or not; None if it belongs to none."""
+    """The supported family that a module of this `kind` belongs to, sharded or not; None if it belongs to no supported
+    family."""
     # FSDP replaces a module's class by a subclass of its own; the first other class is the model's.
     own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     return next((f for f in KNOWN if (own.__module__, own.__name__) == (_home(f), f"{f}{kind}")), None)
@@ -127,7 +128,8 @@ def _attention(
     mine = x_1UD.index_select(1, wanted.tokens_Q) if narrow else x_1UD
     tables = [x.index_select(1, wanted.tokens_Q) if narrow else x for x in position_embeddings]
     query = heads(attention.q_proj, norms[0], mine)
-    # `rotate` takes queries and keys with one table. Here their lengths differ, so each goes alone, with empty keys.
+    # `rotate` applies one table to queries and keys of the same length. Here the lengths differ, so each is rotated in
+    # its own call, with empty keys.
     query, key = (rotate(x, x[:, :0], *at)[0] for x, at in ((query, tables), (key, position_embeddings)))
     if narrow:
         out: Tensor = attention_plan.attend_some(wanted.tokens, query, key, value, call)

@@ -16,7 +16,7 @@ ROW_MULTIPLE = 64
 """oneDNN builds a kernel for each new shape, which takes about a millisecond. Row counts are rounded up to a multiple
 of this, so that shapes recur."""
 LARGE = 1 << 29
-"""Multiply-adds from which a product is worth building a kernel for, even if its number of rows does not recur."""
+"""Minimum multiply-adds that make a product worth building a kernel for, even if its number of rows does not recur."""
 
 
 def use_onednn(model: nn.Module) -> None:

@@ -36,7 +36,7 @@ class LocalTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.send, order)
 
     async def watch(self) -> None:
-        """Never returns: a thread of this process cannot disappear."""
+        """Never returns: a thread of this process cannot be lost on its own."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ class ChunkLogprobs:
     """Logprob of each target at its temperature, over its kept set: float32 [M] (float64 for float64 logits), no
     graph."""
     entropy_M: Tensor
-    """Entropy of the distribution that each target comes from, in nats: [M], same dtype."""
+    """Entropy in nats of the distribution that each target was sampled from: [M], same dtype."""
 
 
 class AskedTargets(Protocol):
@@ -79,7 +79,7 @@ class TargetLogprobs:
         for at in _chunks(len(targets.target_ids_M), self.chunk):
             logits_MV = self._logits(hidden_MD[at])
             parts.append(_log_softmax(logits_MV, targets, at).result)
-            del logits_MV  # or two chunks of logits would be in memory at once
+            del logits_MV  # otherwise two chunks of logits would be in memory at once
         return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
 
     def backward(
@@ -123,8 +123,8 @@ class TargetLogprobs:
         return self.model.logits(hidden_MD.float())
 
     def idle_pass(self) -> None:
-        """A pass over one token with gradient 0, including backward if gradients are enabled. A rank without work runs
-        it to join the collectives that other ranks of a sharded model run in their pass."""
+        """Run one token forward and, if gradients are enabled, backward with gradient 0. A rank without work calls this
+        to join the collectives that the other ranks of a sharded model run in their pass."""
         device = self.model.device
         token = torch.zeros(1, dtype=torch.int64, device=device)
         with self.autocast():

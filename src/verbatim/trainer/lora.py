@@ -42,9 +42,9 @@ from verbatim.trainer.parallel.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 12
-"""Most layer names to list in a message."""
+"""Maximum number of layer names to list in a message."""
 _TINY_RANK = 8
-"""Rank of the adapters on the tiny copy."""
+"""Rank of the adapters in the check on a tiny copy of the model."""
 
 
 class Adapters:
@@ -99,7 +99,7 @@ class Adapters:
                     setattr(parent, name, module.get_base_layer())
 
     def begin(self, model: Any) -> None:
-        """Adapt a model whose weights are loaded, and draw the adapters' initial values. All ranks call it.
+        """Add the adapters to a model whose weights are loaded, and set their initial values. All ranks call it.
 
         Raises:
             ModelError: as `inject`.
@@ -116,10 +116,10 @@ class Adapters:
         self._draw()
 
     def _draw(self) -> None:
-        """Draw A uniformly from +-1/sqrt(I), like `peft` and the paper's own code, and set B to 0.
+        """Initialise A uniformly in +-1/sqrt(I), like `peft` and the paper's own code, and B to 0.
 
-        Every rank draws the whole of A from the same seed and keeps its rows, so the values do not depend on the number
-        of ranks."""
+        Every rank generates all of A from the same seed and keeps its own rows, so the values do not depend on the
+        number of ranks."""
         generator = torch.Generator().manual_seed(self._seed)
         for name, parameter in self._parameters():
             value = torch.zeros(parameter.shape, device="cpu")
@@ -223,7 +223,7 @@ class Adapters:
             copy_rows(parameter, saved[name])
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """A and B of each layer, with their names in a saved folder, without the prefix."""
+        """A and B of each layer, by their names in a saved folder without the prefix."""
         for name, parameter in self._model.named_parameters():
             if ".default.weight" in name:
                 yield name.replace(".default.weight", ".weight"), parameter
@@ -324,7 +324,8 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
     adapted = copy.deepcopy(merged)
     _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}))
     generator = torch.Generator().manual_seed(1)
-    # B starts at 0, so that adapters change nothing: draw it, and merge it into the other copy.
+    # B is initialised to 0, so adapters would change nothing: set it to random values, and merge it into the other
+    # copy.
     own = dict(merged.named_parameters(remove_duplicate=False))
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer):

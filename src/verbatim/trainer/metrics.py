@@ -11,8 +11,9 @@ from verbatim.algorithms.losses.results import as_scalar
 
 
 class MetricSums:
-    """Weighted means, extremes and counts of scalars that stay on their device until `result`: a read after each loss
-    would make the host wait for the device. The name decides: `_min`, `_max`, `num_`, otherwise a mean.
+    """Weighted means, extremes and counts of scalars that stay on their device until `result`: reading after each loss
+    would make the host wait for the device. The metric's name decides how values are combined: `_min`, `_max` and
+    `num_` (sum); otherwise a weighted mean.
 
     Example: `entropy` 1.0 over 3 tokens and 2.0 over 1 token is 1.25; `ratio_max` 2.0 and 5.0 is 5.0;
     `num_x` 2 and 5 is 7.

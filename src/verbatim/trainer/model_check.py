@@ -43,8 +43,8 @@ def packing_for(model: CausalLM, packing: str) -> str:
         packing: "rows", "tree", "auto", or the import path of a custom packer, which is checked in the same way.
 
     Raises:
-        ModelError: in rows, or in the packing that was asked for, the tiny copy's logprobs or gradient are not its own;
-            or weights that it saves do not load again.
+        ModelError: in rows or in the configured packing, the tiny copy's logprobs or gradient differ from those of
+            `transformers`; or weights that it saves do not load again.
     """
     if model.rows_alone:  # each row is a forward pass by `transformers` itself, so there is nothing to compare
         _refuse_without_gradient(model)
@@ -70,7 +70,8 @@ def packing_for(model: CausalLM, packing: str) -> str:
 
 
 def _refuse_without_gradient(model: CausalLM) -> None:
-    """Refuse a class whose backward pass fails: some classes have none in eval mode, in which the trainer runs them."""
+    """Refuse a class whose backward pass fails: the trainer runs models in eval mode, and some classes have no backward
+    pass in it."""
     try:
         pair = tiny_pair(model.model, planned=False)
     except NoTinyCopy:  # the model keeps its own attention, so it can be trained without a comparison

@@ -31,7 +31,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None) -> float:
-    """Scale the gradients so that their total norm, over all shards, is at most `max_norm`. Returns the norm before.
+    """Scale the gradients so that their total norm, over all shards, is at most `max_norm`. Returns the norm before
+    clipping.
 
     Raises:
         RunStopped: the norm is not finite; names the parameters. Raised on all ranks.

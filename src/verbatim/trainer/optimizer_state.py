@@ -1,4 +1,5 @@
-"""Saves and loads the optimizer's state as safetensors: one process writes all of it, each of several its own rows.
+"""Saves and loads the optimizer's state as safetensors: a single process writes all of it, and each of several ranks
+its own rows.
 
 ```
 optimizer.safetensors                      one process: {parameter}/{step, exp_avg, exp_avg_sq}

@@ -32,8 +32,8 @@ from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
 MICRO_BATCH_TOKENS = 16_384
 """Default of `trainer.micro_batch_tokens`: the maximum number of tokens in one forward pass."""
 CPU_MICRO_BATCH_TOKENS = 8192
-"""The default on a CPU. With more tokens, activations no longer fit its caches; with fewer, trees are cut more
-often."""
+"""The default on a CPU. With more tokens, activations no longer fit into the CPU's caches; with fewer, trees are cut
+more often."""
 
 Dealt = list[list[MicroBatch]]
 """The micro-batches of an optimizer step, by rank, or by sequence-parallel group of ranks."""
@@ -68,8 +68,8 @@ class StepPacker:
         self._lm = targets.model
         self._ranks, self._sharding = ranks, sharding
         self.packing = config.packing
-        """The packer in use. It falls back to "rows" if a model computes nothing else correctly, or if the tree check
-        of this run failed."""
+        """The packer in use. It falls back to "rows" if a model computes only rows correctly, or if this run's tree
+        check failed."""
         self.trees_are_right: bool | None = None
         """The result of the tree check; None: not run yet."""
         if self._packs:

@@ -1,4 +1,4 @@
-"""Computes attention of prefix trees on CUDA with FlexAttention: one kernel, which skips blocks that no query sees."""
+"""Computes attention of prefix trees on CUDA with FlexAttention: one kernel that skips blocks no query can see."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BLOCK = 128
 class FlexPlan:
     """The `AttentionPlan` of a forest in depth-first order: query q sees key k if `k <= q < ends[k]`.
 
-    Which blocks are visible in part or in full follows from these intervals, so a mask over the whole micro-batch is
-    never materialised.
+    These intervals determine which blocks are partly or fully visible, so a mask over the whole micro-batch is never
+    materialised.
 
     Legend: U tokens, H query heads, K key/value heads, D head size of queries and keys, E of values.
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str) -> None:
-        """Plan for tokens with these depths and ends of their subtrees: int32 [U] each."""
+        """Plan attention for tokens with these depths and subtree ends: int32 [U] each."""
         assert len(ends) % BLOCK == 0, f"{len(ends)} tokens are not a multiple of {BLOCK}"
         self._depths, self._ends = position_ids, ends
         self._device = device
@@ -56,8 +56,8 @@ class FlexPlan:
             return_aux=AuxRequest(lse=call.sinks_H is not None),
         )
         if call.sinks_H is not None:
-            # A sink is one more score in each softmax, with a value of 0. The output without it, times the share of the
-            # softmax that is left to the keys, is the output with it: exp(lse) / (exp(lse) + exp(sink)).
+            # A sink adds one score to each softmax, with a value of 0. So the output with the sink is the output
+            # without it, scaled by the share of the softmax that the keys keep: exp(lse) / (exp(lse) + exp(sink)).
             share_BHU = torch.sigmoid(aux.lse - call.sinks_H[:, None].to(aux.lse.dtype))
             out = out * share_BHU[..., None].to(out.dtype)
         transposed: Tensor = out.transpose(1, 2)
@@ -74,8 +74,8 @@ class FlexPlan:
         )
 
     def _blocks(self, which_RR: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-        """The number of selected blocks in each row of blocks, int32 [1, 1, R], and block indices with the selected
-        ones first, int32 [1, 1, R, R]: the format of `BlockMask.from_kv_blocks`."""
+        """The number of selected blocks in each row of blocks, int32 [1, 1, R], and the block indices with selected
+        blocks first, int32 [1, 1, R, R]: the format of `BlockMask.from_kv_blocks`."""
         numbers_RR = np.argsort(~which_RR, axis=1, kind="stable")
         counts_R = which_RR.sum(axis=1)
         return self._ints(counts_R[None, None]), self._ints(numbers_RR[None, None])
@@ -103,8 +103,8 @@ class FlexPlan:
 
 
 def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Blocks of [queries, keys] that are visible in part, and blocks that are visible in full: bool [R, R] each, at
-    most one of them true for a block. With a window, a block of the first kind may turn out to have no visible pair.
+    """The partly visible and the fully visible blocks of [queries, keys]: bool [R, R] each, never both true for a
+    block. With a window, a block marked as partly visible may contain no visible pair.
 
     Example: a row of 256 tokens: `[[T, F], [F, T]]` and `[[F, F], [T, F]]`.
     """
@@ -125,7 +125,8 @@ def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDAr
 
 @cache
 def _cap(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The score function of a soft cap. Cached, so that each cap is one function object, which is compiled once."""
+    """The score function of a soft cap. Cached, so that each cap has a single function object and is compiled only
+    once."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap

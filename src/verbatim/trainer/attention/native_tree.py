@@ -27,7 +27,7 @@ PARTS = 4
 """Minimum number of partial sums for the gradients of keys and values, divided among the threads. With up to this many
 threads, the result does not depend on the number of threads."""
 NO_WINDOW = 2**31 - 1
-"""The window passed to C if there is none: more tokens than a micro-batch can have."""
+"""The window passed to C to mean "no window": larger than any micro-batch."""
 
 
 def suits(num_heads: int, key_BKTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 class Padding:
     """The places of a micro-batch's tokens in the padded grids of an attention plan.
 
-    Legend: U tokens, P places of all grids one after the other, H heads, D head size.
+    Legend: U tokens, P places in all grids together, H heads, D head size.
 
     Example: tokens 0, 1, 2 in two rows of two places: `token_of_place = [0, 0, 1, 2]`, `real = [T, F, T, T]`.
     """
@@ -21,8 +21,8 @@ class Padding:
         """Build both index maps.
 
         Args:
-            token_of_place: The token that each place shows: int64 [P]. Padding may show any token.
-            real: True for a token's own place, false for padding: bool [P]. Each token has one place of its own.
+            token_of_place: The token that each place holds: int64 [P]. Padding may hold any token.
+            real: True for a token's own place, false for padding: bool [P]. Each token has exactly one such place.
             device: Where the tokens are.
         """
         (places,) = real.nonzero(as_tuple=True)
@@ -36,8 +36,8 @@ class Padding:
         return len(self._place_of_token_U)
 
     def spread(self, x_UHD: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """[U, H, D] to one [rows, columns, H, D] for each grid. Padding shows some token; its gradient is ignored and
-        must be 0."""
+        """Copy [U, H, D] into one [rows, columns, H, D] per grid. Padding holds copies of arbitrary tokens; its
+        gradient is ignored and must be 0."""
         x_PHD = x_UHD
         if not self._as_is:
             x_PHD = _Spread.apply(x_UHD, self._token_of_place_P, self._place_of_token_U)  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class Padding:
         return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
 
     def collect(self, x_PHD: Tensor) -> Tensor:
-        """[P, H, D] to [U, H, D]: padding is dropped."""
+        """Copy [P, H, D] back to [U, H, D], without the padding."""
         if self._as_is:
             return x_PHD
         out: Tensor = _Collect.apply(x_PHD, self._place_of_token_U)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class Padding:
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens to places. The gradient of padding is 0, so the backward pass ignores it."""
+    """Copies tokens to places. The gradient of padding is 0, so the backward pass ignores it."""
 
     @staticmethod
     def forward(ctx: Any, x_UHD: Tensor, token_of_place_P: Tensor, place_of_token_U: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Places to tokens. In the backward pass, padding gets a gradient of 0."""
+    """Copies places back to tokens. In the backward pass, padding gets a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, x_PHD: Tensor, place_of_token_U: Tensor) -> Tensor:

@@ -17,23 +17,24 @@ from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.padding import Padding
 
 BUCKET_FILL = 0.9
-"""A row joins a bucket if it has at least this share of the bucket's longest row, so at most a tenth is padding."""
+"""A row joins a bucket if it is at least this fraction of the length of the bucket's longest row, so at most a tenth of
+a bucket is padding."""
 
 
 class RowsPlan:
-    """The `AttentionPlan` of rows laid one after the other: causal attention within each row.
+    """The `AttentionPlan` of concatenated rows: causal attention within each row.
 
     Rows of similar length are gathered into padded buckets. Padding is at the end of a row, where causality hides it
     from every real token, so no mask is needed and its gradient is 0. The index tensors are built once for all layers.
 
     Example: rows of lengths 3, 9 and 10 become the buckets `[2, 10]` (one place of padding) and `[1, 3]`.
 
-    Legend: U tokens, P places of all buckets, B rows of a bucket, L its longest row, H query heads, K key/value
-    heads, D head size of queries and keys, E of values.
+    Legend: U tokens, P places in all buckets together, B rows of a bucket, L length of its longest row, H query heads,
+    K key/value heads, D head size of queries and keys, E of values.
     """
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        """Plan for rows of these lengths, all above 0, laid one after the other."""
+        """Plan attention for concatenated rows of these lengths, all above 0."""
         tokens, real, self.shapes = [], [], []
         for rows in _buckets(row_lengths):
             longest = rows[0][1]

@@ -19,15 +19,16 @@ from verbatim.trainer.linear import product
 BLOCK = 128
 """Number of queries scored together."""
 KEY_MULTIPLE = 64
-"""The keys of a block are padded to a multiple of this, so that products recur in shape (see `linear.ROW_MULTIPLE`)."""
+"""The keys of a block are padded to a multiple of this, so that the shapes of matrix products recur (see
+`linear.ROW_MULTIPLE`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """The keys of a block of neighbouring queries. Legend: Q queries, P keys, M masked keys."""
+    """The keys of a block of neighbouring queries. Legend: Q queries, P keys, M keys that need a mask."""
 
     keys_P: Tensor
-    """Token indices: first the keys that all queries see, padding at the end. int64 [P]."""
+    """Token indices: the keys that all queries see come first, padding comes last. int64 [P]."""
     mask_Q1M: Tensor
     """Added to the scores of the last M keys: 0 if the query sees the key, otherwise -inf. float32 [Q, 1, M]."""
 
@@ -36,19 +37,19 @@ class TreePlan:
     """The `AttentionPlan` of a forest in depth-first order.
 
     The ancestors of a block's queries lie on the path to its first query or in the block itself. So a block is scored
-    against these tokens only, with a mask that covers only the keys that some of its queries do not see. Scores exist
-    for one block and one key/value head at a time and are recomputed in the backward pass. Only queries, keys and
-    values are saved, and there is never a mask over the whole micro-batch.
+    against these tokens only, and the mask covers only keys that some query in the block does not see. Scores exist for
+    one block and one key/value head at a time and are recomputed in the backward pass. Only queries, keys and values
+    are saved, and there is never a mask over the whole micro-batch.
 
     Example: a path of 3 tokens from the root with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second
     block are all six tokens; the last query does not see the fourth and the fifth.
 
-    Legend: U tokens, Q of them with queries, H query heads, K key/value heads, G query heads of each of them, D head
-    size of queries and keys, E head size of values (often D too).
+    Legend: U tokens, Q tokens that have queries, H query heads, K key/value heads, G query heads per key/value head, D
+    head size of queries and keys, E head size of values (often D too).
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str = "cpu") -> None:
-        """Plan for tokens with these depths and ends of their subtrees: int32 [U] each."""
+        """Plan attention for tokens with these depths and subtree ends: int32 [U] each."""
         self._depths = position_ids.astype(np.int64)
         self._ends = ends.astype(np.int64)
         self._device = device
@@ -104,7 +105,7 @@ class TreePlan:
             depths = self._depths[own]
             first = 0 if window is None else max(0, int(depths.min()) - window + 1)
             keys = np.concatenate([path[first : depths[0]], own])
-            path[depths] = own  # numpy keeps the last write to a depth: this is the path to the next block
+            path[depths] = own  # numpy keeps the last write to each depth, so this is the path to the next block
             padding = np.zeros(-len(keys) % KEY_MULTIPLE, dtype=np.int64)
             keys, ends = np.append(keys, padding), np.append(self._ends[keys], padding)
             seen = (keys <= own[:, None]) & (own[:, None] < ends)
@@ -163,7 +164,8 @@ class _TreeAttention(torch.autograd.Function):
                 if grad_sinks_KG is not None and found.sink_R is not None:
                     mean_R = torch.linalg.vecdot(grad_weights_RP, found.weights_RP)
                     grad_sinks_KG[head] -= (found.sink_R * mean_R).view(-1, sinks_KG.shape[1]).sum(0)
-                # p * (g - sum of p g) holds with a sink too, where the weights sum to less than 1: a sink has no value
+                # p * (g - sum of p g) also holds with a sink, although the weights then sum to less than 1, because a
+                # sink has no value
                 grad_scores_RP = torch._softmax_backward_data(
                     grad_weights_RP, found.weights_RP, -1, found.weights_RP.dtype
                 )
