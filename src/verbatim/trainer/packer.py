@@ -1,4 +1,4 @@
-"""Packs the samples of an optimizer step into micro-batches and deals these to the ranks.
+"""Packs the samples of an optimizer step into micro-batches and deals the micro-batches to the ranks.
 
 Before a run trains on its first trees, the gradient of a few samples is computed both ways, as trees and as rows.
 """
@@ -134,7 +134,7 @@ class StepPacker:
         return self.deal(samples)
 
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
-        """True if trees have the same gradient as rows. All ranks call it, with the micro-batches that rank 0 sent them
+        """True if trees give the same gradient as rows. All ranks call it, with the micro-batches that rank 0 sent them
         in `deal_checked`."""
         rounds = self._config.dtype == "bfloat16" and self._sharding is None
         exact = replace(self._targets, autocast=partial(in_float32, self._lm.model)) if rounds else None
@@ -143,7 +143,7 @@ class StepPacker:
         )
 
     def _to_first(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Give all micro-batches to the first rank, or group of ranks, and none to the others."""
+        """Assign all micro-batches to the first rank (or group of ranks), and none to the others."""
         if self._ranks is None:
             return micro_batches
         return hand_out(self._ranks, [micro_batches, *([] for _ in range(self._num_groups - 1))])

@@ -48,8 +48,8 @@ def write_progress(folder: Path, progress: TrainerProgress, fingerprints: Mappin
 def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[TrainerProgress, dict[str, str]]:
     """The saved progress, and the fingerprints of all frozen models that have scored this run so far, by stream.
 
-    A model that the run was resumed without keeps its fingerprint, so that it can come back later, but only with the
-    same weights. A warning is logged if a frozen model was added or left out.
+    If the run is resumed without one of these models, its fingerprint is kept, so that the model can be added again
+    later, but only with the same weights. A warning is logged if a frozen model was added or left out.
 
     Args:
         folder: The folder that `write_progress` wrote.
@@ -82,7 +82,7 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Traine
 
 
 def _progress(state: Mapping[str, Any]) -> TrainerProgress:
-    """The progress in the content of a file.
+    """The progress stored in the content of a file.
 
     Raises:
         ValueError, KeyError: the numbers are impossible or missing.

@@ -17,7 +17,7 @@ from verbatim.trainer.offload import ActivationOffload
 
 
 def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, routers: Routers | None = None) -> None:
-    """Recompute each layer's activations in the backward pass, with dropout still off.
+    """Make each layer recompute its activations in the backward pass, with dropout still off.
 
     Args:
         model: A `transformers` model.
@@ -42,7 +42,8 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
     for layer in layers:
         layer._gradient_checkpointing_func = partial(_checkpoint, offload, again)
         layer.gradient_checkpointing = True
-        # transformers checkpoints only layers in training mode. Set on the layer alone: its modules stay in eval mode.
+        # transformers checkpoints only layers in training mode. The flag is set on the layer alone, so that its modules
+        # stay in eval mode (no dropout).
         layer.training = True
 
 
@@ -62,7 +63,7 @@ def _dropouts(layers: Iterable[nn.Module]) -> dict[str, float]:
 def _checkpoint(
     offload: ActivationOffload | None, again: Mapping[str, Any], function: Callable[..., Any], *inputs: Any
 ) -> Any:
-    """Checkpoint a call, and offload its inputs. Only the inputs reach the offload's hooks: inside, `checkpoint` has
-    hooks of its own, which save nothing."""
+    """Checkpoint a call, and offload its inputs. Only the inputs reach the offload's hooks: inside the call,
+    `checkpoint` installs hooks of its own, which save nothing."""
     with nullcontext() if offload is None else offload.hooks():
         return checkpoint(function, *inputs, use_reentrant=False, **again)

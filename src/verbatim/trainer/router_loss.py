@@ -5,12 +5,12 @@ router probability over these tokens (Fedus et al. 2021, "Switch Transformers", 
 
     loss = coefficient * mean over layers of  E * sum over e of  f_e * P_e
 
-Without the coefficient it is K if all experts have the same load. `f` has no gradient, and `P` is a sum over tokens. So
-once `f` of the whole step is known, each micro-batch adds the part of its own tokens, and packing does not change the
-sum. A forward pass over the step without a graph measures `f`.
+Before the coefficient, the loss is K if all experts have the same load. `f` has no gradient, and `P` is a sum over
+tokens. So once `f` of the whole step is known, each micro-batch adds the part of its own tokens, and packing does not
+change the sum. A forward pass over the step without a graph measures `f`.
 
-A token counts once for each target predicted from it. So a prefix that samples share has the same weight in a tree,
-where it is computed once, as in rows; padding and tokens without a target do not count.
+A token counts once for each target predicted from it. So a prefix shared by samples has the same weight in a tree,
+where it is computed once, as in rows. Padding and tokens without a target do not count.
 
 Legend: T tokens of a pass, M targets of the step, L layers with a router, E experts, K experts per token.
 """
@@ -47,7 +47,7 @@ class RouterLoss:
         self._lm, self._coefficient = lm, coefficient
         self._num_layers, self._num_experts = len(lm.model.routers.layers), lm.model.routers.num_experts
         self._columns = [self._num_experts, self._num_experts, 1]
-        """Widths of what is summed over tokens per layer: token counts [E], router probabilities [E], entropy [1]."""
+        """Widths of the per-layer sums over tokens: token counts [E], router probabilities [E], entropy [1]."""
         self._slope_LE = torch.zeros(0, device=lm.model.device)
 
     @torch.no_grad()
@@ -61,16 +61,18 @@ class RouterLoss:
         Args:
             batches: This rank's micro-batches of the optimizer step.
             ranks: The processes of the trainer; None: one process.
-            num_idle: How many more micro-batches the rank with the most has.
+            num_idle: Number of passes to make without a micro-batch, to keep up with the rank that has the most
+                micro-batches.
 
         Returns:
             Metrics over all ranks: `router/aux_loss` (before the coefficient), `router/load_max` (tokens of the busiest
             expert over the mean of its layer; the maximum over layers) and `router/entropy` (of a token's router
-            probabilities, in nats; the mean over layers and targets). Then their weight: the number of targets. Ranks
-            other than 0 return no metrics and a weight of 0, so that the metrics count once.
+            probabilities, in nats; the mean over layers and targets). The second value is the weight of these metrics:
+            the number of targets. Ranks other than 0 return no metrics and a weight of 0, so that the metrics count
+            only once.
         """
         device = self._lm.model.device
-        # float64: the order of the sum depends on packing and ranks, and its rounding should not show.
+        # float64, because the order of summation depends on packing and ranks, and its rounding error should not show.
         sums = torch.zeros(self._num_layers, sum(self._columns), dtype=torch.float64, device=device)
         weights = [_weights(batch) for batch in batches]
         for batch, weights_T in zip(batches, weights, strict=True):
@@ -106,7 +108,7 @@ class RouterLoss:
         weights_TK: Tensor,
         experts_TK: Tensor,
     ) -> Tensor:
-        """Observe one router: add its tokens to `sums`, and return its weights unchanged."""
+        """Observe one router: add its tokens to `sums`, and return the expert weights unchanged."""
         counted_T = weights_T[tokens]
         counts_E, probabilities_E, entropy_1 = sums[router].split_with_sizes(self._columns)
         log_TE = _log_probabilities(logits_TE).double()
@@ -118,7 +120,7 @@ class RouterLoss:
     def _attach(
         self, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor, _: Tensor
     ) -> Tensor:
-        """Observe one router: attach the gradient of its part of the loss to its weights."""
+        """Observe one router: attach the gradient of its part of the loss to the expert weights."""
         if not torch.is_grad_enabled():  # a pass for logprobs only
             return weights_TK
         probabilities_TE = _log_probabilities(logits_TE).exp()

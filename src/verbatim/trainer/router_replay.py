@@ -1,9 +1,9 @@
 """Checks recorded experts before the trainer replays them, and measures the share of targets that have them.
 
 "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv 2510.11370) calls this
-rollout routing replay. Sampler and trainer compute the same router logits up to rounding. But where two experts are
-almost tied, rounding decides which one computes a token, and the token's logprob then changes by much more than
-rounding."""
+rollout routing replay. Sampler and trainer compute the same router logits up to rounding. But if two experts are almost
+tied, rounding decides which one computes a token, and the token's logprob then changes by much more than rounding
+error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
 
     Args:
         samples: The samples of a batch.
-        routers: The routers of the model in training; None: it has none whose choice can be replayed.
+        routers: The routers of the model in training; None: it has no routers whose choice can be replayed.
         name: The model's class, for messages.
 
     Raises:
@@ -40,8 +40,8 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
 
 
 def replayed_share(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """`router/replayed`: the share of targets whose preceding token is computed by recorded experts. Empty if no
-    experts are recorded at all."""
+    """The metric `router/replayed`: the share of targets whose preceding token is computed by recorded experts. Empty
+    if no experts are recorded at all."""
     if all(micro_batch.routed_experts is None for micro_batch in micro_batches):
         return {}
     known = sum(

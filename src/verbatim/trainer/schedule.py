@@ -1,4 +1,4 @@
-"""Counts optimizer steps and gives each its learning rate, across resumes."""
+"""Counts optimizer steps across resumes, and determines the learning rate of each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Schedule:
     def go_on(self, before: TrainerProgress, left: int | None) -> None:
         """Continue from a saved progress. The schedule's length becomes the steps planned so far plus `left`.
 
-        A warning is logged if the learning rate jumps, that is, if the next one is not the saved `next_lr`.
+        A warning is logged if the learning rate jumps, that is, if the next rate differs from the saved `next_lr`.
 
         Args:
             before: The saved progress, under the schedule at that time.

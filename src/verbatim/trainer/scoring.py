@@ -58,7 +58,7 @@ def by_sample(
         found: The results of `target_logprobs`, by rank.
     """
     out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
-    by_group = found[:: len(found) // len(dealt)]  # ranks of a group have the same logprobs: take the first
+    by_group = found[:: len(found) // len(dealt)]  # all ranks of a group have the same logprobs: take those of the first
     for micro_batches, logprobs in zip(dealt, by_group, strict=True):
         for micro_batch, logprobs_M in zip(micro_batches, logprobs, strict=True):
             targets = micro_batch.targets
@@ -70,11 +70,11 @@ def by_sample(
 
 @contextmanager
 def _rounded_layers(model: Any) -> Iterator[None]:
-    """Context manager: a model's decoder layers round their outputs to bfloat16; None: nothing changes.
+    """Context manager in which a model's decoder layers round their outputs to bfloat16; with None nothing changes.
 
     It measures how far rounding alone moves logprobs. An engine in bfloat16 keeps the residual stream (the sum of all
-    layers so far) in 8 bits. A trainer in bfloat16 rounds the factors of its products, and keeps the residual stream in
-    float32. How far the two diverge depends on the model's depth and on how peaked its logits are.
+    layers so far) in 8 bits. A trainer in bfloat16 rounds the factors of its matrix products, but keeps the residual
+    stream in float32. How far the two diverge depends on the model's depth and on how peaked its logits are.
     """
     hooks = [] if model is None else [layer.register_forward_hook(_round) for layer in decoder_layers(model)]
     try:
@@ -85,7 +85,7 @@ def _rounded_layers(model: Any) -> Iterator[None]:
 
 
 def _round(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    """Round a layer's output, a tensor or a tuple that starts with one, to bfloat16 precision; its dtype stays."""
+    """Round a layer's output (a tensor, or a tuple that starts with one) to bfloat16 precision, keeping its dtype."""
     if isinstance(output, tuple):
         return (_rounded(output[0]), *output[1:])
     return _rounded(output)

@@ -49,7 +49,7 @@ class GradientPass:
     """Divisor of the loss summed over the optimizer step, at least 1."""
     metrics: MetricSums
     frozen: Mapping[str, TargetLogprobs] = field(default_factory=dict)
-    """Models that are not trained, by the name of the logprob stream that each provides to the loss."""
+    """Frozen models, by the name of the logprob stream that each provides to the loss."""
     ranks: Ranks | None = None
     """The processes that share this optimizer step, each with its own micro-batches; None: one process."""
     router_loss: RouterLoss | None = None
@@ -61,7 +61,8 @@ class GradientPass:
     num_trained: int = 0
     """Targets whose gradient has been taken so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
-    """The value of each call of the loss, with a function that lists the trajectories to name if it is not finite."""
+    """The loss value of each call, with a function that lists the responsible trajectories if the value is not
+    finite."""
     _error: Exception | None = None
     """The first error that the loss raised. With several ranks it is held back until all passes are done: the other
     ranks would otherwise hang in a collective."""
@@ -107,7 +108,8 @@ class GradientPass:
     def _add_streams(self, batches: Sequence[DeviceBatch], num_idle: int) -> None:
         """Score all micro-batches with the frozen models, before any backward pass.
 
-        One model at a time, and released after its passes: sharded models are gathered for their passes only."""
+        Models run one at a time, and each is released after its passes, so a sharded model is gathered for its own
+        passes only."""
         for name, lm in self.frozen.items():
             for batch in batches:
                 found = lm.forward(lm.hidden(batch), batch)
@@ -126,7 +128,7 @@ class GradientPass:
         num_tokens = at.stop - at.start
         grad_M = self._gradient(inputs, leaf_M, num_tokens, partial(self._culprits, batch, at, inputs))
         if self.tokens is not None:
-            # Without the division, so that a token's gradient does not depend on the size of the batch.
+            # Recorded before the division, so that a token's gradient does not depend on the size of the batch.
             self.tokens.add_gradient(batch, at, grad_M * self.denominator)
         return grad_M
 
@@ -139,12 +141,12 @@ class GradientPass:
             alone = batch.inputs(inputs.trainer_logprobs.detach()[mine], at.start + mine)
             if not torch.isfinite(self.loss(alone).loss):
                 culprits.append(batch.host.trajectory_ids[number])
-        return culprits or list(batch.host.trajectory_ids)  # each is finite alone, but not their sum
+        return culprits or list(batch.host.trajectory_ids)  # each trajectory's loss is finite, but not their sum
 
     # ---- losses that see trajectories whole
 
     def _run_whole(self, batches: list[DeviceBatch], cut: list[int], num_idle: int) -> None:
-        """Train batches that share a trajectory with another (`cut`) in two passes, all others in one."""
+        """Train batches that share a trajectory with another batch (`cut`) in two passes, all others in one."""
         with torch.no_grad():
             logprobs = [self._logprobs(batches[i], self.lm.hidden(batches[i])) for i in cut]
             for _ in range(num_idle):
@@ -239,7 +241,7 @@ class GradientPass:
             if self.ranks is None:
                 raise
             self._error = self._error or error
-            return torch.zeros_like(leaf_M)  # keeps this rank in step with the others; the step is discarded
+            return torch.zeros_like(leaf_M)  # a dummy gradient keeps this rank in step with the others; the optimizer step is discarded
 
     def _checked_gradient(
         self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], counts: bool
@@ -247,7 +249,7 @@ class GradientPass:
         with torch.enable_grad():
             total, metrics = checked_outputs(self.loss(inputs), self.loss.name)
             (grad_M,) = torch.autograd.grad(total.reshape(()) / self.denominator, leaf_M)
-        # Values are checked for being finite in `loss_sum`, together: a check here would wait for the device.
+        # `loss_sum` checks at the end that all values are finite: a check here would wait for the device.
         if counts:
             self._losses.append((total.detach().reshape(()), culprits))
             self.metrics.add({k: v for k, v in metrics.items() if k not in _OBSERVED}, weight)
@@ -267,7 +269,7 @@ class GradientPass:
             self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)
 
     def _shared_error(self, error: Exception) -> VerbatimError:
-        """The error that the loss raised, as one that `Ranks.agree` can raise on all ranks."""
+        """Convert an error of the loss into one that `Ranks.agree` can raise on all ranks."""
         if isinstance(error, VerbatimError):
             return error
         if is_out_of_memory(error):

@@ -47,7 +47,7 @@ class TokenValues:
         self._logprobs.clear()
         self._gradients.clear()
         if ranks is not None:
-            for dense in (logprobs, gradients):  # a token has its value on one rank and 0 elsewhere: a sum gathers them
+            for dense in (logprobs, gradients):  # a token has its value on one rank and 0 on all others, so a sum gathers the values
                 ranks.total(dense)
             if not ranks.leads:
                 return []
@@ -79,7 +79,7 @@ def in_order(
     parts: Sequence[Sequence[TrainingSample]],
     tokens: Sequence[Sequence[TrainedTokens]],
 ) -> TrainedTokens:
-    """The values of a batch's trained tokens in the order of the batch, joined from those of its optimizer steps.
+    """The values of a batch's trained tokens in batch order, joined from the values of its optimizer steps.
 
     Args:
         samples: The batch.
@@ -95,7 +95,7 @@ def in_order(
 
 
 def _dense(found: Sequence[tuple[np.ndarray, Tensor]], size: int) -> Tensor:
-    """The values at their places, 0 elsewhere: float32 [size], in host memory."""
+    """Scatter values to their places, with 0 elsewhere: float32 [size], in host memory."""
     dense = torch.zeros(size, dtype=torch.float32, device="cpu")
     for places, values in found:
         dense.numpy()[places] = values.float().cpu().numpy()

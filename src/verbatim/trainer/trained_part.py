@@ -26,7 +26,7 @@ class TrainedPart:
     """Gradient norm before clipping."""
     lr: float
     micro_batches: Sequence[MicroBatch] = ()
-    """The micro-batches of all ranks."""
+    """The micro-batches of all ranks in this optimizer step."""
     tokens: Sequence[TrainedTokens] = ()
     """The values of each sample's trained tokens; empty if they are not kept."""
 

@@ -102,11 +102,12 @@ class Trainer:
         self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
         """The low-rank adapters; None: full fine-tuning."""
         self._load_model(model_path, dtype)
-        # Before the adapters: the packer checks the model as it is without them.
+        # Before the adapters, because the packer checks the model without them.
         self.packer = StepPacker(self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding)
         if self.adapters is not None:
             self.adapters.begin(self.model)
-        # After the adapters, whose layers get kernels too; the optimizer then takes what still requires a gradient.
+        # After the adapters, because their layers get kernels too, and the optimizer must only take parameters that
+        # still require a gradient.
         choose_kernels(self.model, compiled=config.compile, rounds=self._rounds)
         if config.compile:
             try_compiled(self._targets, self._sharding)
@@ -130,7 +131,7 @@ class Trainer:
         self.models = nn.ModuleList(dict.fromkeys([self.model, *self._frozen.models]))
         """Every model with weights on the device: the policy and the frozen models, each once."""
         for name, lm in self._frozen.streams.items():
-            if Path((frozen or {})[name]) != Path(model_path):  # it may have another architecture
+            if Path((frozen or {})[name]) != Path(model_path):  # a frozen model may have another architecture
                 self.packer.suit(lm.model, name, (frozen or {})[name])
 
     def _load_model(self, model_path: str | Path, dtype: str) -> None:
@@ -226,12 +227,13 @@ class Trainer:
         lengths: dict[str, int] | None,
         samples: Sequence[TrainingSample] = (),
     ) -> TrainedPart:
-        """One optimizer step on all ranks, with this rank's micro-batches; result and metrics cover all ranks.
+        """Take one optimizer step together with all ranks, with this rank's micro-batches; result and metrics cover all
+        ranks.
 
         Raises:
             RunStopped: as `_train_part`.
         """
-        mine = metrics if self.ranks is None else MetricSums()  # `metrics` gets every rank's part below, this one's too
+        mine = metrics if self.ranks is None else MetricSums()  # below, `metrics` gets the parts of all ranks, including this one
         tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
             lm=self._targets,
@@ -290,8 +292,8 @@ class Trainer:
         if self._sharding is not None:
             self._sharding.drop_unused()
         norm = clip_gradients(self.model, self.config.optim.max_grad_norm, self.ranks)
-        # Counted before the update: if memory runs out in the middle of it, the weights are half updated, and the count
-        # shows the worker that the published version's state is gone.
+        # Counted before the update: if memory runs out during the update, the weights are half updated, and the count
+        # tells the worker that the published version's state is gone.
         lr = self.schedule.take()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -372,7 +374,7 @@ class Trainer:
             self._on_all(partial(self.adapters.load, folder))
 
     def _on_all(self, do: Callable[[], None]) -> None:
-        """Call `do` on this rank; if it fails on one rank, it raises on all."""
+        """Call `do` on this rank; if it fails on any rank, all ranks raise the error."""
         if self.ranks is None:
             do()
         else:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 2048
 """Maximum tokens in the samples to compare; a single pair may be longer."""
 ROOM = 1.5
-"""In bfloat16, the error of trees may be this many times the error of rows, both against the float32 gradient."""
+"""In bfloat16, the error of trees may be this many times the error of rows, both relative to the float32 gradient."""
 
 
 def pack_both_ways(samples: Sequence[TrainingSample]) -> tuple[list[MicroBatch], list[MicroBatch]]:
@@ -44,7 +44,7 @@ def trees_are_right(
     exact: TargetLogprobs | None = None,
     sharding: Sharding | None = None,
 ) -> bool:
-    """True if samples have the same gradient packed as trees as packed as rows; logs a warning if not.
+    """True if the samples have the same gradient packed as trees and packed as rows; logs a warning if not.
 
     The compared gradient is that of a sum of logprobs with a different weight for every target, not that of the run's
     loss: the loss may be flat or refuse these samples, and packing only affects what comes before the loss. If the
@@ -58,9 +58,8 @@ def trees_are_right(
         rows: The samples as rows, from `pack_both_ways`.
         trees: The same samples as trees.
         tolerance: The largest relative difference that rounding explains in any case.
-        exact: The same model without rounding to bfloat16; None: `lm` does not round, or the model is sharded.
-        sharding: The model's sharding, whose ranks all call this, most of them without micro-batches; None: one
-            process.
+        exact: The same model without rounding to bfloat16; None if `lm` does not round, or if the model is sharded.
+        sharding: The model's sharding: all its ranks call this, most of them without micro-batches; None: one process.
     """
     expected, found = (
         gradient(lm.model.model, partial(_backward, lm, micro_batches, sharding)) for micro_batches in (rows, trees)
@@ -89,9 +88,9 @@ def trees_are_right(
 def _beside_float32(
     exact: TargetLogprobs, rows: Sequence[MicroBatch], found: Gradient, expected: Gradient, tolerance: float
 ) -> tuple[float, dict[str, float]]:
-    """The tolerance for trees (`found`), given the error of rows (`expected`), both against the float32 gradient; and
-    the differences of trees by parameter."""
-    with exact.autocast():  # around the backward pass too: with checkpointing, it recomputes layers
+    """The tolerance for trees (`found`), derived from the error of rows (`expected`), and the differences of trees by
+    parameter; all relative to the float32 gradient."""
+    with exact.autocast():  # includes the backward pass, which recomputes layers with checkpointing
         in_float32 = gradient(exact.model.model, partial(_backward, exact, rows, None))
     of_rows = max(differences(expected, in_float32).values(), default=0.0)
     return max(tolerance, ROOM * of_rows), differences(found, in_float32)
@@ -99,7 +98,7 @@ def _beside_float32(
 
 def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """The shortest pairs of samples that share a prefix, up to `MOST_TOKENS`. Pairs that branch come before pairs in
-    which one sample continues the other: such a pair is a single path and tests less."""
+    which one sample continues the other, because such a pair is a single path and tests less."""
     # In token order, the samples with the longest common prefix are neighbours.
     ordered = sorted((sample for sample in samples if sample.num_trained_tokens), key=token_order)
     pairs = []
@@ -117,7 +116,8 @@ def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 
 
 def _differences_of_shards(found: Gradient, expected: Gradient, sharding: Sharding) -> tuple[bool, dict[str, float]]:
-    """Whether the expected gradient is finite, and the relative `differences` by parameter, over all ranks' shards."""
+    """Whether the expected gradient is finite, and the relative differences by parameter, over the shards of all
+    ranks."""
     names = sorted(expected.keys() | found.keys())
 
     def squares(name: str) -> list[float]:

@@ -36,7 +36,7 @@ def warm_start(
         while len(order) < min(batch_size, len(conversations)):
             order.extend(rng.permutation(len(conversations)).tolist())
         batch, order = order[:batch_size], order[batch_size:]
-        # A batch may span two epochs and have a conversation twice; the place makes these two trajectories.
+        # A batch may span two epochs and contain a conversation twice; the place in the id makes them two trajectories.
         metrics = trainer.train_batch(
             [
                 dataclasses.replace(sample, trajectory_id=f"{place}:{sample.trajectory_id}")

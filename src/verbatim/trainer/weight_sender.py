@@ -1,4 +1,4 @@
-"""Broadcasts the trainer's weights to the workers of the sampler's servers, as rank 0 of a process group with them."""
+"""Broadcasts the trainer's weights to the workers of the sampler's servers, as rank 0 of a joint process group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightBroadcaster:
         self._trainer = trainer
         self._group: WeightGroup | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Bound here, not by TCPStore, which would listen on all of the host's addresses.
+        # Bound here, because TCPStore would listen on all of the host's addresses.
         listening = socket.create_server((host, 0), family=family)
         port = listening.getsockname()[1]
         self._server = dist.TCPStore(  # type: ignore[attr-defined]
@@ -75,8 +75,8 @@ class WeightBroadcaster:
         return SendReport(num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began)
 
     def _enter(self, order: SendOrder) -> WeightGroup:
-        """The process group for an order: the existing one if the order names it, otherwise a new one, for whose
-        receivers it waits.
+        """The process group for an order: the existing group if the order names it, otherwise a new group, after all
+        receivers have joined.
 
         Raises:
             GroupOver: the receivers do not join, or one of them failed.

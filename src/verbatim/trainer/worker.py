@@ -63,7 +63,7 @@ class TrainerWorker:
         self.trainer.before_pass = self._take_cores
 
     def _take_cores(self) -> None:
-        """Set torch's threads to the cores that the sampler leaves free; only on a change."""
+        """Set torch's number of threads to the number of cores that the sampler leaves free, if it has changed."""
         assert self._cores is not None
         if torch.get_num_threads() != (free := self._cores.threads_for_pass()):
             torch.set_num_threads(free)
@@ -82,7 +82,7 @@ class TrainerWorker:
         moving = 0.0
         try:
             if self._cores is not None:
-                self._cores.compute(True)  # tells the sampler in the other process that cores are in use
+                self._cores.compute(True)  # tells the sampler in the other process that the trainer uses cores
             moving += self.memory.come_back() if self.memory is not None else 0.0
             tokens: list[TrainedTokens] = []
             metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)
@@ -155,11 +155,12 @@ class TrainerWorker:
         return folder
 
     def _state(self, version: int) -> Path:
-        """The folder for the trainer's part of this version's checkpoint."""
+        """The folder that takes the trainer's part of this version's checkpoint."""
         return self.states / f"v{version:06d}"
 
     def _check_held(self, version: int) -> None:
-        """Refuse a request for a version that the trainer's weights and optimizer no longer are.
+        """Refuse a request for a version whose weights and optimizer state the trainer does not hold, or no longer
+        holds.
 
         Raises:
             RunStopped: another version is held, or optimizer steps were taken since it was published.
@@ -175,7 +176,7 @@ class TrainerWorker:
         logprobs = [values[1:] for values in self.trainer.logprobs(self._probe_samples)]
         rounding = None
         if self.measures_rounding:
-            short = self._probe_samples[:NUM_PROBES]  # without the long probe: these are enough for a mean
+            short = self._probe_samples[:NUM_PROBES]  # without the long probe: the short ones are enough for a mean
             rounded = np.concatenate([values[1:] for values in self.trainer.logprobs(short, rounded=True)])
             rounding = float(np.abs(rounded - np.concatenate(logprobs[:NUM_PROBES])).mean())
         return Probes(

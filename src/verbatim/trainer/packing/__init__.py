@@ -20,7 +20,7 @@ def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 
 
 def num_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens that these micro-batches compute."""
+    """Total number of tokens that these micro-batches compute."""
     return sum(micro_batch.num_tokens for micro_batch in micro_batches)
 
 
@@ -28,7 +28,7 @@ Packer = Callable[..., list[MicroBatch]]
 """`packer(samples, *, micro_batch_tokens, keep_whole) -> list[MicroBatch]`."""
 
 PACKERS: dict[str, Packer] = {"auto": pack_auto, "rows": pack_rows, "tree": pack_tree}
-"""Packers by name; "auto" takes the cheaper one of rows and trees."""
+"""Packers by name; "auto" picks the cheaper of rows and trees."""
 
 
 def find_packer(name: str) -> Packer:

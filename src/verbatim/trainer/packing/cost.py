@@ -35,8 +35,8 @@ class CostModel:
     """FLOPs of the forward pass for a cost of 1: 2 per parameter that a token uses in linear layers; 0 if unknown."""
 
     def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:
-        """Costs of runs of tokens, each from position `begins` up to `ends`, with `num_targets` targets: float64, same
-        shape."""
+        """Costs of runs of tokens, each from position `begins` up to but not including `ends`, with `num_targets`
+        targets: float64, same shape."""
         cost = (ends - begins) + self.per_target * num_targets
         for window, weight in self.attention:
             cost = cost + weight * (_pairs(ends, window) - _pairs(begins, window))
@@ -58,10 +58,11 @@ def _pairs(length: Int64, window: int) -> Int64:
 def model_cost(config: Any) -> CostModel:
     """The cost model of a decoder, from the text part of its `transformers` configuration.
 
-    Forward FLOPs per layer: a token costs 2 P for the `P` parameters of linear layers that it uses (in a mixture of
-    experts, those of its own experts). A pair of tokens costs 4 x heads x head width (queries by keys, weights by
-    values). A target costs 2 x width x vocabulary once for the model. Keys missing from the configuration get the usual
-    defaults: as many key/value heads as query heads, and a feed-forward width of four times the model width.
+    Forward FLOPs per layer: a token costs 2 P, where `P` is the number of linear-layer parameters that it uses (in a
+    mixture of experts, only those of its own experts). A pair of tokens costs 4 x heads x head width (queries by keys,
+    weights by values). A target costs 2 x width x vocabulary once for the model. Keys missing from the configuration
+    get the usual defaults: as many key/value heads as query heads, and a feed-forward width of four times the model
+    width.
     """
 
     def get(name: str, default: int) -> int:

@@ -24,7 +24,7 @@ class Piece:
     tokens: int
     """Tokens in a micro-batch, at least 1."""
     block: int | None = None
-    """Pieces with the same block go to the same rank; None: to any rank."""
+    """Pieces with the same block number go to the same rank; None: the piece may go to any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Deal:
 
     @property
     def num_passes(self) -> int:
-        """Passes of the rank with the most."""
+        """Number of passes of the rank that has the most."""
         return max(map(len, self.pieces))
 
     @property
@@ -50,7 +50,7 @@ class Deal:
 def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
     """The time of all ranks in lock step, in the unit of `costs`, which are by rank and pass.
 
-    Example: ranks of `(5, 1)` and `(4, 3)` take `5 + 3 = 8`.
+    Example: two ranks with costs `(5, 1)` and `(4, 3)` take `5 + 3 = 8`.
     """
     passes = max(map(len, costs))
     return sum(max(mine[k] for mine in costs if k < len(mine)) for k in range(passes))
@@ -59,18 +59,19 @@ def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
 def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
     """Assign each piece to one rank and pass; depends only on the pieces and their order.
 
-    Pieces are placed in order of decreasing cost. Each goes to the cheapest rank in the first pass where it fits:
-    tokens within `most_tokens`, and cost within a level. The level keeps the first passes from growing so long that
-    not all ranks can fill them. Several levels are tried, and the deal with the least time wins.
+    Pieces are placed in order of decreasing cost. Each goes to the cheapest rank in the first pass where it fits, that
+    is, where the rank's tokens stay within `most_tokens` and its cost within a limit, the level. The level keeps the
+    first passes from growing so long that not all ranks can fill them. Several levels are tried, and the fastest deal
+    wins.
 
     Args:
         pieces: The pieces, any number.
         num_ranks: Number of ranks, at least 1. With fewer pieces than ranks, some ranks get none.
-        most_tokens: Maximum tokens of a rank in a pass. A larger piece is alone; in its pass the other ranks may have
-            as many tokens as it has, because they would only wait for it.
+        most_tokens: Maximum tokens of a rank in a pass. A larger piece is computed alone; in its pass the other ranks
+            may have as many tokens as this piece, because they would only wait for it.
     """
     total, largest = sum(p.cost for p in pieces), max((p.cost for p in pieces), default=0.0)
-    bound = max(total / num_ranks, largest)  # no deal can take less time: within `ALIKE` of it, the search ends
+    bound = max(total / num_ranks, largest)  # no deal can take less time, so the search ends within `ALIKE` of this bound
     best: Deal | None = None
     for level in _levels(total / num_ranks, largest):
         found = _deal(pieces, num_ranks, most_tokens, level)
@@ -83,7 +84,8 @@ def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
 
 
 def _is_better(one: Deal, other: Deal) -> bool:
-    """True if `one` is faster; with fewer passes, it may even be slower by `ALIKE`, with more it must win by that."""
+    """True if `one` is better: with fewer passes it may be slower by up to `ALIKE`, with more it must be faster by
+    `ALIKE`."""
     if one.num_passes < other.num_passes:
         return one.time < other.time * ALIKE
     return one.time * (ALIKE if one.num_passes > other.num_passes else 1) < other.time
@@ -101,7 +103,7 @@ class _Pass:
     """One pass being filled."""
 
     most_tokens: int
-    """Maximum tokens of a rank; raised by a piece that is larger than the limit."""
+    """Maximum tokens of a rank; a piece larger than the limit raises it."""
     order: list[tuple[float, int]]
     """(cost, rank), cheapest first."""
     tokens: list[int] = field(default_factory=list)
@@ -109,7 +111,7 @@ class _Pass:
     pieces: list[list[int]] = field(default_factory=list)
     """Indices of pieces by rank."""
     fewest_tokens: int = 0
-    """Tokens of the rank with the fewest: a quick test that a piece fits on no rank."""
+    """Tokens of the rank that has the fewest, for a quick test of whether a piece fits on any rank."""
 
     @classmethod
     def empty(cls, num_ranks: int, most_tokens: int) -> _Pass:
@@ -117,14 +119,14 @@ class _Pass:
         return cls(most_tokens, [(0.0, rank) for rank in ranks], [0] * num_ranks, [[] for _ in ranks])
 
     def put(self, piece: Piece, number: int, level: float, only: int | None) -> int | None:
-        """Place a piece, only on the rank `only` if that is given. Returns its rank, or None if the piece does not fit.
-        A rank without a piece takes any piece."""
+        """Place a piece on a rank, or on the rank `only` if that is given. Returns the rank, or None if the piece does
+        not fit. A rank that is still empty accepts any piece."""
         if self.fewest_tokens and self.fewest_tokens + piece.tokens > self.most_tokens:
             return None
         for at, (cost, rank) in enumerate(self.order):
             free = not self.pieces[rank]
             if cost + piece.cost > level and not free:
-                return None  # the ranks that follow cost at least as much
+                return None  # the following ranks cost at least as much
             if only not in (None, rank) or not (free or self.tokens[rank] + piece.tokens <= self.most_tokens):
                 continue
             del self.order[at]
@@ -138,7 +140,7 @@ class _Pass:
 
 
 def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: float) -> Deal:
-    """The deal for one cost limit of a rank per pass."""
+    """The deal for one `level`, the cost limit of a rank in a pass."""
     passes: list[_Pass] = []
     load = [0.0] * num_ranks
 
@@ -155,7 +157,7 @@ def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: floa
         load[rank] += piece.cost
 
     *blocks, free = _blocks(pieces)
-    for block in blocks:  # before the free pieces, which can fill the gaps that whole blocks leave
+    for block in blocks:  # before the pieces without a block, which can fill the gaps that whole blocks leave
         rank = load.index(min(load))
         for number in block:
             put(number, rank)
@@ -170,8 +172,8 @@ def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: floa
 
 
 def _blocks(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Indices of the pieces of each block, then those without a block as the last list; by decreasing cost
-    throughout."""
+    """Indices of the pieces of each block, and as the last list the pieces without a block; each list is sorted by
+    decreasing cost."""
     blocks: dict[int | None, list[int]] = {}
     for number in sorted(range(len(pieces)), key=lambda i: -pieces[i].cost):  # stable
         blocks.setdefault(pieces[number].block, []).append(number)

@@ -35,10 +35,10 @@ def by_trajectory(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> list[Row]:
-    """A row for each sample with a trained token. Samples without one count in the offsets too.
+    """A row for each sample with a trained token. Samples without one still count in the offsets.
 
     Raises:
-        UsageError: two trajectories have the same id, so that a loss would see them as one.
+        UsageError: two trajectories have the same id, so a loss would treat them as one.
     """
     _refuse_two_of_one_id(samples, keep_whole)
     lengths: dict[str, int] = {}
@@ -69,12 +69,13 @@ def _refuse_two_of_one_id(samples: Sequence[TrainingSample], keep_whole: bool) -
 
 
 def token_order(sample: TrainingSample) -> bytes:
-    """Sort key for samples by their token ids. Big-endian, so that bytes compare like the numbers they encode."""
+    """Key for sorting samples by their token ids. Big-endian, so that bytes compare like the numbers they encode."""
     return sample.token_ids.astype(">i4").tobytes()
 
 
 def first_fit_decreasing(items: Sequence[Sequence[Row]], sizes: Sequence[int], budget: int) -> list[list[Row]]:
-    """Bin packing: items, largest first, each go to the first bin with room. An item above the budget is alone."""
+    """Bin packing: each item, largest first, goes into the first bin with room. An item above the budget gets a bin of
+    its own."""
     bins: list[list[Row]] = []
     free: list[int] = []
     for size, item in sorted(zip(sizes, items, strict=True), key=lambda pair: -pair[0]):  # stable
@@ -89,7 +90,7 @@ def first_fit_decreasing(items: Sequence[Sequence[Row]], sizes: Sequence[int], b
 
 
 def experts_of(rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tokens: int) -> RoutedExperts | None:
-    """The recorded experts of a micro-batch's tokens; None if no row has any.
+    """The recorded experts of a micro-batch's tokens; None if no row has recorded experts.
 
     Args:
         rows: The rows of the micro-batch.
@@ -114,7 +115,7 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
     Args:
         rows: The rows of the micro-batch.
         sources: For each row, the index in the micro-batch of the token before each trained token.
-        trajectory_ids: The trajectory ids; a target refers to its trajectory by the index in this tuple.
+        trajectory_ids: The trajectory ids; a target refers to its trajectory by index into this tuple.
     """
     number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
     places = [row.sample.trained_places().astype(np.int32) for row in rows]

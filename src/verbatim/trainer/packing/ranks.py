@@ -25,7 +25,7 @@ FORWARD_TWICE = 4 / 3
 """Cost factor of a micro-batch that needs an extra forward pass for its logprobs (`step.py`): forward, forward and
 backward (which costs two forwards) instead of forward and backward."""
 _PIECES_OF_A_SHARE = (2, 4, 8)
-"""Numbers of pieces to cut a rank's share of a forest into; the fastest result is kept."""
+"""The numbers of pieces to try when cutting a rank's share of a forest; the fastest result is kept."""
 _HALVINGS = 8
 """Steps of the binary search for the smallest piece that gives each rank one piece per pass."""
 
@@ -57,7 +57,7 @@ class _Terms:
     def deal(
         self, items: Sequence[list[Row]], sizes: Sequence[int], cost: Callable[[Sequence[Row]], float]
     ) -> tuple[_Rows, Costs]:
-        """The rows and the cost of each rank's pass.
+        """The rows and the cost of each pass of each rank.
 
         Args:
             items: Groups of rows that stay together.
@@ -91,15 +91,15 @@ def deal_samples(
     samples and their order.
 
     With one rank, the result is the packer's own micro-batches. With several, samples (for rows) or pieces of the
-    forest (for trees) are dealt by predicted cost, and what a rank has in a pass becomes one micro-batch. The
+    forest (for trees) are dealt by predicted cost, and everything a rank gets for one pass becomes one micro-batch. The
     micro-batches of a custom packer are dealt unchanged.
 
     Args:
         samples: All samples of the optimizer step.
         packing: A packer's name or import path.
         num_ranks: Number of ranks, at least 1. With a small batch, some ranks may get nothing.
-        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample is alone in its own, and in its pass the
-            other ranks may have as many tokens.
+        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample gets a micro-batch of its own, and in its
+            pass the other ranks may have as many tokens.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit, otherwise on one rank.
         cost: Predicts the cost of micro-batches.
 
@@ -121,8 +121,8 @@ def _deal_rows(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
 
 
 def _deal_trees(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
-    """Try the forest cut into pieces of several sizes: small pieces can be dealt more evenly, large ones repeat fewer
-    tokens."""
+    """Cut the forest into pieces of several sizes and keep the fastest deal: small pieces can be dealt more evenly,
+    large ones repeat fewer tokens."""
     rows = in_order(rows_of(samples, keep_whole=terms.keep_whole))
     forest = _Forest(rows, terms)
     tried = [_cut_forest(forest, limit, terms) for limit in _limits(forest, terms)]
@@ -189,8 +189,8 @@ class _Forest:
     def cost(self, rows: Sequence[Row]) -> float:
         """The cost of these rows as one micro-batch, without laying them out.
 
-        In sorted order, two rows share the minimum of what each row after the first, up to the second, shares with the
-        row before it.
+        In sorted order, the length shared by two rows is the minimum of the lengths that neighbouring rows between them
+        share.
         """
         places = np.sort(np.array([self._place[row] for row in rows], dtype=np.int64))
         shared = np.zeros_like(places)
@@ -233,8 +233,9 @@ def _pieces(costs: Sequence[float], sizes: Sequence[int], blocks: Sequence[int |
 
 
 def _linked(trajectories: Sequence[Iterable[str]], keep_whole: bool) -> list[int | None]:
-    """A block number for pieces that are linked by shared trajectories, directly or through other pieces. None for a
-    piece that shares no trajectory, and for all pieces if trajectories need not stay whole. (Union-find.)"""
+    """The block number of each piece: pieces that share trajectories, directly or through other pieces, have the same
+    number (union-find). None for a piece that shares no trajectory, and for all pieces if trajectories need not stay
+    whole."""
     leader = list(range(len(trajectories)))
 
     def find(piece: int) -> int:

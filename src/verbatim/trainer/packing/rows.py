@@ -13,8 +13,8 @@ from verbatim.trainer.packing.layout import Row, by_trajectory, experts_of, firs
 def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
     """Pack samples as rows; every trained token is a target exactly once.
 
-    Each sample is a row with positions from 0. Samples without a trained token are not computed, but count in the
-    offsets and the length of their trajectory. The result depends only on the samples and their order.
+    Each sample is a row with positions from 0. Samples without a trained token are not computed, but still count in
+    their trajectory's offsets and length. The result depends only on the samples and their order.
 
     Example: one sample `token_ids = [1, 2, 3, 4, 5]` with tokens 3 and 5 trained gives
     `source_positions = [1, 3]`, `target_ids = [3, 5]`, `offsets = [2, 4]`.
@@ -22,7 +22,7 @@ def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     Args:
         samples: The samples. Those of one trajectory share its `trajectory_id`, and a loss on whole trajectories sees
             them concatenated in this order.
-        micro_batch_tokens: Maximum tokens in a micro-batch; a longer sample is alone in its own.
+        micro_batch_tokens: Maximum tokens in a micro-batch; a longer sample gets a micro-batch of its own.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
     Raises:

@@ -27,20 +27,22 @@ Int64 = NDArray[np.int64]
 
 
 def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """Pack samples as prefix trees: each (prefix, token) is computed once, and every trained token is a target once.
+    """Pack samples as prefix trees: each (prefix, token) is computed once, and every trained token is a target exactly
+    once.
 
     The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each shares a path from the
-    root with the sample before it, and adds the rest. Samples of different trajectories and groups share too, because
-    equal tokens are an equal context. A forest above the budget is cut between samples, where the fewest shared tokens
-    have to be repeated. Small pieces are combined into one micro-batch.
+    root with the sample before it, and adds the rest of its tokens. Samples of different trajectories and groups share
+    too, because equal tokens are an equal context. A forest above the budget is cut between samples, where the fewest
+    shared tokens have to be repeated. Small pieces are combined into one micro-batch.
 
     Example: the samples `[1, 2, 3]` and `[1, 2, 4, 5]` give `input_ids = [1, 2, 3, 4, 5]`,
     `position_ids = [0, 1, 2, 2, 3]`, `starts = [0, 1, 2, 3, 4]`, `ends = [5, 5, 3, 5, 5]`; token 1 (the 2 of both) is
-    the source of the targets 3 and 4. Where only four tokens fit, they are two micro-batches and the second repeats 2.
+    the source of the targets 3 and 4. If only four tokens fit, the samples become two micro-batches, and the second
+    repeats 2 tokens.
 
     Args:
         samples: As for `pack_rows`.
-        micro_batch_tokens: Maximum distinct tokens in a micro-batch; a longer sample is alone in its own.
+        micro_batch_tokens: Maximum distinct tokens in a micro-batch; a longer sample gets a micro-batch of its own.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
     Raises:
@@ -58,7 +60,7 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 def tree_pieces(
     rows: Sequence[Row], shared: Int64, *, piece_tokens: int, whole_tokens: int = 0
 ) -> list[tuple[list[Row], int]]:
-    """Cut a forest between samples, where the pieces repeat the fewest tokens. Returns the rows of each piece and its
+    """Cut a forest between samples so that the pieces repeat the fewest tokens. Returns the rows of each piece and its
     number of distinct tokens.
 
     Args:
@@ -67,7 +69,7 @@ def tree_pieces(
         piece_tokens: Maximum distinct tokens in a piece, where a cut is possible.
         whole_tokens: Trajectories of at most this many distinct tokens are not cut.
     """
-    if whole_tokens:  # a trajectory's rows must be neighbours to stay in one piece; this shares less
+    if whole_tokens:  # a trajectory's rows must be neighbours to stay in one piece, although this order shares fewer tokens
         rows = [row for together in by_trajectory(rows) for row in together]
         shared = shared_tokens(rows)
     lengths = lengths_of(rows)
@@ -87,7 +89,7 @@ def unique_tokens(samples: Sequence[TrainingSample]) -> int:
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Rows sorted by their tokens and recorded experts. Rows with long common prefixes become neighbours, so no other
-    order lets rows share more with the row before them; this holds for every subset of the rows too."""
+    order lets rows share more tokens with the row before them. This also holds for every subset of the rows."""
     rows = list(rows)
     return [rows[i] for _, i in sorted((key, i) for i, key in enumerate(_keys(rows)))]
 
@@ -115,7 +117,7 @@ def _words(rows: Sequence[Row]) -> int:
 def _digests(routed: RoutedExperts) -> NDArray[np.uint64]:
     """A digest of each token's experts, 0 where they are not recorded: uint64 [N].
 
-    A collision is harmless: it only sorts a row to a worse place, because sharing compares the experts exactly.
+    A collision is harmless: it only puts a row in a worse place, because `shared_tokens` compares the experts exactly.
     """
     flat = routed.experts.reshape(len(routed), -1)
     weights = np.random.default_rng(0).integers(1, 2**63, flat.shape[1], dtype=np.uint64) | np.uint64(1)
@@ -169,8 +171,8 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
     make the fewest pieces.
 
     A dynamic program. A cut before row i repeats `shared[i]` tokens. `best[i]` is the least cost, (repeated tokens,
-    pieces), of the rows before i. A later start makes a piece smaller, so the possible starts are a sliding window, and
-    a monotonic queue gives their minimum in linear time.
+    pieces), of the rows before i. A later start makes a piece smaller, so the possible starts form a sliding window,
+    and a monotonic queue yields the minimum in linear time.
     """
     count = len(lengths)
     added = np.append(0, np.cumsum(lengths - shared)).tolist()
@@ -197,9 +199,10 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
 
 
 def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
-    """For each batch, its number of tokens that an earlier batch computes too. Rows are in the order of `in_order`.
+    """For each batch, the number of its tokens that an earlier batch also computes. Rows are in the order of
+    `in_order`.
 
-    The longest common prefix with any known row is that with a neighbour in sorted order, which `bisect` finds.
+    Among all earlier rows, a neighbour in sorted order shares the longest prefix; `bisect` finds it.
     """
     words = _words([row for rows in batches for row in rows])
     all_keys = iter(_keys([row for rows in batches for row in rows]))
@@ -228,7 +231,7 @@ def lay_tree(rows: Sequence[Row], num_repeated_tokens: int) -> MicroBatch:
     ends = np.full(total, total, dtype=np.int32)
     sources, places, deepest = [], [], 0
     for row, length, common, begin in zip(rows, lengths.tolist(), shared.tolist(), begins.tolist(), strict=True):
-        ends[path[common:deepest]] = begin  # the subtrees of the branch that this sample leaves end here
+        ends[path[common:deepest]] = begin  # the subtrees on the branch that this sample leaves end here
         path[common:length] = np.arange(begin, begin + length - common)
         deepest = length
         sources.append(path[row.sample.trained_places() - 1])

@@ -1,9 +1,9 @@
 """Spreads the first fatal failure of a rank to all ranks, so that all of them end at once and for the same reason.
 
-A failure at a point where ranks exchange results anyway is raised on all of them in step (`Ranks.agree`) and needs none
-of this. Any other failure leaves the other ranks waiting in a collective that the failed rank never joins. So the
-failed rank writes its reason to the rendezvous store; a thread on every other rank polls the store twice a second and
-ends its process.
+A failure at a point where ranks exchange results anyway is raised on all of them together (`Ranks.agree`), without this
+module. Any other failure leaves the other ranks waiting in a collective that the failed rank never joins. So the failed
+rank writes its reason to the rendezvous store; a thread on every other rank polls the store twice a second and ends its
+process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from verbatim.core.errors import ComponentError, RunStopped, SamplerFault, Usage
 from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory
 
 GRACE = 10.0
-"""Seconds that the other ranks have to report what went wrong with them, once a rank has failed."""
+"""Seconds that the other ranks have to report their own failures once a rank has failed."""
 _LEAVE_SECONDS = 3.0
-"""Seconds that the other ranks have to end, once they know of the failure."""
+"""Seconds that the other ranks have to end once they know of the failure."""
 _POLL = 0.05
 """Seconds between two polls of the store while this rank waits for an answer."""
 _LOOK_SECONDS = 0.5
@@ -54,7 +54,7 @@ class Failure:
     said: str
     """The reason, in one line."""
     kind: Kind
-    """Which type of error other ranks raise."""
+    """The key in `KINDS` of the error type that other ranks raise."""
 
     def error(self, name: str) -> VerbatimError:
         """The error that other ranks raise. `name` is the failed rank's name (`Failures.name`)."""
@@ -111,8 +111,9 @@ class Failures:
         return f"rank {rank} of the trainer{process}"
 
     def tell(self, error: BaseException) -> None:
-        """Record why this rank ends. All ranks end for the first recorded reason. A rank that has only lost its
-        connection to the others records that, but not as the reason: it is a consequence of another failure."""
+        """Record why this rank ends. All ranks end for the first recorded reason. If this rank has only lost its
+        connection to the others, that is recorded too, but not as the reason, because it is a consequence of another
+        failure."""
         failure = None if is_lost(error) else Failure(rank=self._rank, said=one_line(error), kind=kind_of(error))
         about = {"lost": True} if failure is None else {"said": failure.said, "kind": failure.kind}
         with contextlib.suppress(dist.DistError):  # the store may be gone with rank 0
@@ -131,8 +132,8 @@ class Failures:
         return Failure(rank=rank, said=about["said"], kind=about["kind"])
 
     def cause(self, error: BaseException) -> BaseException:
-        """The cause of an error on rank 0: the error itself, or another rank's failure if rank 0 only lost its
-        peers."""
+        """The cause of an error on rank 0: the error itself, or, if rank 0 only lost its peers, the failure of another
+        rank."""
         if not is_lost(error):
             return error
         others = range(1, self._size)
@@ -158,7 +159,7 @@ class Failures:
         return RunStopped(f"the trainer's processes lost each other: {one_line(error)}")
 
     def wait_for_first(self) -> Failure | None:
-        """Wait for the first recorded failure; None if there is none in time."""
+        """Wait for the first recorded failure; None if none is recorded in time."""
         until = time.monotonic() + 2 * GRACE  # rank 0 itself may wait `GRACE` before it records a cause
         with contextlib.suppress(dist.DistError):  # the store ends with rank 0
             while time.monotonic() < until:
@@ -174,7 +175,7 @@ class Failures:
 
     def wait_until_left(self) -> None:
         """On rank 0: wait up to `_LEAVE_SECONDS` for the other ranks to end. This process may serve the store from
-        which they read the failure, so it should not end first."""
+        which they read the failure, so it must not end before them."""
         until = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(dist.DistError):
             while time.monotonic() < until:
@@ -192,10 +193,10 @@ class Failures:
         Args:
             end: Ends this process. Its arguments are the failure to end for (None: the store is gone, and with it rank
                 0 or the launcher), and `Failures` on the thread's own connection.
-            patience: Seconds that the block has to end by itself, once another rank has failed or the store is gone.
+            patience: Seconds that the block has to end on its own once another rank has failed or the store is gone.
         """
         over = threading.Event()
-        # A connection of the thread's own: the block may be blocked in a wait on the other one.
+        # The thread needs its own connection: the block may be waiting on the other one.
         here = Failures(self._store.clone(), self._rank, self._size, ended=self._ended)
 
         def look() -> None:
@@ -219,25 +220,25 @@ class Failures:
             over.set()
 
     def _of_another(self) -> Failure | None:
-        """A failure of another rank: a process that has ended, or the first recorded failure; None if there is none."""
+        """A failure of another rank: its process has ended, or it recorded the first failure; None if there is none."""
         for rank, how in self._ended().items():
             return Failure(rank=rank, said=f"it {how}", kind="run")
         first = self.first()
         return first if first is not None and first.rank != self._rank else None
 
     def _reported(self, rank: int) -> dict[str, Any] | None:
-        """What a rank has recorded with `tell`; None if nothing."""
+        """The record that a rank made with `tell`; None if it made none."""
         key = _key("fault", rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def named(self, ended: Mapping[int, str]) -> str:
-        """Ranks that have ended, and how, as text for a message."""
+        """Text for a message that lists the ranks that have ended and how they ended."""
         return "; ".join(f"{self.name(rank)} {how}" for rank, how in ended.items())
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error, by which other ranks raise it. As for a command's exit status, a fault of the machine (a
-    full disk) does not count as the user's mistake, even if it is a `UsageError`."""
+    """The key in `KINDS` with which other ranks raise an error. As for a command's exit status, a fault of the machine
+    (a full disk) does not count as the user's mistake, even if it is a `UsageError`."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, SamplerFault):
@@ -258,7 +259,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The reason of an error in one line."""
+    """The message of an error in one line."""
     if isinstance(error, VerbatimError | OSError) or is_out_of_memory(error):
         return describe(error)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -24,8 +24,8 @@ _TARGETS = (
 
 
 def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
-    """On rank 0: send every rank its micro-batches, and return those of rank 0. `dealt` has them by rank, or by group
-    of neighbouring ranks, all of which get the same."""
+    """On rank 0: send every rank its micro-batches, and return those of rank 0. `dealt` lists them by rank, or by group
+    of neighbouring ranks that all get the same micro-batches."""
     size = ranks.size // len(dealt)
     for rank in range(1, ranks.size):
         mine = dealt[rank // size]
@@ -42,7 +42,7 @@ def take_in(ranks: Ranks) -> list[MicroBatch]:
     heads, arrays = ranks.receive(0)
     found = []
     for head in heads:
-        # Arrays per micro-batch; experts and kept sets are two each. The order is that of `_arrays`.
+        # Number of arrays per micro-batch, in the order of `_arrays`; experts and kept sets have two arrays each.
         count = len(_TOKENS) + len(_TARGETS) + len(head["streams"]) + 2 * (bool(head["experts"]) + head["kept"])
         found.append(_made(head, arrays[:count]))
         del arrays[:count]
@@ -74,7 +74,7 @@ def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
 
 
 def _bytes(routed: RoutedExperts | None) -> list[np.ndarray]:
-    """Experts as bytes: gloo sends neither bool nor uint16."""
+    """Recorded experts as bytes, because gloo sends neither bool nor uint16."""
     if routed is None:
         return []
     return [np.ascontiguousarray(array).view(np.uint8) for array in (routed.experts, routed.known)]
@@ -87,7 +87,7 @@ def _experts(dtype: str | None, arrays: Sequence[np.ndarray]) -> RoutedExperts |
 
 
 def _made(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> MicroBatch:
-    """The micro-batch from its `_head` and `_arrays`."""
+    """The micro-batch with this `_head` and these `_arrays`."""
     tokens, rest = arrays[: len(_TOKENS)], arrays[len(_TOKENS) :]
     targets, rest = rest[: len(_TARGETS)], rest[len(_TARGETS) :]
     streams, rest = rest[: len(head["streams"])], rest[len(head["streams"]) :]

@@ -40,7 +40,7 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
     for file_name in names:
         gathered = next(parts)
         if gathered is None or error is not None:
-            continue  # gathering is collective: every rank takes part to the end, even after an error
+            continue  # gathering is collective: every rank has to take part to the end, even after an error
         saved = {name: tensor.cpu().contiguous() for name, tensor in gathered.items()}
         del gathered  # frees device memory before the next file is gathered
         try:
@@ -74,7 +74,7 @@ class Receivers(Protocol):
 
 
 def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks | None) -> None:
-    """Send the weights, with the names and shapes that `save_sharded` would write, to vLLM's workers. All ranks call it
+    """Send the weights to vLLM's workers, with the names and shapes that `save_sharded` would write. All ranks call it
     and take part in gathering. Only rank 0 has receivers, and it holds one layer at a time.
 
     If the receivers fail, sending stops, but the ranks gather the rest of the weights to stay in step.
@@ -130,8 +130,8 @@ def _as_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _gathered(
     model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks | None
 ) -> Iterator[dict[str, Tensor] | None]:
-    """On rank 0, the whole tensors of each part by their published names; on other ranks None for each part, but they
-    must iterate to take part in gathering."""
+    """On rank 0, yield the whole tensors of each part by their published names. On other ranks, yield None for each
+    part: they must iterate too, because gathering is collective."""
 
     def gather(part: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         gathered = {name: whole(tensor.detach()) for name, tensor in part.items()}

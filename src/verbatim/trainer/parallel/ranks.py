@@ -20,8 +20,8 @@ from verbatim.core.machine_faults import describe
 from verbatim.trainer.parallel.failures import KINDS, Failures, kind_of
 
 NO_DEADLINE = timedelta(days=365)
-"""Timeout of the wait for an order: rollouts may take any time, and if rank 0 dies, the watching thread of `Failures`
-ends the waiting rank."""
+"""Timeout for waiting for an order, practically unlimited: rollouts may take any amount of time, and if rank 0 dies,
+the watching thread of `Failures` ends the waiting rank."""
 
 
 class Ranks:
@@ -61,9 +61,10 @@ class Ranks:
         self.failures = Failures(store, rank, size, deadline=deadline, ended=ended)
         if use_cuda:
             torch.cuda.set_device(local_rank)
-        # Before the process group: while that is set up, a rank that never starts could only be reported as a timeout.
+        # Before the process group is set up: during its setup, a rank that never starts could only be reported as a
+        # timeout.
         self.failures.introduce()
-        # gloo also on CUDA: orders' small values and micro-batches are on the CPU.
+        # gloo also on CUDA, because orders, small values and micro-batches are on the CPU.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             store=store,
@@ -88,10 +89,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def lead(self, do: str, **what: Any) -> Iterator[None]:
-        """On rank 0, a context manager: send an order to the other ranks; the block does rank 0's part.
+        """On rank 0, a context manager that sends an order to the other ranks; the block does rank 0's part.
 
         Args:
-            do: The name of the order, which the others get from `next_order`.
+            do: The name of the order, which the other ranks get from `next_order`.
             what: Its arguments, plain JSON values.
 
         Raises:
@@ -131,14 +132,14 @@ class Ranks:
             try:
                 obey(order)
             except VerbatimError:
-                if not self._in_step:  # in step, rank 0 has raised the same error and decides what happens
+                if not self._in_step:  # if all ranks raised it together, rank 0 has the same error and decides what happens
                     raise
 
     def look(self) -> None:
-        """On rank 0, between two orders: check that no other rank has ended or failed.
+        """On rank 0, between two orders: check that all other ranks are still running.
 
         Raises:
-            VerbatimError: one has; names it.
+            VerbatimError: a rank has ended or failed; names the rank.
         """
         if ended := self._ended():
             self._broken = self.failures.named(ended)
@@ -176,7 +177,7 @@ class Ranks:
 
         Raises:
             VerbatimError: `do` raised a VerbatimError or OSError on a rank. All ranks raise it together and can
-                continue. It names the rank and its host, unless all ranks failed alike.
+                continue. It names the rank and its host, unless all ranks failed in the same way.
         """
         error: Exception | None = None
         value = None
@@ -194,20 +195,20 @@ class Ranks:
         if failed:
             self._in_step = True
             rank, (kind, said) = failed[0]
-            # A sampler fault already names its replica, so the rank that met it is of no interest.
+            # A sampler fault already names its replica, so the rank that observed it does not matter.
             if kind != "sampler" and any(answer != answers[0] for answer in answers):
                 said = f"{self.failures.name(rank)}: {said}"
             raise KINDS[kind](said) from error
         return [answer["value"] for answer in answers]
 
     def most(self, *numbers: int) -> list[int]:
-        """The maximum over ranks of each number."""
+        """The maximum of each number over all ranks."""
         found = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [int(number) for number in found]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum `values` over all ranks, in place."""
         dist.all_reduce(values)
         return values
 

@@ -45,7 +45,7 @@ class SequenceGroup:
 
     @property
     def leads(self) -> bool:
-        """True for the one rank that reports results which all ranks of the group have."""
+        """True on the one rank of the group that reports the results, which all its ranks have."""
         return self.rank == 0
 
     def slice(self, num_tokens: int) -> slice:
@@ -57,8 +57,8 @@ class SequenceGroup:
     def to_heads(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Turn all heads of this rank's tokens, [1, h, T, d], into some heads of all tokens, [1, h / S, U, d].
 
-        All tensors go in one all-to-all; its backward pass is an all-to-all too. Rank r gets the h / S heads from
-        r h / S on. The tensors may differ in h and d.
+        All tensors are sent in one all-to-all; its backward pass is an all-to-all too. Rank r gets h / S heads,
+        starting at head r h / S. The tensors may differ in h and d.
         """
         dtype = slices[0].dtype
         for x_BhTd in slices[1:]:
@@ -71,7 +71,7 @@ class SequenceGroup:
         exchanged = self._exchange(torch.cat(parts, dim=2)).flatten(0, 1)
         wholes = torch.split_with_sizes(exchanged, [heads * size for heads, size in shapes], dim=1)
         return [
-            whole.reshape(-1, *shape).transpose(0, 1).contiguous()[None].to(x_BhTd.dtype)  # a view keeps all alive
+            whole.reshape(-1, *shape).transpose(0, 1).contiguous()[None].to(x_BhTd.dtype)  # a view would keep all of the tensor alive
             for whole, shape, x_BhTd in zip(wholes, shapes, slices, strict=True)
         ]
 
@@ -85,7 +85,7 @@ class SequenceGroup:
         return out
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the ranks of the group, in place."""
+        """Sum `values` over the ranks of the group, in place."""
         dist.all_reduce(values, group=self._group)
         return values
 
@@ -116,8 +116,8 @@ def _exchanged(x_STF: Tensor, group: Any) -> Tensor:
 class SequencePlan:
     """The `AttentionPlan` of a slice: this rank computes attention for some heads of the whole micro-batch.
 
-    If the number of ranks does not divide the number of key/value heads, these are repeated, and the gradients of their
-    copies add up.
+    If the number of ranks does not divide the number of key/value heads, key/value heads are repeated, and the
+    gradients of the copies add up.
 
     Args:
         whole: The attention plan of the whole micro-batch.
@@ -173,7 +173,8 @@ def refuse_slices(lm: CausalLM, size: int) -> None:
     """Refuse a model whose tokens cannot be split over `size` ranks.
 
     Raises:
-        ModelError: the model computes each row by itself, or its number of heads is not a multiple of `size`.
+        ModelError: the model has to compute each row in a pass of its own, or its number of heads is not a multiple of
+        `size`.
     """
     if lm.rows_alone:
         raise ModelError(

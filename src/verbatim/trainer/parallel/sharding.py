@@ -1,8 +1,8 @@
 """Shards a model over ranks with FSDP2: a group per decoder layer, and a root group of embedding, final norm and head.
 
 Logprobs of targets are computed in chunks, each with its own backward pass through the head. The head is in the root
-group, which stays gathered from the layers' forward pass to the end of their backward pass. So every chunk finds the
-head's whole weight, the chunks' gradients add up on it, and it is gathered and reduced once per micro-batch.
+group, which stays gathered from the layers' forward pass to the end of their backward pass. So every chunk sees the
+head's whole weight, the chunks' gradients accumulate on it, and it is gathered and reduced only once per micro-batch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Root(nn.Module):
 
 
 class AddedModules(Protocol):
-    """Modules added to a model before it is sharded, which its folder does not contain: low-rank adapters."""
+    """Modules that a model's folder does not contain and that are added before sharding: low-rank adapters."""
 
     def inject(self, model: Any) -> None:
         """Add the modules to a model whose parameters are on the meta device."""
 
     def hide(self) -> None:
-        """Take the modules out, so that the model's parameter names and logits match its folder."""
+        """Remove the modules, so that the model's parameter names and logits match its folder."""
 
 
 class Sharding:
@@ -69,7 +69,8 @@ class Sharding:
         self._model: Any = None
 
     def apply(self, model: Any, fill: Callable[[], None]) -> None:
-        """Shard a model whose parameters are on the meta device, then call `fill`, which copies this rank's rows.
+        """Shard a model whose parameters are on the meta device, then call `fill`, which copies this rank's rows into
+        them.
 
         Raises:
             ModelError: the model cannot be sharded, or there are too many ranks for it.
@@ -94,7 +95,7 @@ class Sharding:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
-            # An expert may be used on one rank and not on another, but all ranks have to reduce the same tensors.
+            # An expert may be used on one rank and not on another, but all ranks must reduce the same tensors.
             self._root.set_reduce_scatter_unused_params(True)
             self._make_room()
         if self._trained:
@@ -166,7 +167,7 @@ class Sharding:
         self._root.reshard()
 
     def most(self, number: int) -> int:
-        """The maximum over ranks."""
+        """The maximum over all ranks."""
         return self._ranks.most(number)[0]
 
     def total(self, values: Tensor) -> Tensor:
@@ -184,8 +185,8 @@ class Sharding:
 
 
 def refuse_rows_alone(lm: CausalLM, ranks: Ranks | None) -> None:
-    """Refuse a model that computes each row in a pass of its own if there are several ranks, which must all make the
-    same passes.
+    """Refuse a model that computes each row in a pass of its own if there are several ranks: all ranks must make the
+    same number of passes.
 
     Raises:
         ModelError: such a model with several processes.

@@ -26,20 +26,23 @@ NUM_CACHED = 4
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest mean absolute difference of logprobs, by the less precise dtype of trainer and sampler. Rounding alone gives
-about 1e-6 in float32 and a few hundredths in bfloat16; deep models have more, which `Probes.rounding` measures."""
+about 1e-6 in float32 and a few hundredths in bfloat16; deep models have larger rounding errors, which `Probes.rounding`
+measures."""
 MISMATCH = 4.0
 """If trainer or sampler computes in bfloat16, their logprobs may differ by this many times `Probes.rounding`."""
 
 NEARER = 2.0
-"""The sampler's logprobs may be at most this many times nearer to those of the old weights than to those of the new."""
+"""The sampler's logprobs may be at most this many times closer to those of the old weights than to those of the new
+weights."""
 
 STALE_SHARE = 0.1
-"""Logprobs through the prefix cache may differ from those past it by this share of what the step changed them by. A
-cache filled by the previous weights makes them differ by about 0.3 of it."""
+"""Logprobs through the prefix cache may differ from logprobs bypassing it by this share of the change that the step
+made to them. With a cache filled by the previous weights they differ by about 0.3 of that change."""
 ROUNDING = 4.0
-"""Two computations by the same engine may differ by this many times the difference between engine and trainer..."""
+"""Two computations by the same engine may always differ by this many times the difference between engine and
+trainer..."""
 LEAST_ROUNDING = 0.02
-"""...and in any case by this share of the tolerance."""
+"""...and by at least this share of the tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,14 +55,15 @@ class Probes:
     """Logprob of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
     rounding: float | None = None
     """Mean absolute change of these logprobs if each layer's output is rounded to bfloat16; None: not measured. The
-    trainer measures it on its own weights, so it does not depend on what the sampler holds."""
+    trainer measures it on its own weights, so it does not depend on the sampler's weights."""
 
 
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     """The probe sequences: random ids, the same in every run with this vocabulary size.
 
     Random ids pass through every layer like text does, and no cache contains them. The last sequence is longer than a
-    block of a prefix cache. Each leaves room for one more token in the context, without which vLLM does not score it.
+    block of a prefix cache. Each sequence leaves room for one more token in the context; without it, vLLM would not
+    score the sequence.
     """
     rng = np.random.default_rng(20_26)  # an arbitrary seed
     lengths = [*[PROBE_LENGTH] * NUM_PROBES, CACHED_LENGTH]
@@ -69,10 +73,10 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
 
 
 def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
-    """Prefixes of the last probe that end at each of its last `NUM_CACHED` tokens, shortest first. These are requested
-    through the prefix cache.
+    """The prefixes of the last probe that end at each of its last `NUM_CACHED` tokens, shortest first, which are
+    requested through the prefix cache.
 
-    Example: of a last probe of 288 ids, those of 285, 286, 287 and 288.
+    Example: for a last probe of 288 ids, the prefixes of 285, 286, 287 and 288 ids.
     """
     ids = probes.token_ids[-1]
     return tuple(ids[:length] for length in range(max(2, len(ids) - NUM_CACHED + 1), len(ids) + 1))
@@ -96,7 +100,7 @@ def allowed_difference(tolerance: float, probes: Probes | None) -> float:
 def find_mismatch(
     published: Probes, found: Sequence[Float32], *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """Why a sampler's logprobs show that it does not hold the published version, for a message; None if it does.
+    """For a message: why a sampler's logprobs show that it does not hold the published version; None if it does.
 
     With a small learning rate, a step changes logprobs by less than any tolerance. So logprobs that are more than
     `NEARER` times closer to those of the previous version are refused too.
@@ -125,13 +129,13 @@ def find_mismatch(
 def find_stale_prefix(
     published: Probes, cached: Sequence[float], whole: Float32, *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """Why an engine's logprobs show that its prefix cache is stale, that is, was filled by old weights; None if they do
-    not.
+    """For a message: why an engine's logprobs show that its prefix cache is stale (filled by old weights); None if it
+    is not.
 
     The same engine computes the same tokens twice, through its prefix cache and bypassing it. The two differ by
-    rounding only, unless the cache is stale. They may differ by `STALE_SHARE` of what the step changed these tokens
-    by, and by rounding, which is estimated from the difference between engine and trainer, but never by more than the
-    tolerance.
+    rounding only, unless the cache is stale. They may differ by `STALE_SHARE` of the change that the step made to these
+    logprobs, plus rounding, which is estimated from the difference between engine and trainer, but never by more than
+    the tolerance.
 
     Args:
         published: The trainer's logprobs.
@@ -140,7 +144,7 @@ def find_stale_prefix(
         before: The trainer's logprobs of the previous version; None at the start.
         tolerance: Largest mean absolute difference.
 
-    Example: through the cache [-1.0, -2.5], past it [-1.0, -2.0]: a mean difference of 0.25.
+    Example: through the cache [-1.0, -2.5], bypassing it [-1.0, -2.0]: a mean difference of 0.25.
     """
     past = whole[-len(cached) :].astype(np.float64)
     difference = float(np.abs(np.asarray(cached, np.float64) - past).mean())

@@ -24,7 +24,7 @@ from verbatim.trainer.transport.trainer_messages import (
 )
 
 _CURRENT = "current"
-"""The file that names the folder of the current session."""
+"""Name of the file that holds the name of the current session's folder."""
 READY = "ready.json"
 FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
 """First and longest interval in seconds between two checks for a file; the interval doubles after each check."""
@@ -57,7 +57,7 @@ class Exchange:
         exchange = cls(root / (session or secrets.token_hex(8)))
         for folder in (exchange.messages, exchange.answers, exchange.states):
             folder.mkdir(parents=True)
-        # Last: an orchestrator that finds the session finds its folders too.
+        # Written last, so that an orchestrator that finds the session also finds its folders.
         publish_bytes(root / _CURRENT, exchange.folder.name.encode())
         return exchange
 
@@ -121,7 +121,7 @@ class Exchange:
         return self._attached.exists()
 
     def attach(self) -> bool:
-        """Become the orchestrator of this session; False if another process was first."""
+        """Become the orchestrator of this session; False if another process has already attached."""
         try:
             os.close(os.open(self._attached, os.O_CREAT | os.O_EXCL))  # atomic: only one process can create it
         except FileExistsError:

@@ -11,12 +11,12 @@ from verbatim.core.disk import make_private, replacing
 from verbatim.core.errors import RunStopped
 
 _BUFFER = 2**18
-"""Write buffer in bytes; a part at least this large bypasses it."""
+"""Size of the write buffer in bytes; a part of at least this size bypasses the buffer."""
 
 
 def publish_bytes(path: Path, data: bytes | Iterable[memoryview], *, private: bool = False) -> None:
-    """Write under a temporary name, then rename. Not synced to disk: after a crash of the machine, no one reads the
-    file again.
+    """Write under a temporary name, then rename. The file is not synced to disk, because nobody reads it again after a
+    crash of the machine.
 
     Args:
         path: The file.

@@ -21,7 +21,7 @@ BEAT_SECONDS = 0.5
 """Seconds between two beats."""
 
 FIRST_BEAT = 120.0
-"""Minimum timeout in seconds for the first beat: before it, the process imports its libraries, which takes long on a
+"""Minimum timeout in seconds for the first beat: the process imports its libraries before it, which takes long on a
 busy machine."""
 _ATTENTION = 1.0
 """Seconds expected between two checks of the other side. If a check comes later, the excess does not count as
@@ -91,7 +91,7 @@ class Heartbeat:
             try:
                 self._beat()
             except MemoryError:
-                continue  # the next beat may find memory again
+                continue  # there may be enough memory again for the next beat
 
     def _beat(self) -> None:
         self._beats += 1
@@ -139,9 +139,10 @@ class PeerWatch:
         """True if the other side was asked to end."""
 
     def fault(self) -> str | None:
-        """What is wrong with the other side, for a message; None if nothing is. Call it at least once a second."""
+        """For a message: what is wrong with the other side; None if nothing is wrong. Call it at least once a
+        second."""
         now = self._clock()
-        # Time in which this process itself stood still does not count: a frozen container or a debugger may have
+        # Time during which this process itself was stopped does not count: a frozen container or a debugger may have
         # stopped both sides.
         blind, self._asked = max(0.0, now - self._asked - _ATTENTION), now
         self._beat_seen += blind

@@ -50,7 +50,7 @@ class RemoteTrainer:
         await asyncio.to_thread(_move_content, left, folder)
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Have the trainer send its weights. It does so after the batches handed over before."""
+        """Have the trainer send its weights, after it has trained the batches handed over so far."""
         message = TrainerMessage(kind="send", version=order.version, order=order)
         return SendReport(**await self._execute(message))
 
@@ -66,17 +66,18 @@ class RemoteTrainer:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self) -> None:
-        """Tell the trainer to end. Waiting for its end is up to whoever started it."""
+        """Tell the trainer to end. The code that started it has to wait for its end."""
         with contextlib.suppress(OSError):  # if the disk fails, the trainer still notices that heartbeats stop
             await self._send(TrainerMessage(kind="stop"))
 
     async def _execute(self, message: TrainerMessage) -> Any:
         number = await self._send(message)
-        # Answers are polled often, for little latency; the trainer's health, which reads files, only 4 times a second.
+        # Answers are polled often, for low latency; the trainer's health only 4 times a second, because that reads
+        # files.
         seconds, unobserved = FIRST_WAIT, 0.0
         while (answer := self._exchange.take_answer(number)) is None:
             if unobserved >= _LOOK_SECONDS and (fault := self._fault()) is not None:
-                answer = self._exchange.take_answer(number)  # it may have answered before it ended
+                answer = self._exchange.take_answer(number)  # the trainer may have answered before it ended
                 if answer is None:
                     raise RunStopped(fault)
                 break
@@ -94,12 +95,12 @@ class RemoteTrainer:
             raise RunStopped(f"the trainer reports that it left its state in {state}, expected a folder in {states}")
 
     async def _send(self, message: TrainerMessage) -> int:
-        async with self._sending:  # a fair lock: the trainer gets batches in the order of the calls
+        async with self._sending:  # the lock is fair, so the trainer gets batches in the order of the calls
             number = self._sent + 1
             writing = asyncio.ensure_future(asyncio.to_thread(self._exchange.send, number, message))
             try:
                 await asyncio.shield(writing)
-            finally:  # even if cancelled: the number is used up once the message is written
+            finally:  # also if cancelled: the number is used up once the message is written
                 await asyncio.wait({writing})
                 if writing.exception() is None:
                     self._sent = number

@@ -26,11 +26,11 @@ _STREAM = "_logprobs"
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
 """Recorded experts, concatenated over the samples that have them."""
 _KEPT_IDS, _KEPT_COUNTS = "kept_ids", "kept_counts"
-"""Kept sets, concatenated over the samples that have them: all ids, and the number of ids for each token."""
+"""Kept sets, concatenated over the samples that have them: all ids, and the number of ids per token."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 _COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span_numbers", "span_sampled"
-"""Spans of all S samples: spans per sample [S]; start, end, chunk, version and a flag for logprobs of each of the N
-spans [N, 5]; advantage and temperature [N, 2]; the logprobs of spans that have them, concatenated."""
+"""Spans of all S samples: spans per sample [S]; start, end, chunk, version and has-logprobs flag of each of the N spans
+[N, 5]; advantage and temperature [N, 2]; the logprobs of spans that have them, concatenated."""
 
 
 def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Parts], dict[str, Any]]:

@@ -26,7 +26,7 @@ class TrainerReady:
     probes: Probes | None = None
     """That version's logprobs of the fixed probes; None: this trainer does not compute probes."""
     store: WeightStore | None = None
-    """Rendezvous store of trainer and servers for broadcasts of weights; None: weights are published as folders."""
+    """Rendezvous store through which trainer and servers broadcast weights; None: weights are published as folders."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class StepReport:
 
 
 class TrainerLink(Protocol):
-    """Trains batches in the order in which they are handed over, and publishes weights after each.
+    """Trains on batches in the order in which they are handed over, and publishes weights after each batch.
 
     A batch may be handed over while the previous one is still being trained.
     """

@@ -15,7 +15,7 @@ exchange/{session}/
 Answers name folders relative to the run folder, `{"in_run": "weights/v000025"}`, because the run folder may have
 another path on the orchestrator's host.
 
-The trainer executes messages in the order of their numbers, one at a time. A session is one process on each side: the
+The trainer executes messages in the order of their numbers, one at a time. A session has one process on each side: the
 files of a killed process are never read again.
 """
 
@@ -42,7 +42,7 @@ from verbatim.trainer.transport.sample_tensors import samples_from_tensors, samp
 from verbatim.trainer.transport.trainer_link import StepReport, TrainerReady
 
 _OF_TOKENS = ("logprobs", "gradients")
-"""Fields of `TrainedTokens`, float32. Answers have their bytes as base64."""
+"""Fields of `TrainedTokens`, float32. Answers contain their bytes in base64."""
 _TYPES = {"bool": "BOOL", "uint8": "U8", "uint16": "U16", "int32": "I32", "int64": "I64", "float32": "F32"}
 _ALIGNED = 8
 """Alignment of the tensor data in bytes; the header is padded with spaces."""
@@ -74,7 +74,7 @@ def message_to_bytes(message: TrainerMessage) -> bytes:
 
 
 def message_parts(message: TrainerMessage) -> Iterator[memoryview]:
-    """A message as the content of a safetensors file, in parts: samples as tensors, everything else as metadata."""
+    """The content of the safetensors file for a message, in parts: samples as tensors, everything else as metadata."""
     tensors, names = samples_to_tensors(message.samples)
     head = {
         "kind": message.kind,
@@ -214,7 +214,8 @@ def _tensor_file(tensors: Mapping[str, Sequence[NDArray[Any]]], metadata: Mappin
         metadata: Strings by name.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # Largest items first, which keeps every tensor aligned to its item size without padding in between.
+    # Tensors with the largest items come first, so that every tensor is aligned to its item size without padding in
+    # between.
     ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     end = 0
     for name in ordered:

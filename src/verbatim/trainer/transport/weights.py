@@ -17,8 +17,8 @@ class WeightFolders:
 
     Args:
         folder: The parent folder. Incomplete versions, left by a killed process or a power loss, are removed.
-        keep: Number of newest versions to keep. A sampler that may be k versions behind needs k + 2: the one that it
-            reads is k behind the newest, and one more is being written.
+        keep: Number of newest versions to keep. A sampler that may be k versions behind needs k + 2: the version that
+            it reads is k behind the newest, and one more is being written.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -43,7 +43,8 @@ class WeightFolders:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         for stale in self._folder.glob("v[0-9]*"):
-            # A version at or above this one was left by a process killed after publishing it, before its checkpoint.
+            # A version with this or a higher number was left by a process that was killed after publishing it but
+            # before writing its checkpoint.
             number = int(stale.name[1:])
             if number >= version or number <= version - self._keep:
                 shutil.rmtree(stale)
