@@ -1,8 +1,8 @@
 """Starts and ends child processes.
 
 Every child leads its own session and process group. So Ctrl-C in the terminal reaches only this process, which ends its
-children in order, and everything that a child has started ends with its group. Where a child cannot end its own
-children (a server that forks workers into sessions of their own), `inference.vllm.subreaper` runs in between.
+children in order, and everything that a child has started ends with its group. If a child cannot end its own children
+(a server that forks workers into sessions of their own), `inference.vllm.subreaper` runs in between.
 
 ```
 run_program      for a program that runs to its end: a compiler, pip, a query of another Python
@@ -127,13 +127,14 @@ async def start_async(
     descriptors: Sequence[int] = (),
 ) -> Child:
     """Start a child as `start` does, for the event loop. On cancellation the child is killed before the error is
-    raised, because asyncio would otherwise wait for ever for pipes that were never connected.
+    raised, because asyncio would otherwise wait forever for pipes that were never connected.
 
     Args:
         descriptors: File descriptors that the child inherits, under the same numbers.
     """
     loop = asyncio.get_running_loop()
-    # The shield lets the start finish when this is cancelled, so that the process can be killed once it exists.
+    # The shield lets the start finish when this coroutine is cancelled, so that the process can be killed once it
+    # exists.
     starting = asyncio.ensure_future(
         loop.subprocess_exec(
             lambda: asyncio.subprocess.SubprocessStreamProtocol(_LONGEST_READ, loop),
@@ -248,7 +249,7 @@ def _look_for_parent(parent: int) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """The Linux system call of this name; does nothing on other systems."""
+    """Make the Linux system call `prctl`; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -47,7 +47,7 @@ def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """True if a KeyboardInterrupt is from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
+    """True if a KeyboardInterrupt comes from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
 
     Only the main thread gets signals, and an exception raised by a Python handler has the handler's frame in its
     traceback. Python's default handler has no frame, so with it every KeyboardInterrupt counts as Ctrl-C.
@@ -66,8 +66,8 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def users_errors(told: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
-    """Convert any exception that a user's code raises in the block (also `sys.exit`) into the error that `told` returns
-    for it. Ctrl-C and exceptions of the classes `passed` are raised unchanged."""
+    """Convert any exception that a user's code raises in the block (including that of `sys.exit`) into the error that
+    `told` returns for it. Ctrl-C and exceptions of the classes `passed` are raised unchanged."""
     try:
         yield
     except BaseException as error:
@@ -126,8 +126,8 @@ def _handling(handlers: Mapping[int, _Handler]) -> Iterator[None]:
 
 
 class CtrlC:
-    """Ctrl-C while a loop runs its main task. The first press calls `ask`, which may be unable to end the work; the
-    next one cancels the main task, and the cancellation is raised as KeyboardInterrupt."""
+    """Handles Ctrl-C while a loop runs its main task. The first press calls `ask`, which may be unable to end the work;
+    the next press cancels the main task, and the cancellation is raised as KeyboardInterrupt."""
 
     def __init__(self, ask: Ask = lambda loop: False) -> None:
         self._ask = ask
@@ -151,7 +151,8 @@ class CtrlC:
             loop.call_soon_threadsafe(main.cancel)
 
     def hear(self, number: int = signal.SIGINT, frame: object = None) -> None:
-        """Handle one signal in the main thread; the third one raises KeyboardInterrupt wherever the code is."""
+        """Handle one signal in the main thread; the third signal raises KeyboardInterrupt at once, wherever the code
+        is."""
         self._num_signals += 1
         if self._num_signals > 2:
             raise_ctrl_c()
@@ -168,10 +169,10 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heard_elsewhere(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """For `run_main`, if `press` and `hear` are called from outside."""
+        """The context manager for `run_main` if `press` and `hear` are called from outside."""
         self._running = (loop, main)
         try:
-            if self._num:  # pressed before the loop existed
+            if self._num:  # Ctrl-C was pressed before the loop existed
                 self._cancel("Ctrl-C", loop, main)
             yield
         except asyncio.CancelledError:
@@ -183,13 +184,13 @@ class CtrlC:
 
     @contextlib.contextmanager
     def handled_here(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """Handle signals here while `run_main` runs on the main thread, where Python delivers them."""
+        """The context manager for `run_main` on the main thread, where Python delivers signals: handles them itself."""
         with self.heard_elsewhere(loop, main), self.handled():
             yield
 
 
 def two_presses(ask: Ask = lambda loop: False, farewell: Callable[[], str] = lambda: "") -> Presses:
-    """The handling of signals for `run_main` in a command.
+    """Handles signals for `run_main` in a command.
 
     A thread waits for the signals, not the event loop, so the second press ends the process even if a user's code
     blocks the loop or catches every exception.
@@ -267,7 +268,7 @@ def _second_ends(handle_first: Callable[[str], None], farewell: Callable[[], str
 
 
 def _end_at_once(farewell: str) -> None:
-    """End the process without running any `finally` block: a person who asks twice does not want to wait for them.
+    """End the process without running any `finally` block, because a person who presses twice does not want to wait.
     Shows the cursor again, which a progress bar may have hidden."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
@@ -278,13 +279,14 @@ def _end_at_once(farewell: str) -> None:
 
 def sigterm_is_ctrl_c() -> None:
     """Handle SIGTERM like Ctrl-C outside the blocks above: child processes are ended and the exit status is 130. The
-    second SIGTERM ends the process at once. If SIGTERM is ignored, it stays ignored."""
+    second SIGTERM ends the process at once. If SIGTERM is ignored, it remains ignored."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _second_ends(raise_ctrl_c))
 
 
 def end_at_a_press(status: int) -> None:
-    """From now on Ctrl-C and SIGTERM end the process at once with this status. A signal that is ignored stays so."""
+    """From now on Ctrl-C and SIGTERM end the process at once with this status. A signal that is ignored remains
+    ignored."""
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: os._exit(status))
@@ -297,7 +299,8 @@ def ignore_presses() -> None:
 
 def ignore_presses_at_the_very_end() -> None:
     """Called when the process begins. After the last `atexit` function Python removes its signal handlers, and a signal
-    would then replace the exit status of a command that has finished; so the last one ignores signals."""
+    would then replace the exit status of a command that has finished. So this registers a last function that ignores
+    signals."""
     atexit.register(ignore_presses)
 
 

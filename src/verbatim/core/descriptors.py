@@ -6,7 +6,7 @@ import contextlib
 import resource
 
 _MOST = 65536
-"""Limit to ask for if the system sets no lower one."""
+"""Limit to request, unless the system's maximum is lower."""
 _RESERVE = 128
 """File descriptors reserved for the rest of the process."""
 
@@ -17,8 +17,8 @@ def raise_descriptor_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report; the limit then stays
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Of a very low limit half is used: the reserve alone would leave too little, or nothing.
+    # With a very low limit, half of it is used, because subtracting the reserve would leave too little or nothing.
     return _MOST if soft == resource.RLIM_INFINITY else max(soft - _RESERVE, soft // 2)

@@ -1,7 +1,7 @@
 """Writes files and folders that survive a power loss.
 
-A write only reaches memory until it is synced: syncing the file saves its content, syncing its folder saves its name.
-So the order is always: write under a temporary name, sync the content, rename, sync the folder.
+Until it is synced, a write has only reached memory. Syncing a file saves its content, and syncing its folder saves its
+name. So the order is always: write under a temporary name, sync the content, rename, sync the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verbatim.core.machine_faults import naming
 logger = logging.getLogger(__name__)
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""Errors of fsync where there is nothing to sync: a device, or folders on some file systems."""
+"""Errors that fsync raises if there is nothing to sync: on a device, or on folders of some file systems."""
 
 
 def sync_descriptor(descriptor: int) -> None:
@@ -71,7 +71,7 @@ def make_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a synced file or folder; replaces a file of the target's name."""
+    """Rename a synced file or folder; an existing file at `target` is replaced."""
     os.replace(source, target)
     sync(target.parent)
 
@@ -91,7 +91,7 @@ def making(target: Path) -> Iterator[Path]:
 
 
 def files_below(folder: Path) -> set[str]:
-    """Paths of all files and links below a folder, relative to it and with `/`; empty if there is no such folder."""
+    """Paths of all files and links below a folder, relative to it and with `/`; empty if the folder does not exist."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
@@ -145,7 +145,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Create a file that only its owner may read (mode 0600); an existing file of ours gets this mode.
+    """Create a file that only its owner may read (mode 0600); an existing file that this user owns gets this mode.
 
     Raises:
         OSError: the file cannot be written.
@@ -226,7 +226,7 @@ def refuse_link(path: Path) -> None:
     """Refuse a link in a run folder: the folder may come from anybody, and the link may point anywhere.
 
     Raises:
-        UsageError: with what to do.
+        UsageError: the path is a link; the message says what to do.
     """
     if path.is_symlink():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Defines the limits of an episode with their defaults, the same for the run's file and for Python."""
+"""Defines the limits of an episode with their defaults, shared by configuration files and the Python API."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class EpisodeLimits:
     max_turns: int = 16
     """Maximum number of turns, including those of sub-agents."""
     max_total_completion_tokens: int | None = None
-    """Maximum number of sampled tokens of all turns, including those of sub-agents; None for no limit."""
+    """Maximum number of sampled tokens in all turns, including those of sub-agents; None for no limit."""
     max_context: int = 2048
-    """Maximum tokens of a prompt and its completion together; a chat server applies its own limit instead."""
+    """Maximum tokens in a prompt and its completion together; a chat server applies its own limit instead."""
     timeout: float = 600.0
     """Episode timeout in seconds."""
     tool_timeout: float = 60.0
@@ -25,9 +25,10 @@ class EpisodeLimits:
     tool_output_limit: int = 16_384
     """Maximum length of one tool result in characters."""
     tool_error: Literal["message", "stop"] = "message"
-    """What a failing or hanging tool does: "message" tells the model, "stop" ends the episode as failed."""
+    """What happens if a tool fails or hangs: "message" tells the model, "stop" ends the episode as failed."""
     max_malformed_retries: int = 2
-    """Number of consecutive turns with nothing but unreadable calls; one more ends the episode as "malformed"."""
+    """Maximum number of consecutive turns whose tool calls are all malformed; one more ends the episode as
+    "malformed"."""
 
     def __post_init__(self) -> None:
         above_zero = ("max_turns", "max_total_completion_tokens", "max_context", "timeout", "tool_timeout")

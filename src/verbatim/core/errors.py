@@ -52,7 +52,7 @@ class ComponentError(UsageError):
 
 
 class NoDemonstrations(UsageError):
-    """An environment has demonstrations, but none with these settings."""
+    """An environment that provides demonstrations has none with these settings."""
 
 
 class CheckpointError(UsageError):
@@ -81,7 +81,7 @@ class RecordError(RolloutError, ValueError):
 
 
 class NoFlatList(RecordError, KeyError):
-    """A trajectory with a break, or without token ids, has no flat list of this name."""
+    """The trajectory has no flat list of this name, because it has a break or no token ids."""
 
     __str__ = Exception.__str__  # a KeyError shows its message in quotes
 
@@ -147,7 +147,8 @@ class NothingToSample(RunStopped):
 
 
 class NothingTrained(RunStopped):
-    """The run has ended without training on a single token; the message names the reason that took them."""
+    """The run has ended without training on a single token; the message names the reason for which they were
+    dropped."""
 
 
 class StoppedByAlarm(RunStopped):

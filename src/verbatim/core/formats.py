@@ -27,7 +27,7 @@ FORMATS: Mapping[str, int] = {
     "summary.json": 1,
     "trajectory lines": 1,
 }
-"""The format number of each kind of file, by its name pattern."""
+"""The format number of each kind of file, by file name pattern."""
 LINES = "trajectory lines"
 """JSON lines with one trajectory each, in files of any name: exports, results, episodes, traces."""
 KEY = "format"
@@ -48,7 +48,7 @@ def content_of(kind: str, value: Any, where: object) -> dict[str, Any]:
         where: The file (and the line, if it has several), for the message.
 
     Raises:
-        FormatError: another format number, or none.
+        FormatError: the format number is different or missing.
     """
     found = dict(value) if isinstance(value, Mapping) else {}
     _check(kind, found.pop(KEY, None), where)
@@ -61,10 +61,10 @@ def metadata_of(kind: str) -> dict[str, str]:
 
 
 def check_metadata(kind: str, found: str | bytes | None, where: object) -> None:
-    """Refuse a file of tensors or columns whose metadata has another format number, or none.
+    """Refuse a file of tensors or columns whose metadata has a different format number or none.
 
     Raises:
-        FormatError: with the number found and the number expected.
+        FormatError: names the number found and the number expected.
     """
     _check(kind, int(found) if found is not None and found.isdigit() else None, where)
 

@@ -1,4 +1,4 @@
-"""Imports objects by import path, with errors that tell what to type, and checks which packages are installed."""
+"""Imports objects by import path, with errors that say what to type, and checks which packages are installed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from verbatim.core.known_imports import ours_for
 from verbatim.core.texts import error_text, nearest
 
 MODULE_FOLDERS = "module_folders.json"
-"""A file in the run folder that lists the folders of the run's modules, if these are not in the current directory."""
+"""A file in the run folder that lists the folders from which the run imports modules, other than the current
+directory."""
 _BESIDE: list[str] = []
-"""Folders of the files given to `search_beside`, for errors."""
+"""Folders of the files given to `search_beside`."""
 _FILES_IN: set[str] = set()
-"""Those of `_BESIDE` in which `find_file` found something."""
+"""The folders of `_BESIDE` in which `find_file` found something."""
 
 
 def is_installed(package: str) -> bool:
@@ -61,8 +62,8 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
 
 def import_without(package: str, unused: str) -> None:
     """Import a package without another package that it imports only for type hints, or for functions not called here.
-    A later import of that package gets the real one. If other threads run, which could import it in the meantime, it is
-    imported normally.
+    A later import of that package gets the real one. If other threads are running, which could import it in the
+    meantime, it is imported normally.
 
     Example: `renderers` imports `openai`, half a second, for the annotations of a client.
     """
@@ -100,7 +101,7 @@ def import_object(import_path: str) -> Any:
     folders of files given to `search_beside`.
 
     Raises:
-        ComponentError: no such module or name, or the module raises while it is imported.
+        ComponentError: the module or name does not exist, or the module raises an error while it is imported.
     """
     module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
     if not import_path:
@@ -149,7 +150,7 @@ def search_beside(file: Path) -> None:
     configuration names environments and plug-ins that are next to it. Child processes find them too.
 
     Raises:
-        UsageError: the list of folders that a run has stored cannot be read.
+        UsageError: the run's stored list of folders cannot be read.
     """
     here = _here()
     for folder in (*_remembered(file.parent / MODULE_FOLDERS), str(file.resolve().parent)):
@@ -180,8 +181,8 @@ def _remembered(stored: Path) -> list[str]:
 
 
 def folders_beside() -> tuple[str, ...]:
-    """The folders of `search_beside`, except the current one, from which a module was imported or `find_file` returned
-    a file."""
+    """The folders of `search_beside` (except the current directory) from which a module was imported or `find_file`
+    returned a file."""
     # Our own modules do not count: the folder of a bundled recipe may be in `_BESIDE` as well.
     theirs = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "verbatim"]
     files = [getattr(module, "__file__", None) for module in theirs]
@@ -191,7 +192,7 @@ def folders_beside() -> tuple[str, ...]:
 
 def find_file(path: str | Path) -> Path | None:
     """A file or folder that a configuration names: in the current directory, or else next to a file given to
-    `search_beside`; None if it is in neither. The folder is remembered for the run, as for modules."""
+    `search_beside`; None if it is not found in either. The folder is remembered for the run, as for modules."""
     given = Path(path)
     for folder in ("", *([] if given.is_absolute() else _BESIDE)):
         if (found := Path(folder) / given).exists():

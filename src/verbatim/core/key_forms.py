@@ -1,5 +1,5 @@
-"""Recognises keys of services by their form (a known prefix, followed by as many letters and digits as the service
-uses), and URLs that grant access by themselves. Harmless text does not match these forms by chance."""
+"""Recognises services' API keys by their form (a known prefix and the service's number of letters and digits), and URLs
+that grant access without a key. Harmless text does not match these forms by chance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 _START = r"(?:(?<![\w\-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
-"""Not inside a word. A word may also begin after an escape sequence of JSON or of a URL."""
+"""Matches where a word begins, which may also be after an escape sequence of JSON or of a URL."""
 _DIGIT = r"(?=[\w\-]*\d)"
 _MIXED = _DIGIT + r"(?=[\w\-]*[A-Z])(?=[\w\-]*[a-z])"
 
@@ -79,8 +79,8 @@ _PLACES = (
     ("x-", r"(?i:x-(?:amz|goog)-(?:signature|security-token)(?:=|%3D))(?P<value>[\w%+/=.~\-]{32,})"),
     ("Q~", r"(?:(?<![\w~.\-])|(?<=\\[nrt]))(?P<value>[\w~.]{3}\dQ~[\w~.\-]{31,34})(?![\w~\-])"),
 )  # fmt: skip
-"""A text that must occur, and the pattern whose group `value` is the key: webhooks, signed URLs, tokens of Telegram
-bots, Azure secrets."""
+"""A substring that must occur, and the pattern whose group `value` is the key: webhooks, signed URLs, tokens of
+Telegram bots, Azure secrets."""
 
 _FORMS = tuple(
     (word, re.compile(pattern))
@@ -92,7 +92,7 @@ _FORMS = tuple(
 
 
 def keys_of_services(text: str) -> Iterator[tuple[int, int]]:
-    """The start and end of each key of a service in a text. Takes time linear in the text.
+    """The start and end of each service's key in a text. Takes time linear in the length of the text.
 
     >>> list(keys_of_services("SG. and xai-grok are none, AKIAIOSFODNN7EXAMPLE is"))
     [(27, 47)]

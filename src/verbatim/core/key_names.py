@@ -1,4 +1,4 @@
-"""Decides by the name of a value whether it may be a key or a password."""
+"""Decides by a value's name whether the value may be a key or a password."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SURE_PAIRS = frozenset(
     for what in ("key", "secret", "token")
 )
 _MAYBE = frozenset({"cookie", "key", "pat", "secret", "token"})
-"""Last words of names of keys that also name other things: `key = "answer"`."""
+"""Words that end the names of keys, but also of other things: `key = "answer"`."""
 _BEHIND = frozenset(
     {"base", "default", "dev", "hash", "live", "plain", "prod", "production", "raw", "staging", "test", "text", "value"}
 )
@@ -48,13 +48,14 @@ def words_of(name: str) -> list[str]:
 
 
 def is_sure_name(name: str) -> bool:
-    """True if the name alone tells that it is a key, like `client_secret`; `key` and `token` also name other things."""
+    """True if the name alone shows that the value is a key, like `client_secret`; `key` and `token` also name other
+    things."""
     words = words_of(name)
     return bool(words) and _is_sure(words)
 
 
 def is_login_name(name: str) -> bool:
-    """True if a value with this name may be a user and a password: `auth`, `http_auth`, `credentials`."""
+    """True if a value with this name may be a login (user and password): `auth`, `http_auth`, `credentials`."""
     words = words_of(name)
     return bool(words) and (words[-1] in ("cred", "credential", "userpwd") or _is_auth(words[-1]))
 
@@ -68,7 +69,7 @@ def is_sure_login_name(name: str) -> bool:
 
 
 def inner_name(own: str, outer: str) -> str:
-    """The name by which a value is judged: its own, that of the table of keys that contains it, or both."""
+    """The name by which a value is judged: its own name, the name of the table of keys that contains it, or both."""
     if not names_key(own):
         return outer if names_key(outer) else own
     if is_sure_name(outer) and not is_sure_name(own):

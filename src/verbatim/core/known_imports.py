@@ -44,7 +44,7 @@ IMPORTS: Mapping[str, Mapping[str, str]] = {
     "roll.pipeline.agentic.utils": {"compute_discounted_returns": "verbatim.algorithms.credit:chunk_returns_advantage"},
     "roll.utils.functionals": {"compute_segment_masked_mean": "verbatim.algorithms.losses:ipa_loss"},
 }  # fmt: skip
-"""Module and name to our `module:name`, or to a sentence if there is nothing to import instead."""
+"""Maps module and name to our `module:name`, or to a sentence if there is no counterpart to import."""
 
 
 def ours_for(statement: str) -> str | None:

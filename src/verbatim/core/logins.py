@@ -1,5 +1,5 @@
 """Recognises passwords by their context: `basic_auth = "user:password"`, `auth = ["user", "password"]`, and
-`curl -u user:password` and similar commands, as a list or a text."""
+`curl -u user:password` and similar commands, given as a list or a text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _METHODS = frozenset({
     "pass", "passwd", "password", "private", "public", "query", "read", "required", "saml", "secret", "sso", "tls",
     "token", "true", "user", "write",
 })  # fmt: skip
-"""After the name of a login these are authentication methods, permissions or placeholders, not passwords."""
+"""Words that, as a login's value, are authentication methods, permissions or placeholders, not passwords."""
 _HTTP_CLIENTS = frozenset({"curl", "wget", "http", "https", "httpie", "xh", "xhs", "curlie"})
 _LOGIN_OPTIONS = frozenset({"-u", "-U", "--user", "--proxy-user", "-a", "--auth"})
-"""Options of HTTP clients with `user:password`; `-u`, `--user` and `--proxy-user` may mean the same elsewhere."""
+"""Options of HTTP clients that take `user:password`; in other programs `-u`, `--user` and `--proxy-user` may have
+another meaning."""
 _PASSWORD_OPTIONS = frozenset({("sshpass", "-p"), ("redis-cli", "-a"), ("twine", "-p")})
 """Pairs of program and option whose value is a password."""
 _CONTAINERS = frozenset({"docker", "podman", "nerdctl", "helm"})
-"""Programs whose `-u` is the user of a process, and whose `login -p` is a password."""
+"""Programs whose option `-u` is the user that runs a process, and whose `login -p` is a password."""
 _LOGIN_WORD = "login"
 _ATTACHED = frozenset({
     *((client, option) for client in _HTTP_CLIENTS for option in ("-u", "-U")),
@@ -52,7 +53,7 @@ def password_in(name: str, value: str) -> str | None:
 
 
 def is_login_pair(name: str, values: Sequence[Any]) -> bool:
-    """True if a list with this name is a user and a password.
+    """True if a list with this name consists of a user and a password.
 
     >>> is_login_pair("auth", ["me", "swordfish"]), is_login_pair("auth", ["basic", "digest"])
     (True, False)
@@ -92,8 +93,8 @@ def has_password(before: Collection[str], option: str, value: str) -> bool:
 
 
 def attached_password(before: Collection[str], word: str) -> int:
-    """The index in a command's word at which a password or login begins that is attached to its option
-    (`-uuser:password`, `--user=user:password`), or 0 if there is none."""
+    """The index at which an attached password or login begins in a command's word (`-uuser:password`,
+    `--user=user:password`), or 0 if there is none."""
     option, equals, value = word.partition("=")
     if equals and word.startswith("-") and has_password(before, option, value):
         return len(option) + 1
@@ -105,13 +106,15 @@ def attached_password(before: Collection[str], word: str) -> int:
 
 
 def program_of(word: str) -> str:
-    """The program's name without its folder, if it tells the meaning of options; otherwise an empty string."""
+    """The program's name without its folder, if it is one that determines the meaning of options; otherwise an empty
+    string."""
     name = word.rpartition("/")[2]
     return name if name in _PROGRAMS or word == _LOGIN_WORD else ""
 
 
 def logins_in(text: str, *, surely: bool = False) -> Iterator[tuple[int, int]]:
-    """The start and end of each password and login of a command in a text. Takes time linear in the text.
+    """The start and end of each password and login in the commands of a text. Takes time linear in the length of the
+    text.
 
     Args:
         text: Commands, or anything else.
@@ -152,7 +155,7 @@ def _is_left_out(value: str) -> bool:
 
 
 def _is_word_for_it(password: str) -> bool:
-    """True for an authentication method, or a word for a password or key: `YOUR_API_KEY`."""
+    """True for an authentication method or a placeholder for a password or key: `YOUR_API_KEY`."""
     return password.lower() in _METHODS or (names_key(password) and not any(c.isdecimal() for c in password))
 
 

@@ -25,8 +25,8 @@ ERRNOS = frozenset(
         errno.ENOLCK,
     }
 )
-"""System errors that any other command line would hit as well. Missing or forbidden folders are not included: the user
-can name another folder."""
+"""System errors that the user cannot avoid with another command line. Errors of missing or forbidden folders are not
+included, because the user can name another folder."""
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -93,7 +93,7 @@ def describe(error: BaseException, where: object = None) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError raised in the block: errors of write, flush and sync come without one."""
+    """Set the file name of an OSError raised in the block, because errors of write, flush and sync have none."""
     try:
         yield
     except OSError as error:
@@ -104,11 +104,11 @@ def naming(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
-    """Convert system errors of Rust libraries (safetensors, tokenizers) to OSError in a block that writes. They raise
-    exceptions of their own, whose text ends in "(os error 28)".
+    """In a block that writes, convert system errors of Rust libraries (safetensors, tokenizers) to OSError. These
+    libraries raise exceptions of their own, whose text ends in "(os error 28)".
 
     Raises:
-        OSError: with the error number from the text, and this path.
+        OSError: a converted error, with the error number from its text and this path.
     """
     try:
         with naming(path):

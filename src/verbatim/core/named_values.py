@@ -1,5 +1,5 @@
-"""Finds names with their values in texts, so that a key is also found by its name: settings, options, HTTP headers, and
-lists and tables that follow a name; also in JSON nested in JSON strings, with quotes escaped once or several times."""
+"""Finds names with their values in texts, so that keys can be found by name: settings, options, HTTP headers, and lists
+and tables that follow a name. This includes JSON nested in JSON strings, with quotes escaped once or several times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _QUOTE = r"""\\*["']"""
 _QUOTED = rf"""(?P<quote>{_QUOTE})(?P<value>(?:(?!(?<!\\)(?P=quote))[^\n])+)(?=(?P=quote))"""
 """A quoted value, up to the same quote with the same number of backslashes; it may contain other quotes."""
 _LITERAL = r"""\\(?![nrt"'\\])"""
-"""A literal backslash, one that escapes nothing."""
+"""A literal backslash, that is, one that does not escape anything."""
 _SETTINGS = (
-    # A quoted value is only looked ahead at, not consumed: it may be JSON with names of its own.
+    # A lookahead matches a quoted value without consuming it, because it may be JSON with names of its own.
     re.compile(rf"""{_NAME}(?:{_QUOTE})?\s*(?:=>|[=:])\s*(?=(?:""|'')?{_QUOTED})"""),
     re.compile(_NAME + r"""=(?P<value>(?:[^\s"',;&()\[\]{}\\]|""" + _LITERAL + ")+)"),
     re.compile(r"(?<![\w\-.])--?(?P<name>[A-Za-z_][\w\-.]{0,200})" + rf"""(?:{_QUOTE})?(?:,\s*|\s+)(?={_QUOTED})"""),
@@ -39,7 +39,7 @@ _YAML = re.compile(
     _NAME + rf"""(?:{_QUOTE})?:[ \t]+"""
     r"""(?=\S*[\d+/=!@#%^&*])(?P<value>(?:[^\s"',;{}\[\]\\]|""" + _LITERAL + r"""){6,})(?=[ \t]*(?:[\r\n]|\\[rn]|\Z))"""
 )
-"""`MY_PASS: ...` up to the end of a line. A plain word there is rather prose: `password: missing`."""
+"""`MY_PASS: ...` up to the end of a line. A plain word as the value is more likely prose: `password: missing`."""
 _HEADERS = (
     re.compile(rf"(?i:(?<![\w\-.])(?:proxy-)?authorization)\s*:\s*(?P<value>[^\s\"'\\](?:[^\r\n\"'\\]|{_LITERAL})*)"),
     re.compile(
@@ -72,7 +72,7 @@ class Named:
     """A named value in a text."""
 
     name: str
-    """The name that decides whether it is a key: its own, or that of the list or table that contains it."""
+    """The name that decides whether the value is a key: its own, or that of the list or table that contains it."""
     start: int
     end: int
 
@@ -97,7 +97,8 @@ def _named(found: re.Match[str]) -> Named:
 
 
 def _named_by(found: re.Match[str]) -> str:
-    r"""The name. After a backslash its first letter may belong to an escape such as `\n`, and is then removed."""
+    r"""The name that was matched. After a backslash its first letter may belong to an escape such as `\n`, and is then
+    removed."""
     name, start = found["name"], found.start("name")
     is_escaped = found.string[max(0, start - 1) : start] == "\\"
     is_part = is_escaped and name[0] in "nrt" and names_key(name[1:]) and not is_sure_name(name)
@@ -106,7 +107,7 @@ def _named_by(found: re.Match[str]) -> str:
 
 @dataclass(slots=True)
 class _Level:
-    """An open bracket, while a text is scanned."""
+    """A bracket that is open at the current position of the scan."""
 
     name: str
     texts: list[tuple[int, int]] = field(default_factory=list)
@@ -178,4 +179,4 @@ HEADERS = tuple(map(_headers, _HEADERS))
 SETTINGS = (*map(_settings, _SETTINGS), _listed_in, _items_in)
 """Functions that find the values of settings and options, and those in lists and tables that follow a name."""
 LINES = _settings(_YAML)
-"""Finds the values of settings up to the end of a line, as in YAML; prose may have the same form."""
+"""Finds the values of settings that extend to the end of a line, as in YAML; prose may have the same form."""

@@ -13,7 +13,7 @@ from rich.text import Text
 from verbatim.core.texts import printable
 
 UNBOUNDED = 10_000
-"""Width of a file or a pipe in columns: nothing is wrapped there, so that lines can be searched and copied."""
+"""Width in columns for files and pipes, so large that lines are not wrapped and can be searched and copied."""
 
 
 class PlainConsole(Console):
@@ -42,6 +42,6 @@ class PlainConsole(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """The reader has closed the pipe (`| head`): stop printing, but let the command continue."""
+        """Called if the reader has closed the pipe (`| head`): stop printing, but let the command continue."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())

@@ -133,4 +133,5 @@ def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
         ) from error
     model.zero_grad(set_to_none=True)
     if sharding is not None:
-        sharding.drop_unused()  # clears the sharding's record of used parameters: this pass is not part of an optimizer step
+        # Clears the sharding's record of used parameters: this pass is not part of an optimizer step.
+        sharding.drop_unused()

@@ -153,7 +153,7 @@ class DeviceBatch(DeviceTargets):
         if isinstance(plan, TreePlan | RowsPlan):
             plan.wanted = wanted
         hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, plan, self.router_pass)
-        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # `narrow_last_layer` returned only these tokens
+        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # `narrow_last_layer` returned only those
             return hidden_TD.index_select(0, wanted.places_M)
         return hidden_TD.index_select(0, self.source_positions_M)
 

@@ -57,7 +57,7 @@ class ActivationOffload:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the tensor may still be being computed
             with torch.cuda.stream(self._stream):
                 host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)  # the allocator must not reuse the tensor's memory before the copy is done
+            tensor.record_stream(self._stream)  # its memory must not be reused before the copy is done
         kept = _OffloadedTensor(host, self._last)
         self._last = weakref.ref(kept)
         return kept

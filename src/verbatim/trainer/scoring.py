@@ -58,7 +58,7 @@ def by_sample(
         found: The results of `target_logprobs`, by rank.
     """
     out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
-    by_group = found[:: len(found) // len(dealt)]  # all ranks of a group have the same logprobs: take those of the first
+    by_group = found[:: len(found) // len(dealt)]  # ranks of a group have the same logprobs: take the first's
     for micro_batches, logprobs in zip(dealt, by_group, strict=True):
         for micro_batch, logprobs_M in zip(micro_batches, logprobs, strict=True):
             targets = micro_batch.targets

@@ -241,7 +241,7 @@ class GradientPass:
             if self.ranks is None:
                 raise
             self._error = self._error or error
-            return torch.zeros_like(leaf_M)  # a dummy gradient keeps this rank in step with the others; the optimizer step is discarded
+            return torch.zeros_like(leaf_M)  # keeps this rank in step; the optimizer step is discarded
 
     def _checked_gradient(
         self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], counts: bool

@@ -47,7 +47,7 @@ class TokenValues:
         self._logprobs.clear()
         self._gradients.clear()
         if ranks is not None:
-            for dense in (logprobs, gradients):  # a token has its value on one rank and 0 on all others, so a sum gathers the values
+            for dense in (logprobs, gradients):  # a token's value is on one rank only; the other ranks have 0
                 ranks.total(dense)
             if not ranks.leads:
                 return []

@@ -233,7 +233,7 @@ class Trainer:
         Raises:
             RunStopped: as `_train_part`.
         """
-        mine = metrics if self.ranks is None else MetricSums()  # below, `metrics` gets the parts of all ranks, including this one
+        mine = metrics if self.ranks is None else MetricSums()  # `metrics` later gets the parts of all ranks
         tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
             lm=self._targets,

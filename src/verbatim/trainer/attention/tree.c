@@ -1,9 +1,9 @@
 /* Attention of prefix trees, forward and backward: each token sees its ancestors and itself.
 
-   A block is as many neighbouring queries as fill ROWS rows. A row is a query in one of the G query heads that share a
-   key/value head. Every token has a key; not every token needs to have queries. SIMD vectors run over rows, so a row's
-   softmax needs no sum across a vector, and keys and values are read in place, one number at a time. Scores exist for one
-   block and TILE keys at a time and stay in the L1 cache.
+   A block is the neighbouring queries that together fill ROWS rows. A row is a query in one of the G query heads that
+   share a key/value head. Every token has a key; not every token needs to have queries. SIMD vectors run over rows, so
+   a row's softmax needs no sum across a vector, and keys and values are read in place, one number at a time. Scores
+   exist for one block and TILE keys at a time and stay in the L1 cache.
 
    Legend: r row, d index into a query or key, e index into a value, k key. Arrays with rows last (transposed) are called
    "turned". */
@@ -29,7 +29,7 @@ typedef struct {
     int64_t queries, tokens, heads, kv_heads, key_size, value_size;
     int64_t query_place, query_head, key_token, key_head, value_token, value_head; /* strides, in numbers */
     float scale;
-    int32_t window; /* tokens that a query sees at most */
+    int32_t window; /* maximum number of tokens that a query sees */
 } Shape;
 
 typedef struct {
@@ -249,7 +249,8 @@ static void backward_block(const Shape *s, const Tree *tree, const float *query,
     memset(grad_queries, 0, sizeof(float) * D * ROWS);
     for (int r = 0; r < ROWS; r++)
         logs[r] = r < rows.rows ? lse[rows.query[r] * s->heads + first_head + r % heads] : 0.0f;
-    /* Rounded as `products` rounds: of a row with one key, weight 1, the gradient of the score is exactly 0. */
+    /* Rounded in the same way as in `products`, so that the score of a row with a single key
+       (weight 1) has a gradient of exactly 0. */
     for (int r = 0; r < ROWS; r += LANES) {
         vf mean = splat(0.0f);
         for (int64_t e = 0; e < E; e++) mean += *(vf *)(outs + e * ROWS + r) * *(vf *)(turned_grads + e * ROWS + r);
@@ -315,7 +316,7 @@ int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_pe
 }
 
 /* Writes grad_query, [queries, heads, D]; adds to grad_key, [parts, tokens, kv_heads, D], and grad_value, [parts,
-   tokens, kv_heads, E], which must be 0 at the start. Part p has the blocks b with b * parts / blocks = p. */
+   tokens, kv_heads, E], which must be 0 at the start. Part p computes the blocks b with b * parts / blocks = p. */
 int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_per_block, int64_t parts,
              const float *query, const float *key, const float *value, const float *out, const float *lse,
              const float *grad, float *grad_query, float *grad_key, float *grad_value) {

@@ -71,7 +71,8 @@ def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
             may have as many tokens as this piece, because they would only wait for it.
     """
     total, largest = sum(p.cost for p in pieces), max((p.cost for p in pieces), default=0.0)
-    bound = max(total / num_ranks, largest)  # no deal can take less time, so the search ends within `ALIKE` of this bound
+    # No deal can take less time than `bound`, so a deal within `ALIKE` of it ends the search.
+    bound = max(total / num_ranks, largest)
     best: Deal | None = None
     for level in _levels(total / num_ranks, largest):
         found = _deal(pieces, num_ranks, most_tokens, level)

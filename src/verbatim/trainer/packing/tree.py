@@ -69,7 +69,7 @@ def tree_pieces(
         piece_tokens: Maximum distinct tokens in a piece, where a cut is possible.
         whole_tokens: Trajectories of at most this many distinct tokens are not cut.
     """
-    if whole_tokens:  # a trajectory's rows must be neighbours to stay in one piece, although this order shares fewer tokens
+    if whole_tokens:  # rows must be neighbours to stay in one piece, but then share less
         rows = [row for together in by_trajectory(rows) for row in together]
         shared = shared_tokens(rows)
     lengths = lengths_of(rows)

@@ -130,8 +130,8 @@ def _as_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _gathered(
     model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks | None
 ) -> Iterator[dict[str, Tensor] | None]:
-    """On rank 0, yield the whole tensors of each part by their published names. On other ranks, yield None for each
-    part: they must iterate too, because gathering is collective."""
+    """An iterator that gathers one part at a time. On rank 0 it returns the part's whole tensors by their published
+    names, on other ranks None; they must iterate too, because gathering is collective."""
 
     def gather(part: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         gathered = {name: whole(tensor.detach()) for name, tensor in part.items()}

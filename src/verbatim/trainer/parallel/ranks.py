@@ -132,7 +132,7 @@ class Ranks:
             try:
                 obey(order)
             except VerbatimError:
-                if not self._in_step:  # if all ranks raised it together, rank 0 has the same error and decides what happens
+                if not self._in_step:  # otherwise rank 0 raised it too, and decides what happens
                     raise
 
     def look(self) -> None:

@@ -71,7 +71,7 @@ class SequenceGroup:
         exchanged = self._exchange(torch.cat(parts, dim=2)).flatten(0, 1)
         wholes = torch.split_with_sizes(exchanged, [heads * size for heads, size in shapes], dim=1)
         return [
-            whole.reshape(-1, *shape).transpose(0, 1).contiguous()[None].to(x_BhTd.dtype)  # a view would keep all of the tensor alive
+            whole.reshape(-1, *shape).transpose(0, 1).contiguous()[None].to(x_BhTd.dtype)  # a view would keep all alive
             for whole, shape, x_BhTd in zip(wholes, shapes, slices, strict=True)
         ]
 
@@ -159,7 +159,7 @@ def refuse_uneven_ranks(num_ranks: int, size: int) -> None:
     """Refuse a group size that does not divide the number of ranks.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the size does not divide the number of ranks.
     """
     if num_ranks % size:
         processes = f"{num_ranks} processes" if num_ranks > 1 else "1 process"
