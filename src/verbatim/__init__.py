@@ -23,7 +23,7 @@ from verbatim.core.types import (
     Turn,
     TurnTiming,
 )
-from verbatim.run import run  # in the place of the package, which stays importable by the names of its modules
+from verbatim.run import run  # replaces the package, which stays importable by the names of its modules
 
 if TYPE_CHECKING:
     from verbatim.run.entry import train as train

@@ -20,7 +20,7 @@ REDACTED = "[redacted]"
 SHORTEST = 6
 """Minimum length of a key's value in characters; a shorter value would match in any text."""
 SHORTEST_OF_VARIABLE = 8
-"""The minimum length of an environment variable's value, higher because only its name suggests a key."""
+"""Minimum length of an environment variable's value; it is higher because only the variable's name suggests a key."""
 
 _NO_KEY = frozenset({
     "", "-", "0", "1", "always", "default", "disabled", "dummy", "empty", "enabled", "false", "never", "no", "none",
@@ -39,11 +39,12 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
 _MAYBE_FORMS = re.compile(r"(?<=://)[^/\s@]+(?=@)|\b(?:local-)?[0-9a-f]{40}\b")
-"""Redacted in texts, but not a reason to refuse a setting: the user in a URL, the id of a commit."""
+"""Forms that are redacted in texts, but are no reason to refuse a setting: the user in a URL, a commit id."""
 _OPTION = re.compile(r"--?[A-Za-z][\w\-.]*")
 _PASSWORD = "password"
 _LOGGED, _ACROSS = 32_768, 4096
-"""Characters kept from each end of a log record, and characters beyond them that are also searched for keys."""
+"""Number of characters kept at each end of a long log record, and number of characters beyond them that are also
+searched for keys."""
 
 Place = tuple[str | int, ...]
 """Keys and indices that lead to a value in tables and lists."""
@@ -80,7 +81,7 @@ def hide_in(name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """A text without keys: those that this process was given, and everything that looks like a key.
+    """A text with all keys redacted: those that this process was given, and everything that looks like a key.
 
     >>> without_secrets("GET http://me:secret@host failed: Bearer abc")
     'GET http://[redacted]@host failed: Bearer [redacted]'
@@ -136,7 +137,7 @@ def named_texts(value: Any, path: Place = (), name: str = "") -> Iterator[tuple[
     Args:
         value: Tables, lists and plain values.
         path: The place of the value itself.
-        name: The name of the value, if it is not the last part of its place.
+        name: The name of the value, if it differs from the last part of its place.
 
     >>> list(named_texts({"env": {"MY_PASS": "hunter2"}, "command": ["agent", "--key", "abc"]}))[2:]
     [(('command', 1), 'command', '--key'), (('command', 2), '--key', 'abc')]
@@ -175,7 +176,7 @@ def variable_in(text: str) -> str | None:
 
 
 def given_in(text: str) -> bool:
-    """True if a text contains a key that this process was given; words and numbers do not count."""
+    """True if a text contains a key that this process was given; keys that are words or numbers do not count."""
     return any(_is_telling(value) and _any_of(frozenset(_quoted(value))).search(text) for value in _hidden)
 
 
@@ -188,7 +189,7 @@ class WithoutSecrets(logging.Formatter):
         left_out = len(text) - 2 * _LOGGED
         if left_out <= 0:
             return without_secrets(text)
-        # Search more than is kept: a key may lie across the cut.
+        # Search more than is kept, because a key may lie across the cut.
         begin, end = without_secrets(text[: _LOGGED + _ACROSS])[:_LOGGED], without_secrets(text[-_LOGGED - _ACROSS :])
         return f"{begin}\n[cut: {left_out:,} of {len(text):,} characters]\n{end[-_LOGGED:]}"
 
@@ -208,7 +209,7 @@ def _without_keys(text: str) -> str:
 
 
 def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
-    """The text with the parts from start to end redacted, except parts that already contain a redaction."""
+    """The text with these places (start, end) redacted, except places that already contain a redaction."""
     parts, done = [], 0
     for start, end in sorted(places):
         if start >= done and REDACTED not in text[start:end]:
@@ -218,17 +219,18 @@ def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
 
 
 def _values() -> frozenset[str]:
-    """The keys known to this process, in every form in which texts quote them."""
+    """The keys known to this process, in every form in which texts may quote them."""
     return frozenset(form for value in _hidden.union(_key_variables().values()) for form in _quoted(value))
 
 
 def _key_variables() -> dict[str, str]:
-    """The environment variables whose name is that of a key."""
+    """The environment variables whose names are those of keys."""
     return {name: value for name, value in os.environ.items() if _is_telling(value) and names_key(name)}
 
 
 def _is_telling(value: str) -> bool:
-    """False for short values, numbers and words, which occur in many texts."""
+    """True if finding this value in a text means something: not for short values, numbers and words, which occur in
+    many texts."""
     is_word = value.isdecimal() or (value.isalpha() and value.islower()) or value.lower() in _NO_KEY
     return len(value) >= SHORTEST_OF_VARIABLE and not is_word
 
@@ -255,7 +257,7 @@ def _looks_random(value: str) -> bool:
 
 @lru_cache(4096)
 def _quoted(value: str) -> tuple[str, ...]:
-    """A text as quoted in Python, JSON and URLs, and in base64."""
+    """All forms of a text: unchanged, as quoted in Python, JSON and URLs, and in base64."""
     data = value.encode(errors="surrogateescape")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return value, repr(value)[1:-1], escaped, quote(data, safe=""), base64.b64encode(data).decode()
@@ -284,7 +286,7 @@ def _name_of(table: Mapping[Any, Any], key: object) -> str:
 
 
 def _optioned(values: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Each element of a list with the name that may make it a key: the command-line option before it
+    """Each element of a list, with the name that may show that it is a key: the command-line option before it
     (`["--api-key", "..."]`), the first of a pair (`["API_KEY", "..."]`), or "password" for a login."""
     before = ""
     words: set[str] = set()

@@ -1,12 +1,12 @@
-"""Defines the sampling parameters with their defaults and limits, shared by the run's file, Python and the requests of
-servers."""
+"""Defines the sampling parameters with their defaults and limits, shared by configuration files, the Python API and
+requests to servers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 INT32_END = 2**31
-"""Exclusive upper bound of ids, counts and versions."""
+"""Exclusive upper bound for ids, counts and versions."""
 COLDEST, HOTTEST = 1e-6, 1e6
 """Lowest and highest temperature above 0; beyond these, divided logits leave the range of float32."""
 LEAST_NUCLEUS = 1e-30
@@ -43,7 +43,7 @@ def stop_strings(stops: object) -> tuple[str, ...]:
     """One text or several as stop strings, without duplicates.
 
     Raises:
-        ValueError: a text that cannot be a stop string, or too many texts.
+        ValueError: one of them cannot be a stop string, or there are too many.
     """
     given = (stops,) if isinstance(stops, str) else stops
     if not isinstance(given, (list, tuple)):

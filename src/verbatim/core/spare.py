@@ -1,8 +1,8 @@
 """Keeps a forked copy of this process, made after its imports and before any work, until a child is needed.
 
 Importing PyTorch and transformers takes seconds of CPU time, which a child started as a new program pays again. A fork
-is safe only while no library has begun to compute: threads of OpenMP and CUDA do not survive it. So only a command that
-has a process to itself forks a copy (`allow`), as its first step.
+is safe only before any library has begun to compute, because threads of OpenMP and CUDA do not survive it. So only a
+command that has a process to itself forks a copy (`allow`), as its first step.
 
 ```
 command                                   its copy
@@ -32,11 +32,11 @@ from verbatim.core.children import end_with_parent
 _POLL = 0.01
 """Polling interval in seconds; `waitpid` has no timeout."""
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
-"""If one of these exists, a library may have opened it on import, and a forked copy could not use it."""
+"""If one of these devices exists, a library may have opened it on import, and a forked copy could not use it."""
 
 
 class Become(BaseException):
-    """Raised in a copy: the command that it is to run."""
+    """Raised in a copy to make it run a command."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__(arguments)
@@ -115,7 +115,7 @@ class Spare:
             os.dup2(errors.fileno(), 2)
         Path("/proc/self/comm").write_text(f"verbatim-{order['arguments'][0]}"[:15], encoding="ascii")  # for `ps`
         logging.getLogger().handlers.clear()
-        random.seed()  # the copied state is the same in every copy
+        random.seed()  # every copy has inherited the same state
         raise Become(order["arguments"])
 
 
@@ -128,12 +128,12 @@ def allow() -> None:
 
 
 def is_allowed() -> bool:
-    """Whether `keep` would fork this process."""
+    """True if `keep` would fork this process."""
     return Spare.allowed
 
 
 def keep(imports: Sequence[str] = ()) -> None:
-    """Fork this process; the copy is for the next `take`. Does nothing if the system allows no further process.
+    """Fork this process, and keep the copy for the next `take`. Does nothing if the system allows no further process.
 
     Args:
         imports: Modules that the copy imports before it is needed.
@@ -148,6 +148,6 @@ def keep(imports: Sequence[str] = ()) -> None:
 
 
 def take() -> Spare | None:
-    """The waiting copy, which is handed out once, or None if there is none or it has ended."""
+    """Hand out the waiting copy, at most once; None if there is none or it has ended."""
     spare = _kept.pop() if _kept else None
     return spare if spare is not None and spare.poll() is None else None

@@ -20,7 +20,8 @@ async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_all(unfinished: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the unfinished futures and wait for them: nothing keeps running, and their exceptions are retrieved."""
+    """Cancel the unfinished futures and wait for them, so that nothing keeps running and their exceptions are
+    retrieved."""
     futures = list(unfinished)
     for future in futures:
         future.cancel()

@@ -97,7 +97,7 @@ def _is_vast(value: object) -> bool:
 
 
 def number(value: float, *, signed: bool = False) -> str:
-    """A measured value as text: three decimals below 10, two below 100, none above; `-` for NaN.
+    """A measured value as text: three decimals below 10, two below 100, none above that; `-` for NaN.
 
     >>> [number(x) for x in (float("nan"), 0.5, 12.346, 786.23, 1234.5, -0.0002)], number(0.25, signed=True)
     (['-', '0.500', '12.35', '786', '1,234', '-0.000'], '+0.250')
@@ -118,7 +118,7 @@ def counted(count: int, one: str, many: str = "") -> str:
 
 
 def numbered(name: str, taken: Container[str]) -> str:
-    """The name itself, or, if it is taken, the name with the first free number from 2 on.
+    """The name itself, or, if it is taken, the name with the first free number, starting at 2.
 
     >>> numbered("rule", ()), numbered("rule", ("rule", "rule_2"))
     ('rule', 'rule_3')

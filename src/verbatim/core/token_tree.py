@@ -17,7 +17,8 @@ Ids: TypeAlias = Int32 | Sequence[int]
 LARGEST_ID = int(np.iinfo(np.int32).max)
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _FEW = 4096
-"""Arrays of up to this many ids are compared as bytes, which is faster; longer ones as numbers, to save memory."""
+"""Arrays of up to this many ids are compared as bytes, which is faster; longer arrays are compared as numbers, to save
+memory."""
 
 
 class Segment:
@@ -46,7 +47,7 @@ class TokenPath:
 
     def __init__(self, tree: object, segment: Segment | None, length: int, added: Int32 | None = None) -> None:
         self.tree = tree
-        """Identifies the tree; not the tree itself, so that a path does not keep it alive."""
+        """Identifies the tree. It is not the tree itself, so that a path does not keep the tree alive."""
         self.segment = segment
         """The segment with the last token, or None for the empty sequence."""
         self.length = length
@@ -103,7 +104,8 @@ class TokenPath:
         return next((min(depth, depths[segment]) for segment, depth in other._walk() if segment in depths), 0)
 
     def _walk(self) -> Iterator[tuple[Segment, int]]:
-        """The segments from the end to the root, each with the number of this sequence's tokens up to its end there."""
+        """The segments from the end to the root, each with the number of this sequence's tokens up to and including
+        that segment."""
         segment, length = self.segment, self.length
         while segment is not None:
             yield segment, length
@@ -111,7 +113,8 @@ class TokenPath:
 
 
 class PathReader:
-    """Reads sequences of one tree as arrays. A prefix that was read before is copied from the earlier array at once.
+    """Reads sequences of one tree as arrays. A prefix that was read before is copied from the earlier array in one
+    step.
 
     Reading each sequence on its own would join all its segments every time, and a conversation with a break at every
     turn has as many segments as turns.
@@ -158,7 +161,7 @@ class TokenTree:
         self._vocab_size = vocab_size
         self._key = object()
         self._branches: dict[tuple[Segment | None, int, int], Segment] = {}
-        """Segments by the segment they follow, the length at which they follow it, and their first id."""
+        """Segments by (the segment they follow, the length at which they branch off, their first id)."""
         self._last: Int32 | bytes = b""
         """The beginning of the last added sequence: the prompt array itself if it can be kept, otherwise its bytes."""
         self._tail = _NONE
@@ -190,7 +193,7 @@ class TokenTree:
         raw = None if _is_kept(prompt) else prompt.tobytes()
         segment, known = self._find(prompt, raw)
         if known == num_prompt:
-            # The same context was sampled from before, so the completion may be known as well.
+            # The whole prompt is known, so the completion may be known as well.
             segment, known = self._descend(segment, known, completion, num_prompt)
         stored: Int32 | None = None
         if known < total:
@@ -215,8 +218,8 @@ class TokenTree:
         return self._last_path, stored
 
     def foresee(self, prompt: Int32) -> None:
-        """Compare a prompt that will be added later now, in case it extends the last added sequence: `add` need not
-        compare it again, and the memory held for the comparison is freed."""
+        """If a prompt that will be added later extends the last added sequence, compare it now: `add` need not compare
+        it again, and the memory held for the comparison is freed."""
         if _is_kept(prompt) and self._extends_last(prompt):
             self._last, self._tail = prompt, _NONE
 
@@ -228,7 +231,7 @@ class TokenTree:
         return (ids is last or _same(ids[:head], np.frombuffer(last, _INT32)[:head])) and _same(ids[head:length], tail)
 
     def _find(self, ids: Int32, raw: bytes | None) -> tuple[Segment | None, int]:
-        """Where the known part of a sequence ends: segment and length.
+        """The segment and length at which the known part of a sequence ends.
 
         Args:
             ids: The sequence.

@@ -1,7 +1,7 @@
 """Writes trajectories as JSON values and reads them back, exact to the last bit of every logprob.
 
-A prompt is written as it is stored: the number of ids it shares with the context (prompt and completion) of an earlier
-turn, and the new ids. So a trajectory of L tokens and T turns takes O(L), not O(T L).
+A prompt is written in the way it is stored: the number of ids it shares with the context (prompt and completion) of an
+earlier turn, followed by the new ids. So a trajectory of L tokens and T turns takes O(L), not O(T L).
 
 Example, two turns of prompts `[1, 2]` and `[1, 2, 3, 4]` with completions `[3]` and `[5]`:
 
@@ -58,7 +58,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 
 def was_cut(trajectory: TrajectoryRecord) -> bool:
     """True if a trajectory was stored without messages, tools and info, because these were not JSON. An environment's
-    own `info` may have the same key, but then the trajectory also has messages, or nothing is missing."""
+    own `info` may have the same key, but then the trajectory has messages too, or had none to lose."""
     return not (trajectory.messages or trajectory.tools) and list(trajectory.info) == [NOT_WRITTEN]
 
 
@@ -112,7 +112,7 @@ def why_not_json(value: Any) -> str | None:
         return why
     try:
         json.dumps(plain(value), allow_nan=False)
-    except Exception as error:  # noqa: BLE001  a key of a user's own type raises what it likes
+    except Exception as error:  # noqa: BLE001  a key of a user's own type may raise anything
         return error_text(error)
     return None
 

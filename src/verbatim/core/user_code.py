@@ -1,4 +1,5 @@
-"""Handles exceptions of a user's code: the task they were raised in, and the memory that tracebacks keep alive."""
+"""Handles exceptions raised by a user's code: whether their task is still running, and the memory that tracebacks keep
+alive."""
 
 from __future__ import annotations
 

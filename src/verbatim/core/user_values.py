@@ -1,5 +1,5 @@
-"""Checks values from users (messages, tool schemas, info, rows) where they enter. A value that contains itself, or that
-is too deep or too large, would otherwise end the run wherever the value is traversed."""
+"""Checks values from users (messages, tool schemas, info, rows) where they enter. Otherwise a value that contains
+itself, or is too deep or too large, would end the run at the first place that traverses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.core.texts import error_text
 DEEPEST = 100
 """Maximum nesting depth of lists and mappings; Python itself traverses about 1,000 levels."""
 MOST_VALUES = 1_000_000
-"""Maximum number of values; a value that occurs twice counts twice, as it would when written."""
+"""Maximum number of values; a value that occurs twice counts twice, because it would be written twice."""
 MOST_CHARACTERS = 64 * 2**20
 """Maximum number of characters of all texts together."""
 EXPECTED = "texts, numbers, booleans, None, lists and mappings"
@@ -45,7 +45,7 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
         _Look(of_json, of_info).size(value, ())
     except _ValueRefused as refused:
         return str(refused)
-    except Exception as error:  # noqa: BLE001  a user's own mapping raises what it likes
+    except Exception as error:  # noqa: BLE001  a user's own mapping may raise anything
         return f"it cannot be read: {error_text(error, 200)}"
     return None
 
@@ -102,15 +102,15 @@ class _ValueRefused(Exception):
 
 
 class _Look:
-    """One traversal of a value. A path is the keys and indices that lead to a value."""
+    """One traversal of a value. A path is a tuple of the keys and indices that lead to a value."""
 
     def __init__(self, of_json: bool, of_info: bool) -> None:
         self._of_json, self._of_info = of_json, of_info
         self._open: set[int] = set()
         """Ids of the containers that hold the current value, to detect cycles."""
         self._known: dict[int, tuple[Any, int, int, int]] = {}
-        """Containers already checked, by id: number of values, characters and levels. The container itself is kept so
-        that no other object gets its id."""
+        """Containers already checked, by id, with their number of values, characters and levels. The container itself
+        is kept so that no other object can get its id."""
 
     def size(self, value: Any, path: tuple[Any, ...]) -> tuple[int, int, int]:
         """Number of values, characters and levels."""

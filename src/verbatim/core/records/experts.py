@@ -35,7 +35,7 @@ class RoutedExperts:
 
     @staticmethod
     def of_none(count: int, like: Experts) -> RoutedExperts:
-        """A record of `count` tokens, all still unknown."""
+        """A record of `count` tokens whose experts are all still unknown."""
         return RoutedExperts(
             experts=np.zeros((count, *like.shape[1:]), dtype=like.dtype), known=np.zeros(count, dtype=np.bool_)
         )
@@ -57,11 +57,11 @@ class Routing:
     """The sizes of a model's mixture of experts, which a record must match."""
 
     num_layers: int
-    """D: the number of decoder layers, including those without experts."""
+    """D, the number of decoder layers, including those without experts."""
     num_experts: int
-    """E: the number of experts in each layer that has experts."""
+    """E, the number of experts in each layer that has experts."""
     experts_per_token: int | None
-    """K, or None if the model's configuration does not give it."""
+    """K, or None if the model's configuration does not contain it."""
 
     def problem(self, experts: Experts) -> str | None:
         """Why recorded experts cannot come from this model, or None if they can.
@@ -91,7 +91,7 @@ def as_experts(values: Any, most: int) -> Experts:
         most: Upper bound of N: the number of tokens that can have been processed.
 
     Raises:
-        RecordError: another shape, or numbers that are not expert numbers.
+        RecordError: the shape is wrong, or a value is not an expert number.
     """
     found = np.asarray(values)
     if found.ndim != 3 or len(found) > most:
@@ -118,7 +118,7 @@ def experts_from_text(text: str) -> Experts:
     """The inverse of `experts_to_text`.
 
     Raises:
-        ValueError: the text is not such a file.
+        ValueError: the text is not such a file in base64.
     """
     try:
         found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
@@ -135,7 +135,7 @@ def experts_from_text(text: str) -> Experts:
 
 def same_routing(one: RoutedExperts | None, other: RoutedExperts | None, count: int) -> int:
     """The number of leading tokens, up to `count`, that were processed by the same experts in two sequences. A token
-    that is known in only one of them counts as different.
+    whose experts are known in only one of them counts as different.
 
     >>> a = RoutedExperts(experts=np.array([[[4, 1]], [[0, 3]]], dtype=np.uint8), known=np.array([True, True]))
     >>> b = RoutedExperts(experts=np.array([[[4, 1]], [[0, 2]]], dtype=np.uint8), known=np.array([True, True]))

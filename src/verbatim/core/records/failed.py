@@ -1,4 +1,4 @@
-"""Decides whether so many episodes of an evaluation failed that it cannot be compared with others."""
+"""Decides whether too many episodes of an evaluation failed to compare it with other evaluations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MAX_FAILED = 0.1
 
 
 def too_many_failed(num_failed: int, num_episodes: int, most: float = MAX_FAILED) -> str | None:
-    """How many episodes failed, as a clause, if that is more than the share `most`, or all of them; otherwise None.
+    """A clause that says how many episodes failed, if more than the share `most` or all of them did; otherwise None.
 
     Such an evaluation measures only the survivors: long or hard episodes may be missing.
 

@@ -22,7 +22,7 @@ NO_STREAMS: MappingProxyType[str, Any] = MappingProxyType({})
 
 
 def fill(record: object, **values: Any) -> None:
-    """Set the fields of a frozen record; only for its own `__init__` and `__post_init__`."""
+    """Set the fields of a frozen record. Only the record's own `__init__` and `__post_init__` may call this."""
     record.__dict__.update(values)
 
 
@@ -34,7 +34,7 @@ def as_number(value: Any, name: str, hint: str = "") -> float | None:
     """
     if value is None or type(value) is float:
         return value
-    # numpy's texts, dates and complex numbers have a __float__ too.
+    # numpy's strings, dates and complex numbers also have a __float__.
     is_number = hasattr(type(value), "__float__") and not getattr(value, "ndim", None) and not isinstance(value, str)
     if is_number and getattr(getattr(value, "dtype", None), "kind", "f") not in "cmMOSU":
         try:

@@ -1,4 +1,5 @@
-"""Defines the record of kept sets: the ids that each token was sampled from, where top-p, top-k or min-p cut some."""
+"""Defines the record of kept sets: the ids that each token was sampled from, if top-p, top-k or min-p cut the
+distribution."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class KeptSets:
 
     @staticmethod
     def joined(parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
-        """The sets of several runs of tokens, concatenated, or None if no run has any.
+        """The sets of several runs of tokens, concatenated, or None if nothing was cut in any run.
 
         Args:
             parts: The sets of each run, or None if nothing was cut in it.
@@ -106,7 +107,7 @@ def as_kept_sets(given: KeptSets | Sequence[Sequence[int]], completion_ids: Int3
     """The kept sets of a completion, checked: every set that is not empty contains the sampled id.
 
     Raises:
-        RecordError: another number of sets, a set that is not ascending ids, or one without the sampled id.
+        RecordError: the number of sets is wrong, or a set is not ascending or does not contain the sampled id.
     """
     kept = given if isinstance(given, KeptSets) else KeptSets.of(given)
     if len(kept) != len(completion_ids):

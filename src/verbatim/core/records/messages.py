@@ -46,7 +46,7 @@ class StopReason(StrEnum):
 
     @property
     def truncated(self) -> bool:
-        """True if something was cut off: for every reason except a natural stop."""
+        """True if something was cut off, which is the case for every reason except a natural stop."""
         return self is not StopReason.STOP
 
 

@@ -70,7 +70,7 @@ class MicroBatch:
     trajectory_ids: tuple[str, ...]
     """Ids of the trajectories with targets in this micro-batch."""
     trajectory_lengths: Int32
-    """Length of each of these trajectories, with all its samples concatenated: int32 [len(trajectory_ids)]."""
+    """Length of each of these trajectories, counting the tokens of all its samples: int32 [len(trajectory_ids)]."""
     routed_experts: RoutedExperts | None = None
     """The experts of a mixture that must process the U tokens, or None if none were recorded."""
     is_rows: bool = True

@@ -40,7 +40,7 @@ class TrainingSample:
     advantages: Float32
     """Advantages, float32 [L]; 0 outside the mask."""
     chunk_ids: Int32
-    """The turn's index, int32 [L]; -1 outside the mask."""
+    """Index of the turn that sampled the token, int32 [L]; -1 outside the mask."""
     policy_versions: Int32
     """Policy version that sampled the token, int32 [L]; -1 outside the mask or if unknown."""
     temperatures: Float32
@@ -124,7 +124,7 @@ class TrainingSample:
         read and are parallel by construction; everything else that `__init__` checks is checked here."""
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids)), "spans outside of the sample"
-        if len(spans) > 1:  # skip the loop in the common case: most samples of a trajectory with breaks have one span
+        if len(spans) > 1:  # skips the loop: after breaks, most samples have a single span
             assert all(one.end <= other.start for one, other in pairwise(spans)), "spans that overlap"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"

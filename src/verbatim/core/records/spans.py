@@ -50,7 +50,7 @@ _INSIDE: dict[str, Callable[[Span], Any]] = {
     "policy_versions": attrgetter("version"),
     "temperatures": attrgetter("temperature"),
 }
-"""The value of each array of `OUTSIDE` within a span; None: as outside."""
+"""The value of each array of `OUTSIDE` within the span; None: the same as outside."""
 
 
 def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Defines what the trainer reports about each token that it trained."""
+"""Defines the trainer's report on each trained token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from verbatim.core.records.samples import TrainingSample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """What the trainer computed for the T trained tokens of a batch, sample by sample in batch order.
+    """The trainer's results for the T trained tokens of a batch, sample by sample in batch order.
 
-    Example: for two samples with masks `[F, T, T]` and `[F, F, T]`, T is 3, and the last token is the second sample's.
+    Example: for two samples with masks `[F, T, T]` and `[F, F, T]`, there are 3 trained tokens, and the last one
+    belongs to the second sample.
     """
 
     logprobs: Float32
@@ -39,7 +40,7 @@ class TrainedTokens:
         )
 
     def by_turn(self, samples: Sequence[TrainingSample]) -> Iterator[tuple[TrainingSample, int, Float32, Float32]]:
-        """Sample, turn index, logprobs and gradients of each trained turn. A turn's tokens are in one sample.
+        """Sample, turn index, logprobs and gradients of each trained turn. All tokens of a turn are in the same sample.
 
         Args:
             samples: The batch.

@@ -21,11 +21,11 @@ from verbatim.core.records.messages import ParseStatus, StopReason, ToolCall
 from verbatim.core.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids, of_list
 
 MAX_POSITIVE_LOGPROB = 1e-4
-"""Rounding may leave a logprob up to this far above 0; it is then stored as 0. Larger values are refused."""
+"""A logprob up to this far above 0 is taken as a rounding error and stored as 0. Larger values are refused."""
 _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 _SMALLEST = int(np.float32(np.finfo(np.float32).min).view(np.int32))
-"""The bits of the smallest finite float32 as an integer. As integers, all other negative floats are smaller, and
-everything that needs a closer check is larger: -inf, NaN, 0 and positive numbers."""
+"""The bits of the smallest finite float32 as an integer. Compared as integers, all other finite negative floats are
+smaller, and every value that needs a closer check is larger: -inf, NaN, 0 and positive numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class TurnTiming:
     """Wall-clock seconds of one turn."""
 
     queued: float = 0.0
-    """From the request to the processing of the first prompt token."""
+    """Time from the request to the processing of the first prompt token."""
     generated: float = 0.0
-    """From then to the last sampled token."""
+    """Time from then to the last sampled token."""
     tools: float = 0.0
-    """In tools and the environment after the completion."""
+    """Time in tools and the environment after the completion."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, init=False, slots=True)
@@ -53,8 +53,7 @@ class Turn:
     """
 
     path: TokenPath
-    """Where the prompt and completion are stored, one after the other; turns of a trajectory share their common
-    prefixes."""
+    """The stored sequence of prompt and completion; turns of a trajectory share their common prefixes."""
     completion_ids: Int32
     """The exact sampled ids, including the stop token: int32 [C]."""
     logprobs: Float32 | None = None
@@ -62,8 +61,8 @@ class Turn:
     policy_versions: Int32 | None = None
     """The policy version that sampled each completion id, int32 [C], or None if unknown."""
     routed_experts: Experts | None = None
-    """The experts that processed the N tokens before the last one (which was sampled, but not processed): [N, D, K].
-    Earlier turns have those of the tokens before. None: not recorded."""
+    """The experts that processed the last N tokens, not counting the final token, which was sampled but not processed:
+    [N, D, K]. Earlier turns have the experts of earlier tokens. None: not recorded."""
     kept_sets: KeptSets | None = None
     """The kept sets of the C completion ids, or None if nothing was cut or it is unknown."""
     stop_reason: StopReason = StopReason.STOP
@@ -73,7 +72,7 @@ class Turn:
     reward: float | None = None
     """The turn's own reward, or None if it has none."""
     advantage: float | None = None
-    """The advantage of this turn's tokens, or None for that of the trajectory."""
+    """The advantage of this turn's tokens, or None to use the trajectory's advantage."""
     state_key: str | None = None
     """Name of the environment state in which the turn acted (for `gigpo`)."""
     agent: str = "main"
@@ -183,7 +182,7 @@ class Turn:
 _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
-"""Setters of the fields for the construction of a turn; several times as fast as `object.__setattr__` by name."""
+"""Setters of the fields, used to construct a turn: several times as fast as `object.__setattr__` by name."""
 (_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_kept_sets,
  _set_stop_reason, _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status,
  _set_tool_calls, _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
@@ -240,7 +239,7 @@ def _as_versions(values: object, expected: int) -> Int32:
             f"{given.tolist()[:4]}; pass None for a whole turn whose versions are unknown"
         )
     versions = given if given.dtype == _INT32 else given.astype(_INT32)
-    raw = versions.tobytes()  # as bytes, because one comparison tells whether all versions are equal
+    raw = versions.tobytes()  # as bytes, because then a single comparison tells whether all versions are equal
     if expected and raw == raw[:4] * expected:
         return _repeated(raw[:4], expected)
     kept: Int32 = np.frombuffer(raw, _INT32)

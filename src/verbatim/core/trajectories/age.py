@@ -9,15 +9,15 @@ from verbatim.core.trajectories.record import TrajectoryRecord
 def first_version(trajectory: TrajectoryRecord) -> int | None:
     """The policy version of the first sampled token, or None if no token was sampled or the version is unknown.
 
-    Untrained turns do not count. Turns are ordered by their end, and concurrent agents may end in another order than
-    they began; so this is the oldest version of all turns.
+    Untrained turns do not count. Turns are ordered by their end, and turns of concurrent agents may end in another
+    order than they began, so this is the oldest first version of all turns.
     """
     known = (_first_known(turn.policy_versions) for turn in trajectory.turns if turn.trained)
     return min((version for version in known if version is not None), default=None)
 
 
 def _first_known(versions: Int32 | None) -> int | None:
-    """The first known version of a turn (-1: unknown), or None. Later versions of a turn are never older."""
+    """The first known version in a turn, or None if all are unknown (-1). Later versions in a turn are never older."""
     if versions is None or not len(versions):
         return None
     if versions[0] >= 0:

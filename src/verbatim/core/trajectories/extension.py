@@ -15,10 +15,10 @@ class Extension:
     sample: int | None
     """Number of the open sample that is the longest exact prefix of the prompt, or None at a break."""
     shared: int
-    """Number of ids that the prompt shares with the sample it extends (the sample's whole length), or at a break with
+    """Number of ids that the prompt shares with the sample it extends (the sample's whole length), or, at a break, with
     the closest sample."""
     closest: int | None
-    """That sample; at a break the one that shares most, or None if no sample is open."""
+    """Number of the sample that `shared` refers to, or None if no sample is open."""
 
 
 class SampleEnds:

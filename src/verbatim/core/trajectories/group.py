@@ -21,7 +21,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     """The trajectories, ordered by `sample_index`, including failed ones."""
     index: int = -1
-    """Number of the group in the run, in the order in which groups are drawn; -1: unknown."""
+    """Number of the group in the run, in the order in which groups were started; -1: unknown."""
 
     def __post_init__(self) -> None:
         fill(self, trajectories=tuple(self.trajectories))
@@ -34,5 +34,5 @@ class Group:
     @property
     def scored(self) -> tuple[Trajectory, ...]:
         """The completed trajectories whose rewards are present and finite. Baselines and the difficulty of the example
-        are computed over them: a missing reward is not 0."""
+        are computed from these only, because a missing reward is not 0."""
         return tuple(t for t in self.completed if t.bad_reward is None)

@@ -24,9 +24,9 @@ REASONS = (
 class Ledger:
     """Cumulative token counts of a run: `sampled = trained + dropped + pending`, checked at every step.
 
-    Tokens are counted where they appear (a sampler returned them) and where they end (an optimizer step, or a reason).
-    `pending` is not derived from the other counts, because the sum would then always hold: every holder of tokens
-    counts its own, and `check` compares.
+    Tokens are counted when they appear (a sampler returned them) and when they end (in an optimizer step, or dropped
+    for a reason). `pending` is not derived from the other counts, because the sum would then always hold. Instead,
+    everything that holds tokens counts its own, and `check` compares the sums.
 
     Example:
         >>> ledger = Ledger()
@@ -41,7 +41,8 @@ class Ledger:
         self.masked_by_loss = 0
         self.dropped: Counter[str] = Counter()
         self._settled_below = 0
-        # Indices of settled groups: all below this bound, plus the set, so that memory stays bounded in a long run.
+        # The settled groups are all below this bound, plus those in the set, so that memory stays bounded in a long
+        # run.
         self._settled_above: set[int] = set()
 
     def sampled_tokens(self, count: int) -> None:

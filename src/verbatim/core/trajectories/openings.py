@@ -26,7 +26,7 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
 
 
 def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
-    """Of the indices at which samples open, those whose agent sampled in an earlier turn, in order."""
+    """The indices in `openings` whose turn's agent also sampled in an earlier turn, in order."""
     found, agents, opens = [], set[str](), set(openings)
     for place, turn in enumerate(turns):
         if place in opens and turn.agent in agents:

@@ -12,7 +12,7 @@ from verbatim.core.trajectories.record import TrajectoryRecord
 TRAINED = "trained"
 """The outcome of tokens on which an optimizer step is taken."""
 EVALUATION = "evaluation"
-"""The outcome of tokens that were sampled for an evaluation: they are never trained and in no ledger. Every other
+"""The outcome of tokens that were sampled for an evaluation, which are never trained and not in the ledger. Every other
 outcome is a reason of the `Ledger`."""
 
 
@@ -37,9 +37,9 @@ class TrajectoryOutcome:
     unrecorded: str | None = None
     """The outcome of the sampled tokens that are in no turn, or None if there are none."""
     reason: str | None = None
-    """Why nothing of the trajectory is trained, or None if each turn has an outcome of its own."""
+    """Why the whole trajectory is not trained, or None if each turn has an outcome of its own."""
     flags: tuple[str, ...] = ()
-    """The filters that flagged it, including those that only count."""
+    """The filters that flagged the trajectory, including those that only count."""
     trainer_logprobs: tuple[Float32 | None, ...] = ()
     """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if they were
     not kept."""

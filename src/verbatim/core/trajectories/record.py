@@ -60,15 +60,15 @@ class TrajectoryRecord:
     truncated: bool = False
     """Whether something was cut off."""
     error: str | None = None
-    """The error message of a failed episode; a trajectory with an error is never trained on."""
+    """The error message of a failed episode, or None. A trajectory with an error is never trained on."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further JSON values from the environment. `info["task"]` is what the caller of a rollout passed next to
     `messages`."""
     num_unrecorded_tokens: int = 0
-    """Number of sampled tokens that are in no turn: of a completion that could not be recorded (`error` then has the
-    reason), or that was cut off."""
+    """Number of sampled tokens that are in no turn, because their completion was cut off or could not be recorded
+    (`error` then has the reason)."""
     num_unrecorded_turns: int = 0
-    """Number of turns that a server answered without token ids: they are in `messages`, and never trained."""
+    """Number of turns that a server answered without token ids; they are in `messages`, but are never trained."""
 
     def __post_init__(self) -> None:
         fill(
@@ -110,7 +110,7 @@ class TrajectoryRecord:
 
     @property
     def bad_reward(self) -> str | None:
-        """Why nothing can be learned from its rewards (missing, NaN or infinite), or None if something can."""
+        """Why nothing can be learned from the rewards (missing, NaN or infinite), or None if they are usable."""
         if self.reward is None:
             return "reward: missing"
         turns = (turn.reward for turn in self.turns if turn.reward is not None)

@@ -29,12 +29,12 @@ Strategy = Callable[[Sequence[Turn]], list[list[int]]]
 
 STRATEGIES: dict[str, Strategy] = {"interleaved": interleaved, "branching": branching}
 """`strategy(turns) -> samples`: for each sample, the indices of its turns in order. Each prompt after the first must
-extend the turn before it exactly; a strategy only chooses which turns to put together."""
+extend the turn before it exactly; a strategy only chooses which turns to join into one sample."""
 
 OnBreak = Literal["split", "error"]
 
 _SHOWN = 8
-"""Number of ids shown from the first difference on."""
+"""Number of ids shown in a message, starting at the first difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def build(
         max_length: Maximum tokens of a sample. A turn that ends beyond it is dropped whole, as `over_length`, so that
             samples are cut at turn boundaries only.
         needs_logprobs: False for supervised training, where recorded text has no logprobs.
-        include_failed: Treat a trajectory with an `error` like one without, as far as it got; its sampled tokens that
-            are in no turn are dropped as `error`.
+        include_failed: Also build samples from the completed turns of a trajectory with an `error`; its sampled tokens
+            that are in no turn are dropped as `error`.
 
     Raises:
         ValueError: an unknown strategy.
@@ -164,8 +164,8 @@ def find_strategy(name: str) -> Strategy:
 
 
 def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, Turn]]) -> None:
-    """Check that every turn occurs once, and that joined turns extend each other. A failure is the error of a user's
-    own strategy, and an assertion for a built-in one."""
+    """Check that every turn occurs once, and that joined turns extend each other. A failure raises a ComponentError for
+    a user's own strategy, and an AssertionError for a built-in one."""
     fault = None
     if strategy not in STRATEGIES and not _is_lists(runs):
         fault = f"gave {shown(runs, 80)}"
@@ -206,7 +206,7 @@ def _sample(
 ) -> TrainingSample:
     """One sample: the tokens up to the end of its last trained turn, with all trained turns marked.
 
-    Untrained turns after that are left out, because they would be context of nothing.
+    Untrained turns after that are left out, because they are not context for any trained token.
     """
     spans: list[Span] = []
     for index, turn in trained:
@@ -255,12 +255,12 @@ def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | N
 
 
 def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:
-    """The experts that processed the tokens of a sample: as recorded by its own turns, then by other turns as far as
-    they share its context. If several turns recorded a token, the sample's own turns have priority, in order.
+    """The experts that processed the tokens of a sample: as recorded by its own turns, then by other turns, as far as
+    these share its context. If several turns recorded a token, the sample's own turns have priority, in order.
 
     Args:
         trained: The trained turns of the sample, each with its index.
-        turns: All turns of the trajectory, of which at least one has recorded experts.
+        turns: All turns of the trajectory; at least one has recorded experts.
     """
     first = next(turn.routed_experts for turn in turns if turn.routed_experts is not None)
     recorded = [(turn, turn.routed_experts) for turn in dict.fromkeys([*(turn for _, turn in trained), *turns])]

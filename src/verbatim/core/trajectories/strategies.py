@@ -11,8 +11,8 @@ from verbatim.core.trajectories.extension import SampleEnds
 def branching(turns: Sequence[Turn]) -> list[list[int]]:
     """One sample per turn: the prompt is untrained, the completion is trained.
 
-    It makes no assumption about prompts, so it fits any chat template. A trajectory of T turns costs the sum of its
-    prompts, unless shared prefixes are computed once (packing "tree").
+    It makes no assumptions about prompts, so it works with any chat template. A trajectory of T turns costs the sum of
+    its prompts, unless shared prefixes are computed once (packing "tree").
 
     Returns:
         For each sample, the indices of its turns.
@@ -26,7 +26,8 @@ def branching(turns: Sequence[Turn]) -> list[list[int]]:
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:
     """A turn joins the sample that its prompt extends exactly, or opens a new one.
 
-    All samples stay open, so agents that take turns, and parents that continue after a sub-agent, join their samples.
+    All samples stay open, so agents that alternate, and a parent that continues after a sub-agent, can each continue
+    their own sample.
 
     Returns:
         For each sample, the indices of its turns in order.

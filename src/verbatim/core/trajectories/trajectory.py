@@ -75,11 +75,12 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def _beside_messages(self) -> Mapping[str, Any]:
-        """What the caller of a rollout passed next to the messages. Fields of the trajectory hide equal names."""
+        """What the caller of a rollout passed next to the messages. Fields of the trajectory take precedence over equal
+        names."""
         task = self.info.get("task", {})
         return task if isinstance(task, Mapping) else {}
 
-    # By identity, like the other records; Mapping would compare contents, and so would not be hashable.
+    # Compared by identity, like the other records. Mapping would compare contents, and so would not be hashable.
     def __hash__(self) -> int:
         return id(self)
 

@@ -69,7 +69,8 @@ def tree_pieces(
         piece_tokens: Maximum distinct tokens in a piece, where a cut is possible.
         whole_tokens: Trajectories of at most this many distinct tokens are not cut.
     """
-    if whole_tokens:  # rows must be neighbours to stay in one piece, but then share less
+    if whole_tokens:
+        # A trajectory's rows must be neighbours to stay in one piece, although they share fewer tokens in this order.
         rows = [row for together in by_trajectory(rows) for row in together]
         shared = shared_tokens(rows)
     lengths = lengths_of(rows)
