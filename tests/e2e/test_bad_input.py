@@ -354,7 +354,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_writ
     with disk_that_fills_up():
         status, said = typed(*run, f"{{after = 17, limit = {ALL_BUT_WEIGHTS}}}")
     assert status == 1
-    assert "what was trained on batch 2 could not be written" in said
+    assert "the results of training on batch 2 could not be written" in said
     assert "mine/weights" in said
     assert "File too large" in said
     assert "--resume" in said

@@ -183,7 +183,7 @@ def test_a_file_that_has_not_all_of_the_batch_is_refused(place: Path, run: Path)
 def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
     other = copied(place, run, "foreign")
     pq.write_table(pa.table({"a": [1]}), files_in(other / "trajectories")[5])
-    with pytest.raises(UsageError, match="has no number of a format"):
+    with pytest.raises(UsageError, match="has no format number"):
         replay(other, 5)
 
 

@@ -93,7 +93,7 @@ def test_a_module_in_the_current_directory(module):
         ("my_tasks.NoSplit", {}, r"examples\(\) does not fit: .*; expected `def examples\(self, split\)`"),
         ("my_tasks.NoSeed", {}, r"start\(example\) does not fit: .*expected `async def start\(self, example, seed\)`"),
         ("my_tasks", {}, "there is no environment 'my_tasks'"),
-        ("my_tasks.py", {}, "has no 'py'; an import_path has the name behind the module, without .py: my_tasks."),
+        ("my_tasks.py", {}, "has no 'py'; an import_path is the module without .py, followed by the name: my_tasks."),
         ("my_tasks.py:Good", {}, "there is no module 'my_tasks.py'.*without .py: my_tasks.Good"),
         ("elsewhere.Good", {}, "run the command in the folder that holds elsewhere, or install it"),
         ("my_typo.X", {}, r"importing my_typo failed: SyntaxError: .*my_typo.py:2: def f\(:\)"),

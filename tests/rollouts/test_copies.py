@@ -145,7 +145,7 @@ def test_messages_that_cannot_be_compared_are_the_environments_fault():
 def test_a_message_that_holds_itself_is_refused():
     message = {"role": "user", "content": "x"}
     message["again"] = message
-    with pytest.raises(EnvironmentFault, match=r"a message: it holds itself, at \['again'\]"):
+    with pytest.raises(EnvironmentFault, match=r"a message: it contains itself, at \['again'\]"):
         copied(message)
 
 

@@ -220,7 +220,7 @@ def test_a_file_without_a_number_is_refused_too(run: Path, tmp_path: Path, kind:
     for path in files_of(tmp_path / "run", kind):
         with_number(path, None)
     with pytest.raises(
-        UsageError, match=f"has no number of a format; this version of Verbatim reads format {FORMATS[kind]} of"
+        UsageError, match=f"has no format number; this version of Verbatim reads format {FORMATS[kind]} of"
     ):
         next(iter(READERS[kind].values()))(tmp_path / "run")
 
@@ -228,7 +228,7 @@ def test_a_file_without_a_number_is_refused_too(run: Path, tmp_path: Path, kind:
 def test_a_manifest_without_a_number_is_a_damaged_one(run: Path, tmp_path: Path):
     shutil.copytree(run, tmp_path / "run", symlinks=True)
     with_number(tmp_path / "run" / NEWEST / "manifest.json", None)
-    assert "manifest.json has no number of a format" in str(find_damage(tmp_path / "run" / NEWEST))
+    assert "manifest.json has no format number" in str(find_damage(tmp_path / "run" / NEWEST))
     found = CheckpointStore(tmp_path / "run" / "checkpoints").latest()
     assert found is not None and found.step == FORKABLE_STEPS - 1
 
@@ -269,7 +269,7 @@ def test_a_run_of_another_version_is_not_resumed(run: Path, tmp_path: Path, monk
     status = main(["rl", str(run.parent / "run.toml"), "--resume", str(tmp_path / "run"), "--max-steps", steps])
     assert status == 2
     said = capfd.readouterr()
-    reads = f"this version of Verbatim reads format {number + 1} of {kind}. Another version wrote it"
+    reads = f"this version of Verbatim reads format {number + 1} of {kind}. Another version wrote the file"
     assert f"has format {number}; {reads}" in said.err
     assert "Traceback" not in said.out + said.err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept

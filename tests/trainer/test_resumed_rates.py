@@ -36,8 +36,8 @@ def test_a_run_that_is_made_longer_is_stretched_anew_and_its_jump_is_announced(c
     second = resumed(schedule, COSINE, 4)
     assert second.total == 8
     assert [record.getMessage() for record in caplog.records] == [
-        "the learning rate jumps: optimizer step 5 of 8 is taken at 0.000611, and would be at 0 in the schedule "
-        "before, of 4; the last one was taken at 0.00025"
+        "the learning rate jumps: optimizer step 5 of 8 is taken at 0.000611, but would be at 0 in the previous "
+        "schedule of 4 steps; the last one was taken at 0.00025"
     ]
     assert second.take() == pytest.approx(0.6112604669781572e-3)
 
@@ -75,7 +75,7 @@ def test_another_number_of_optimizer_steps_on_each_batch_leaves_just_as_many_as_
 
 def test_a_longer_warm_up_counts_from_the_first_optimizer_step_of_the_run(caplog):
     second = resumed(after(OptimConfig(lr=1.0), 10, 1, 1, 1), OptimConfig(lr=1.0, warmup_steps=7), 7)
-    assert "optimizer step 4 of 10 is taken at 0.5, and would be at 1 in" in caplog.text
+    assert "optimizer step 4 of 10 is taken at 0.5, but would be at 1 in" in caplog.text
     assert second.take() == 0.5  # 4 of 8
 
 

@@ -144,7 +144,7 @@ def test_the_probes_are_what_the_trainer_makes_of_the_fixed_sequences(made):
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_batch_without_a_finite_loss_is_refused_and_all_after_it_name_it(made, checkpoint):
     made.train(1)
-    with pytest.raises(RunStopped, match=r"optimizer step 1: .*No weight was touched") as first:
+    with pytest.raises(RunStopped, match=r"optimizer step 1: .*This optimizer step changed no weights") as first:
         made.train(2, samples=poisoned(2), checkpoint=checkpoint)
     for version in (3, 4):
         with pytest.raises(RunStopped) as later:
@@ -192,7 +192,7 @@ def test_a_version_that_cannot_be_written_names_the_disks_reason(made, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "file"))
 
     monkeypatch.setattr(made.trainer, "save_weights" if where == "weights" else "save_state", full)
-    with pytest.raises(RunStopped, match=r"what was trained on batch 1 could not be written: No space left on device"):
+    with pytest.raises(RunStopped, match=r"the results of training on batch 1 could not be written: No space left on device"):
         made.train(2, checkpoint=True)
     monkeypatch.undo()
     with pytest.raises(RunStopped, match=r"batch 2 was not trained, because an earlier one failed: .*No space left"):
@@ -218,7 +218,7 @@ def test_a_trainer_that_serves_answers_every_order_and_tells_whose_fault_it_was(
     answers = [exchange.take_answer(number) for number in range(1, 6)]
     assert answers[0]["result"]["version"] == 1
     assert answers[0]["result"]["metrics"]["time/trainer_idle"] >= 0
-    assert "No weight was touched" in answers[1]["error"]
+    assert "This optimizer step changed no weights" in answers[1]["error"]
     assert answers[2]["error"].startswith("batch 2 was not trained, because an earlier one failed")
     assert answers[3:] == [{"result": {"in_run": "states/v000001"}}, None]
     assert (made.states / "v000001" / "weights" / "model.safetensors").is_file()

@@ -72,10 +72,10 @@ def check_metadata(kind: str, found: str | bytes | None, where: object) -> None:
 def _check(kind: str, found: Any, where: object) -> None:
     number = found if type(found) is int else None
     if number != FORMATS[kind]:
-        has = "no number of a format" if number is None else f"format {number}"
+        has = "no format number" if number is None else f"format {number}"
         who = "version or program" if number is None else "version"
         raise FormatError(
-            f"{where} has {has}; this version of Verbatim reads format {FORMATS[kind]} of {kind}. Another {who} wrote "
-            "it: read it with that one",
+            f"{where} has {has}; this version of Verbatim reads format {FORMATS[kind]} of {kind}. Another {who} "
+            "wrote the file: read it with that one",
             number,
         )

@@ -121,8 +121,8 @@ def import_object(import_path: str) -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             # The module was found, but one of its own imports is missing.
             install = (
-                f"; install the package that has {error.name}, with this Python's pip: {sys.executable} -m pip "
-                "install PACKAGE (it may have another name than the module)"
+                f"; install the package that provides {error.name} with this Python's pip: {sys.executable} -m pip "
+                "install PACKAGE (the package may have another name than the module)"
             )
             instead = install if ours_for(f"import {error.name}") is None else ""
             raise ComponentError(f"importing {module_name} failed: {told(error)}{instead}") from error
@@ -139,7 +139,7 @@ def import_object(import_path: str) -> Any:
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
         hint = nearest(attribute, names) or (f"; it has {', '.join(own[:8])}" if own else "")
         if attribute == "py":
-            hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
+            hint = f"; an import_path is the module without .py, followed by the name: {module_name}.MyClass"
         raise ComponentError(
             f"{module_name} ({getattr(module, '__file__', 'built in')}) has no {attribute!r}{hint}"
         ) from None

@@ -26,14 +26,14 @@ def stop_problem(stop: object) -> str | None:
     """Why a value cannot be a stop string, as the end of a sentence, or None if it can.
 
     >>> stop_problem("</answer>"), stop_problem("")
-    (None, 'is empty, which every text holds')
+    (None, 'is empty, which every text contains')
     """
     if not isinstance(stop, str):
         return "is not a text"
     if not stop:
-        return "is empty, which every text holds"
+        return "is empty, which every text contains"
     if len(stop) > LONGEST_STOP:
-        return f"has {len(stop)} characters; at most {LONGEST_STOP} are taken"
+        return f"has {len(stop)} characters; at most {LONGEST_STOP} are allowed"
     if _NOT_TEXT in stop or any("\ud800" <= character <= "\udfff" for character in stop):
         return "contains a character that stands for invalid bytes"
     return None

@@ -35,7 +35,7 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
     >>> loop = {"role": "user"}
     >>> loop["self"] = loop
     >>> why_refused(loop)
-    "it holds itself, at ['self']"
+    "it contains itself, at ['self']"
     >>> why_refused({"when": {1, 2}})
     "['when'] is a set; expected texts, numbers, booleans, None, lists and mappings"
     """
@@ -138,7 +138,7 @@ class _Look:
     def _container(self, value: Any, path: tuple[Any, ...], items: Any, *, is_table: bool) -> tuple[int, int, int]:
         own = id(value)
         if own in self._open:
-            raise _ValueRefused(f"it holds itself, {_place(path)}")
+            raise _ValueRefused(f"it contains itself, {_place(path)}")
         if len(path) > DEEPEST:
             raise _ValueRefused(f"it has more than {DEEPEST} levels, {_place(path)}")
         if own not in self._known:
@@ -194,4 +194,4 @@ def _place(path: tuple[Any, ...]) -> str:
     "at ['tools'][3]"
     """
     shown = "".join(f"[{key!r:.40}]" for key in path[:4])
-    return f"at {shown}{'...' if len(path) > 4 else ''}" if path else "at its top"
+    return f"at {shown}{'...' if len(path) > 4 else ''}" if path else "at its top level"

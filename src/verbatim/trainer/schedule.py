@@ -81,8 +81,8 @@ class Schedule:
         if not math.isclose(now, then, rel_tol=1e-9):
             last = f"; the last one was taken at {before.last_lr:.3g}" if before.last_lr is not None else ""
             logger.warning(
-                "the learning rate jumps: optimizer step %d of %d is taken at %.3g, and would be at %.3g in "
-                "the schedule before, of %d%s",
+                "the learning rate jumps: optimizer step %d of %d is taken at %.3g, but would be at %.3g in "
+                "the previous schedule of %d steps%s",
                 self.num_done + 1,
                 self.total,
                 now,

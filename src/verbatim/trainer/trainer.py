@@ -260,7 +260,7 @@ class Trainer:
             grad_norm, lr = self._step()
         except RunStopped as error:
             raise RunStopped(
-                f"optimizer step {self.schedule.num_done}: {error}. No weight was touched by this optimizer step"
+                f"optimizer step {self.schedule.num_done}: {error}. This optimizer step changed no weights"
             ) from error
         finally:
             self.optimizer.zero_grad(set_to_none=True)

@@ -97,7 +97,8 @@ class TrainerWorker:
             raise
         except OSError as error:
             self._failure = (
-                f"what was trained on batch {version - 1} could not be written: {describe(error, self.states.parent)}"
+                f"the results of training on batch {version - 1} could not be written: "
+                f"{describe(error, self.states.parent)}"
             )
             raise RunStopped(self._failure) from error
         except (MemoryError, RuntimeError) as error:

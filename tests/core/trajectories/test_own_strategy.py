@@ -48,7 +48,7 @@ def test_a_strategy_of_ones_own_decides_which_turns_share_a_sample(tmp_path: Pat
 @pytest.mark.parametrize("given", ["None", "3", "[0, 1, 2]", "[['0', '1', '2']]", "[None]"])
 def test_what_is_no_list_of_lists_of_places_is_refused_by_name(tmp_path: Path, given: str):
     source = f"def odd(turns):\n    return {given}\n"
-    expected = r"strategy my_odd\.odd gave .*; expected lists of places"
+    expected = r"strategy my_odd\.odd gave .*; expected lists of turn indices"
     with workplace(tmp_path, {"my_odd": source}), pytest.raises(ComponentError, match=expected):
         build_samples(THREE, strategy="my_odd.odd")
 

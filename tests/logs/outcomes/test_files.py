@@ -287,7 +287,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
         list(read_outcomes(tmp_path))
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(
-        UsageError, match=r"step-000001\.parquet has no number of a format; this version of Verbatim reads format 3"
+        UsageError, match=r"step-000001\.parquet has no format number; this version of Verbatim reads format 3"
     ):
         list(read_outcomes(path))
     table = SCHEMA.with_metadata({b"verbatim_format": b"9"}).empty_table()

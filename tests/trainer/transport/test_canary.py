@@ -109,7 +109,7 @@ def test_the_last_probe_is_asked_for_through_the_prefix_cache_up_to_each_of_its_
     assert [prefix.tolist() for prefix in cached_prefixes(short)] == [[3, 1]]
 
 
-SAID = "logprobs of a new request over the prefix cache differ by {} on average from those past it, "
+SAID = "logprobs of a new request through the prefix cache differ by {} on average from those without it, "
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ SAID = "logprobs of a new request over the prefix cache differ by {} on average 
         ([-1.0, -2.000008], None),  # 4e-6, less than a tenth of what the weights changed: 5e-5
         (
             [-1.0, -2.000012],
-            SAID.format("6e-06") + "and the weights changed them by 5e-05: the cache is that of the previous weights",
+            SAID.format("6e-06") + "and the step changed them by 5e-05: the cache was filled by the previous weights",
         ),
         ([np.nan, -2.0], SAID.format("nan") + "more than 0.0001"),
     ],

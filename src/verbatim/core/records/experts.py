@@ -70,7 +70,7 @@ class Routing:
         >>> model.problem(np.array([[[3], [0]]], dtype=np.uint8)) is None
         True
         >>> model.problem(np.array([[[5, 1], [0, 2]]], dtype=np.uint8))
-        'recorded experts are those of 2 layers, 2 for each token of at least 6; the model has 2 layers, 1 of 4'
+        'recorded experts have 2 layers and 2 of at least 6 experts per token; the model has 2 layers and 1 of 4'
         """
         num_layers, each = experts.shape[1:]
         used = int(experts.max(initial=0)) + 1
@@ -78,8 +78,8 @@ class Routing:
             return None
         expected = f"{self.experts_per_token} of {self.num_experts}" if self.experts_per_token else self.num_experts
         return (
-            f"recorded experts are those of {num_layers} layers, {each} for each token of at least {used}; the "
-            f"model has {self.num_layers} layers, {expected}"
+            f"recorded experts have {num_layers} layers and {each} of at least {used} experts per token; the model has "
+            f"{self.num_layers} layers and {expected}"
         )
 
 
@@ -96,7 +96,7 @@ def as_experts(values: Any, most: int) -> Experts:
     found = np.asarray(values)
     if found.ndim != 3 or len(found) > most:
         raise RecordError(
-            f"routed_experts: expected [tokens, layers, experts of a token] of at most {most} tokens, "
+            f"routed_experts: expected [tokens, layers, experts per token] with at most {most} tokens, "
             f"found the shape {list(found.shape)}"
         )
     if found.dtype not in (np.uint8, np.uint16):
@@ -126,7 +126,7 @@ def experts_from_text(text: str) -> Experts:
         raise ValueError(f"routed_experts: not an array in base64 ({error})") from None
     if found.ndim != 3 or found.dtype not in (np.uint8, np.uint16):
         raise ValueError(
-            f"routed_experts: expected [tokens, layers, experts of a token] of uint8 or uint16, found "
+            f"routed_experts: expected [tokens, layers, experts per token] of uint8 or uint16, found "
             f"{list(found.shape)} of {found.dtype}"
         )
     experts: Experts = found

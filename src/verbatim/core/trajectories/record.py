@@ -90,7 +90,7 @@ class TrajectoryRecord:
                 raise RecordError(f"{field_name}: {named!r:.80}; two names have the same text, expected distinct names")
             for name, part in named.items():
                 if as_number(part, f"{field_name}[{name!r}]") is None:
-                    raise RecordError(f"{field_name}[{name!r}]: None; leave out what was not scored")
+                    raise RecordError(f"{field_name}[{name!r}]: None; leave out names that were not scored")
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -65,7 +65,7 @@ class NativeForest:
         self._groups = groups
         self._queries = np.arange(len(depths), dtype=np.int32) if queries is None else queries
         self.queries_per_block = max(1, int(library.rows_per_block()) // groups)
-        assert groups <= library.rows_per_block(), f"{groups} query heads for each key/value head"
+        assert groups <= library.rows_per_block(), f"{groups} query heads per key/value head"
         keys = [*keys_of_blocks(self._depths, self._queries, self.queries_per_block, window)]
         self._keys = np.concatenate(keys)
         assert len(self._keys) <= MOST_KEYS, f"{len(self._keys)} keys of {len(keys)} blocks exceed int32"
@@ -85,7 +85,7 @@ class NativeForest:
         sizes, planned = (len(query_QHD), len(key_UKD)), (len(self._queries), len(self._depths))
         assert sizes == planned, f"(queries, tokens) are {sizes}, the plan has {planned}"
         groups = query_QHD.shape[1] // key_UKD.shape[1]
-        assert groups == self._groups, f"{groups} query heads for each key/value head, the plan has {self._groups}"
+        assert groups == self._groups, f"{groups} query heads per key/value head, the plan has {self._groups}"
         return _Shape(
             *sizes,
             query_QHD.shape[1],

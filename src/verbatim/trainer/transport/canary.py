@@ -148,7 +148,7 @@ def find_stale_prefix(
     """
     past = whole[-len(cached) :].astype(np.float64)
     difference = float(np.abs(np.asarray(cached, np.float64) - past).mean())
-    said = f"logprobs of a new request over the prefix cache differ by {difference:.2g} on average from those past it"
+    said = f"logprobs of a new request through the prefix cache differ by {difference:.2g} on average from those without it"
     if not difference <= tolerance:
         return f"{said}, more than {tolerance:g}"
     if before is not None:
@@ -156,7 +156,7 @@ def find_stale_prefix(
         change = float(np.abs(new - old).mean())
         rounding = ROUNDING * float(np.abs(whole.astype(np.float64) - published.logprobs[-1]).mean())
         if difference > max(change * STALE_SHARE, rounding, LEAST_ROUNDING * tolerance):
-            return f"{said}, and the weights changed them by {change:.2g}: the cache is that of the previous weights"
+            return f"{said}, and the step changed them by {change:.2g}: the cache was filled by the previous weights"
     return None
 
 
