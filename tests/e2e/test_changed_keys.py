@@ -60,12 +60,16 @@ def test_the_schedule_is_stretched_over_what_is_done_and_what_is_left(place, cap
     """`max_steps`, `trainer.optim.schedule`, `trainer.optimizer_steps_per_batch`: up, and down again."""
     run = resumed(place, "rates", *COSINE, "--trainer.optimizer-steps-per-batch", "2")
     assert (
-        "optimizer step 7 of 10 is taken at 0.00345, but would be at 0.01 in the previous schedule of 6 steps" in caplog.text
+        "optimizer step 7 of 10 is taken at 0.00345, but would be at 0.01 in the previous schedule of 6 steps"
+        in caplog.text
     )
     assert rates(run)[7] == pytest.approx(cosine(7, 10)) and rates(run)[8] == pytest.approx(cosine(9, 10))
     caplog.clear()
     resumed(place, "rates", *COSINE, steps=10)
-    assert "optimizer step 11 of 12 is taken at 0.00067, but would be at 0 in the previous schedule of 10 steps" in caplog.text
+    assert (
+        "optimizer step 11 of 12 is taken at 0.00067, but would be at 0 in the previous schedule of 10 steps"
+        in caplog.text
+    )
     assert rates(run)[9] == pytest.approx(cosine(10, 12)) and rates(run)[10] == pytest.approx(cosine(11, 12))
     assert "would be at" not in resume_says(place, "rates", caplog, *COSINE, steps=10)
 

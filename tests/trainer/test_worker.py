@@ -192,7 +192,9 @@ def test_a_version_that_cannot_be_written_names_the_disks_reason(made, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "file"))
 
     monkeypatch.setattr(made.trainer, "save_weights" if where == "weights" else "save_state", full)
-    with pytest.raises(RunStopped, match=r"the results of training on batch 1 could not be written: No space left on device"):
+    with pytest.raises(
+        RunStopped, match=r"the results of training on batch 1 could not be written: No space left on device"
+    ):
         made.train(2, checkpoint=True)
     monkeypatch.undo()
     with pytest.raises(RunStopped, match=r"batch 2 was not trained, because an earlier one failed: .*No space left"):

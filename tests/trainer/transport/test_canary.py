@@ -109,7 +109,7 @@ def test_the_last_probe_is_asked_for_through_the_prefix_cache_up_to_each_of_its_
     assert [prefix.tolist() for prefix in cached_prefixes(short)] == [[3, 1]]
 
 
-SAID = "logprobs of a new request through the prefix cache differ by {} on average from those without it, "
+SAID = "logprobs of a new request through the prefix cache differ by {} on average from those past it, "
 
 
 @pytest.mark.parametrize(
