@@ -165,7 +165,7 @@ def named_within(text: str) -> Iterator[tuple[str, str]]:
 
 
 def is_placeholder(value: str) -> bool:
-    """True if a value stands for no key: `none`, `EMPTY`, `$VARIABLE`, or a redacted value."""
+    """True if a value is a placeholder, not a key: `none`, `EMPTY`, `$VARIABLE`, or a redacted value."""
     return value.lower() in _NO_KEY or value.startswith(("$", REDACTED))
 
 

@@ -1,7 +1,7 @@
 """Fuses the norms, gated activations and rotary embeddings of a decoder layer into one C function each (`layers.c`).
 
-`transformers` computes a norm with six operations and a rotary embedding with five. Each of them reads and writes all
-activations, and the backward pass has as many again. Here each is a single pass, for classes known to compute
+`transformers` computes a norm with six operations and a rotary embedding with five. Each operation reads and writes all
+activations, and the backward pass doubles their number. Here each is a single pass, for classes known to compute
 
     weight * x / sqrt(mean(x^2) + eps)      down(silu(gate(x)) * up(x))      x cos + rotate_half(x) sin
 

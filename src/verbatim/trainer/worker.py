@@ -58,7 +58,7 @@ class TrainerWorker:
         self._optimizer_steps = self.trainer.schedule.num_done
 
     def share(self, cores: CoreShare) -> None:
-        """Use only as many threads as the sampler leaves free, decided before each micro-batch."""
+        """Limit threads to the cores that the sampler leaves free, checked before each micro-batch."""
         self._cores = cores
         self.trainer.before_pass = self._take_cores
 

@@ -1,4 +1,4 @@
-"""Defines the record of which experts of a mixture processed each token."""
+"""Defines the record of the experts that processed each token in a mixture of experts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ outcome is a reason of the `Ledger`."""
 class TrajectoryOutcome:
     """The outcome of every sampled token of one trajectory.
 
-    Example: two turns of 3 and 2 tokens, of which the second exceeds the maximum length of a sample.
+    Example: two turns of 3 and 2 tokens; the second exceeds the maximum length of a sample.
 
         >>> from verbatim import Turn
         >>> turns = [Turn(prompt_ids=[1], completion_ids=[2] * count) for count in (3, 2)]

@@ -67,8 +67,8 @@ def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
     Args:
         pieces: The pieces, any number.
         num_ranks: Number of ranks, at least 1. With fewer pieces than ranks, some ranks get none.
-        most_tokens: Maximum tokens of a rank in a pass. A larger piece is computed alone; in its pass the other ranks
-            may have as many tokens as this piece, because they would only wait for it.
+        most_tokens: Maximum tokens of a rank in a pass. A larger piece is computed alone; in its pass this piece's size
+            is the limit of the other ranks too, because they would only wait for it.
     """
     total, largest = sum(p.cost for p in pieces), max((p.cost for p in pieces), default=0.0)
     # No deal can take less time than `bound`, so a deal within `ALIKE` of it ends the search.

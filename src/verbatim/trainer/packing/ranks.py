@@ -99,7 +99,7 @@ def deal_samples(
         packing: A packer's name or import path.
         num_ranks: Number of ranks, at least 1. With a small batch, some ranks may get nothing.
         micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample gets a micro-batch of its own, and in its
-            pass the other ranks may have as many tokens.
+            pass the other ranks may have the same number of tokens.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit, otherwise on one rank.
         cost: Predicts the cost of micro-batches.
 

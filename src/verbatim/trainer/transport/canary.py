@@ -148,7 +148,9 @@ def find_stale_prefix(
     """
     past = whole[-len(cached) :].astype(np.float64)
     difference = float(np.abs(np.asarray(cached, np.float64) - past).mean())
-    said = f"logprobs of a new request through the prefix cache differ by {difference:.2g} on average from those past it"
+    said = (
+        f"logprobs of a new request through the prefix cache differ by {difference:.2g} on average from those past it"
+    )
     if not difference <= tolerance:
         return f"{said}, more than {tolerance:g}"
     if before is not None:
