@@ -45,7 +45,7 @@ WITH_BLOCKS = "qwen3_training.jinja"
 """Writes an empty thinking block at the head of each turn that has no thought, whatever follows the turn."""
 LEVELS = {"synchronous": 0, "asynchronous": 1, "two_batches_ahead": 2}
 """Our runs, with their `max_async_level`."""
-ANEW = "rendered_anew"
+ANEW = "rendered_again"
 SKIPPED = 3
 """First steps of a run, which compile, warm up and fill queues."""
 ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -199,7 +199,7 @@ def theirs(folder: Path, python: Path, model: Path, steps: int) -> dict[str, Any
     }
 
 
-def rendered_anew(folder: Path, model: Path, steps: int) -> dict[str, Any]:
+def rendered_again(folder: Path, model: Path, steps: int) -> dict[str, Any]:
     """Our runs where the template writes every prompt."""
     return {f"{side}_{ANEW}": ours(folder, model, steps, level, "template") for side, level in LEVELS.items()}
 
@@ -224,7 +224,7 @@ def main() -> None:
             {
                 "trl": theirs(folder, python, model, args.steps),
                 **{side: ours(folder, model, args.steps, level) for side, level in LEVELS.items()},
-                **(rendered_anew(folder, model, args.steps) if args.empty_thoughts else {}),
+                **(rendered_again(folder, model, args.steps) if args.empty_thoughts else {}),
             }
             for _ in range(args.rounds)
         ]
@@ -242,7 +242,7 @@ def main() -> None:
                 "benchmark": "beside_trl",
                 "trl": TRL,
                 "empty_thoughts": args.empty_thoughts,
-                "over_rendered_anew": gains,
+                "over_rendered_again": gains,
                 "episodes_per_second": {side: sides[side]["rate"] for side in sides},
                 "times_as_fast": round(best / sides["trl"]["rate"], 2),
                 "of_each_round": [round(each, 2) for each in ratio],

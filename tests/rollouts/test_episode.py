@@ -132,17 +132,17 @@ async def test_a_renderer_that_cannot_bridge_only_costs_samples():
     assert sum(s.num_trained_tokens for s in build_samples(trajectory)) == trajectory.num_sampled_tokens
 
 
-async def test_a_prompt_that_is_rendered_anew_is_noted_with_its_reason():
+async def test_a_prompt_that_is_rendered_again_is_noted_with_its_reason():
     class Forgetful(ByteRenderer):
         def _one(self, message):
             return super()._one({**message, "content": message["content"].removeprefix("<x>")})
 
     trajectory = await play(sampler_of(say("<x>hm"), say("so"), say("stop")), renderer=Forgetful(bridges=False))
     # The second prompt leaves "<x>" out; the third one is rendered too, and goes on with the second as it was sampled.
-    assert trajectory.info["rendered_anew"] == [{"turn": 1, "after": 0, "reason": "format_unknown"}]
+    assert trajectory.info["rendered_again"] == [{"turn": 1, "after": 0, "reason": "format_unknown"}]
     assert trajectory.num_breaks == 1
     trajectory = await play(sampler_of(say("<x>hm"), say("stop")), renderer=Forgetful())
-    assert "rendered_anew" not in trajectory.info
+    assert "rendered_again" not in trajectory.info
     assert trajectory.num_breaks == 0
 
 

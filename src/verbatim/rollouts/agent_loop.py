@@ -22,7 +22,7 @@ from verbatim.models.renderers.conversation import BreakReason, Conversation
 from verbatim.models.renderers.renderer import ParsedResponse, Renderer
 from verbatim.models.renderers.stop_ids import ends_within
 from verbatim.rollouts.draws import Draws
-from verbatim.rollouts.loop import RENDERED_ANEW, EpisodeLoop, EpisodeOver, Prompt, SampledAnswer, Thread
+from verbatim.rollouts.loop import RENDERED_AGAIN, EpisodeLoop, EpisodeOver, Prompt, SampledAnswer, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop
@@ -68,12 +68,12 @@ class AgentLoop(EpisodeLoop):
         self._num_under_way = 0
         """Number of answers that are being sampled or waiting to be parsed."""
         self._num_responses: Counter[bytes] = Counter()
-        self._rendered_anew: list[dict[str, Any]] = []
+        self._rendered_again: list[dict[str, Any]] = []
 
     @property
     def info(self) -> Mapping[str, Any]:
         """The turns whose prompts were rendered from scratch, with the reasons."""
-        return {RENDERED_ANEW: self._rendered_anew} if self._rendered_anew else {}
+        return {RENDERED_AGAIN: self._rendered_again} if self._rendered_again else {}
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -305,7 +305,7 @@ class AgentLoop(EpisodeLoop):
         if broken is not None and prompt.thread is not None:
             turns, after = self.recorder.turns, prompt.thread.turn
             if not turns[index].extends(turns[after]):
-                self._rendered_anew.append({"turn": index, "after": after, "reason": str(broken)})
+                self._rendered_again.append({"turn": index, "after": after, "reason": str(broken)})
         return index
 
     def _read(

@@ -30,17 +30,17 @@ from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, ch
 
 JUDGE_USAGE = "judge_usage"
 """Key of `Trajectory.info`: a judge's usage for the episode (requests, tokens, cost)."""
-RENDERED_ANEW = "rendered_anew"
+RENDERED_AGAIN = "rendered_again"
 """Key of `Trajectory.info`: the turns whose prompts were rendered from scratch and do not extend the turn before them.
 Each entry has the turn's index as "turn", the index of the turn before as "after", and a `BreakReason` as "reason"."""
 TOOLS_OFFERED = "tools_offered"
 """Key of `Trajectory.info`: True if the model was shown tools in any turn."""
 
 
-def rendered_anew(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
-    """Read the turns and their break reasons from `info[RENDERED_ANEW]`. Entries of another form are skipped, because
+def rendered_again(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
+    """Read the turns and their break reasons from `info[RENDERED_AGAIN]`. Entries of another form are skipped, because
     the environment may use the same key in `info`."""
-    noted = info.get(RENDERED_ANEW)
+    noted = info.get(RENDERED_AGAIN)
     return [
         (one["turn"], reason)
         for one in (noted if isinstance(noted, list) else ())

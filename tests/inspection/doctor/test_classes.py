@@ -182,7 +182,7 @@ def test_nothing_that_a_terminal_obeys_is_shown():
 )
 def test_the_reason_that_a_run_has_noted_is_told_in_words(reason: str, kind: str):
     turns = (Turn(prompt_ids=[1, 2], completion_ids=[3]), Turn(prompt_ids=[1, 2, 4], completion_ids=[5]))
-    info = {"rendered_anew": [{"turn": 1, "after": 0, "reason": reason}]}
+    info = {"rendered_again": [{"turn": 1, "after": 0, "reason": reason}]}
     trajectory = Trajectory(example_id="x", trajectory_id="t", turns=turns, info=info)
     (found,) = Doctor(None).examine(LoggedTrajectory(trajectory=trajectory, line=1))
     assert (found.turn, found.kind) == (1, kind)

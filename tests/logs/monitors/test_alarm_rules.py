@@ -276,7 +276,7 @@ def test_prompt_breaks_read_the_notes_that_are_notes_and_leave_what_else_the_env
         "other_end",
     ]
     turns = [Turn(prompt_ids=[1, 2, 3], completion_ids=[4]), Turn(prompt_ids=[1, 2, 3, 9, 9], completion_ids=[4])]
-    trajectory = Trajectory(example_id="x", env="game", turns=turns, info={"rendered_anew": notes})
+    trajectory = Trajectory(example_id="x", env="game", turns=turns, info={"rendered_again": notes})
     outcomes = [TrajectoryOutcome(trajectory=trajectory, turns=("trained", "trained"))]
     steps = steps_of(env={"later_turns": 50, "broken": 0.5, "rewritten": 0.0}, count=3)
     (found,) = ALARMS["prompt_breaks"](window_of(steps, outcomes=outcomes))

@@ -128,7 +128,7 @@ async def test_the_key_that_is_named_ends_the_breaks_and_saves_the_tokens_that_a
     after = await played(said, family=family, **{**settings, key: value})
     assert shown(after)[0] == 0.0
     assert shown(after)[3] == []
-    assert "rendered_anew" not in after.info
+    assert "rendered_again" not in after.info
     assert sum(one.repeated for one in found) <= again
 
 

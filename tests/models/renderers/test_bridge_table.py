@@ -63,7 +63,7 @@ def test_each_bridge_of_the_table_is_what_the_format_writes_behind_a_turn(campai
         "template glm4moe",
     ],
 )
-def test_no_tools_answer_is_rendered_anew_for_a_form(name):
+def test_no_tools_answer_is_rendered_again_for_a_form(name):
     """An empty block, text beside a call, two calls, one that cannot be read, another spelling of one, a thought."""
     for kind in KINDS:
         if kind.startswith("tool"):

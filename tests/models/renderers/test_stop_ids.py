@@ -64,7 +64,7 @@ def test_every_renderer_ends_turns_with_the_formats_ids_and_those_of_the_models_
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), RENDERERS)
 @pytest.mark.parametrize("extra", [EXTRA, "\n"])
-def test_a_turn_that_ended_so_is_rendered_anew_and_other_turns_continue_as_before(name, family, extra, tmp_path):
+def test_a_turn_that_ended_so_is_rendered_again_and_other_turns_continue_as_before(name, family, extra, tmp_path):
     plain = create_renderer(name, family_tokenizer(family))
     renderer = create_renderer(name, tokenizer_with(family, tmp_path, extra)[0])
     said = ANSWERS.get(family, "yo").replace(extra, "")

@@ -108,7 +108,7 @@ def test_the_break_of_a_stream_that_litellm_puts_together_for_anthropic_is_expla
     report = check("litellm_loop.py", environment="litellm", stream=True, model="anthropic/claude-sonnet-4-5")
     assert (report.num_turns, report.num_samples, report.reward) == (2, 2, 1.0)
     assert [(b["reason"], b["found"]) for b in report.branches] == [
-        ("edited_history", "message 2, an answer, differs from the sampled one")
+        ("history_edited", "message 2, an answer, differs from the sampled one")
     ]
 
 
@@ -150,7 +150,7 @@ def test_each_break_of_smolagents_is_explained():
     """It writes its calls and their answers as text, so that no request goes on where one ended."""
     report = check("smolagents_agent.py")
     assert report.num_turns == report.num_samples == len(report.branches) + 1
-    assert {b["reason"] for b in report.branches} <= {"edited_history", "sub_agent", "compaction"}
+    assert {b["reason"] for b in report.branches} <= {"history_edited", "sub_agent", "compaction"}
     assert report.counts["unenforced/tool_choice"] > 0
 
 

@@ -115,5 +115,5 @@ def test_a_model_is_trained_through_an_sdk(sdk: str, tmp_path: Path, monkeypatch
         branches = trajectory.info["gateway"]["branches"]
         # A renderer that cannot continue an empty thought renders the conversation anew: a sample of its own, too.
         assert 1 + len(branches) <= len(samples) <= len(trajectory.turns)
-        assert all(branch["reason"] == "edited_history" and branch["found"] for branch in branches)
+        assert all(branch["reason"] == "history_edited" and branch["found"] for branch in branches)
         assert sum(int(sample.loss_mask.sum()) for sample in samples) == trajectory.num_sampled_tokens

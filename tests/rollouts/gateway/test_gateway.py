@@ -98,7 +98,7 @@ async def test_each_branch_has_its_reason(http):
         await client.say([SYSTEM, user("other")])
         trajectory = await episode.finish()
     check_against(trajectory, sampler)
-    assert reasons(trajectory) == [(2, "edited_history"), (3, "same_prompt"), (4, "sub_agent"), (5, "new_conversation")]
+    assert reasons(trajectory) == [(2, "history_edited"), (3, "same_prompt"), (4, "sub_agent"), (5, "new_conversation")]
     assert [t.agent for t in trajectory.turns] == ["main"] * 4 + ["sub/1", "main"]
     # Turn 2 follows turn 0 by its exact ids, too.
     assert trajectory.turns[2].extends(trajectory.turns[0])
@@ -135,12 +135,12 @@ async def test_a_break_that_the_renderer_makes_has_its_reason(http):
         trajectory = await episode.finish()
     anew = "the prompt was rendered from scratch (format_unknown), and does not extend turn {}"
     branches = [(b["turn"], b["reason"], b["after"], b["found"]) for b in trajectory.info[INFO]["branches"]]
-    assert branches[:2] == [(1, "rendered_anew", 0, anew.format(0)), (2, "rendered_anew", 1, anew.format(1))]
+    assert branches[:2] == [(1, "rendered_again", 0, anew.format(0)), (2, "rendered_again", 1, anew.format(1))]
     assert [branch[:3] for branch in branches[2:]] == [(3, "same_prompt", 1)]
     assert trajectory.num_breaks == len(branches)
 
 
-async def test_a_prompt_that_is_rendered_anew_with_the_same_ids_is_no_branch(http):
+async def test_a_prompt_that_is_rendered_again_with_the_same_ids_is_no_branch(http):
     async with Gateway(scripted(), ByteRenderer(bridges=False)) as gateway:
         episode = gateway.episode()
         client = Client(http, episode)

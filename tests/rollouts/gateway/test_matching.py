@@ -169,7 +169,7 @@ class TestThreads:
         assert [(m.agent, m.reason) for m in (forked, goes_on, edited)] == [
             ("sub/1", None),
             ("main", BranchReason.SUB_AGENT),
-            ("main", BranchReason.EDITED_HISTORY),
+            ("main", BranchReason.HISTORY_EDITED),
         ]
         assert goes_on.found == "sub/1 continued message 2 before"
 
@@ -221,21 +221,21 @@ class TestThreads:
         asked(threads, [HELLO], said("hi"), turn=0)
         asked(threads, [HELLO, said("hi"), MORE], said("yes"), turn=1)
         match = asked(threads, [HELLO, said("hi"), MORE, said("no"), MORE])
-        assert (match.known.turn, match.num_known, match.reason) == (0, 2, BranchReason.EDITED_HISTORY)
+        assert (match.known.turn, match.num_known, match.reason) == (0, 2, BranchReason.HISTORY_EDITED)
         assert "message 3, an answer, differs from the sampled one" in match.found
 
-    def test_a_first_answer_that_is_written_as_text_is_an_edited_history(self):
+    def test_a_first_answer_that_is_written_as_text_edits_the_history(self):
         threads = Threads()
         asked(threads, [SYSTEM, HELLO], said("", ("add", {})), turn=0)
         match = asked(threads, [SYSTEM, HELLO, said("Calling tools: add"), MORE])
-        assert (match.known, match.reason) == (None, BranchReason.EDITED_HISTORY)
+        assert (match.known, match.reason) == (None, BranchReason.HISTORY_EDITED)
         assert match.found == "message 2, an answer, differs from the sampled one"
 
-    def test_going_back_is_an_edited_history(self):
+    def test_going_back_edits_the_history(self):
         threads = Threads()
         asked(threads, [HELLO], said("hi"), turn=0)
         asked(threads, [HELLO, said("hi"), MORE], said("yes"), turn=1)
-        assert asked(threads, [HELLO, said("hi"), OTHER]).reason is BranchReason.EDITED_HISTORY
+        assert asked(threads, [HELLO, said("hi"), OTHER]).reason is BranchReason.HISTORY_EDITED
 
     def test_a_shorter_history_in_the_place_of_a_longer_one_is_a_compaction(self):
         threads = Threads()
@@ -425,7 +425,7 @@ class TestAnOpeningThatChanges:
     def test_a_conversation_that_goes_on_is_that_of_the_agent_who_spoke(self, prompt):
         found = self.played([prompt.replace("{}", str(number)) for number in range(4)])
         assert [agent for agent, _, _ in found] == ["main"] * 4
-        edited = (BranchReason.EDITED_HISTORY, "the system prompt is new, but other messages are not")
+        edited = (BranchReason.HISTORY_EDITED, "the system prompt is new, but other messages are not")
         assert [one[1:] for one in found] == [(None, ""), edited, edited, edited]
 
     def test_days_months_and_plurals_go_on_with_a_clock_or_a_counter(self):

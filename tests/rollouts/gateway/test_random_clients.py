@@ -132,7 +132,7 @@ def test_every_token_is_recorded_once_in_its_context_and_session(campaign):
                 num_turns += len(trajectory.turns)
                 counts.update(trajectory.info["gateway"]["counts"])
     row.note = f"{num_requests} requests, {num_turns} turns"
-    assert set(counts) >= {"repeated", "branches/edited_history", "branches/same_prompt", "branches/compaction"}
+    assert set(counts) >= {"repeated", "branches/history_edited", "branches/same_prompt", "branches/compaction"}
 
 
 def test_a_gateway_that_takes_messages_for_others_is_found_out(monkeypatch):

@@ -66,11 +66,11 @@ def test_the_valid_format_is_a_share_of_the_turns_that_try_a_call(turns, expecte
 def test_breaks_are_counted_by_the_reasons_that_were_noted():
     noted = [{"turn": 1, "after": 0, "reason": "thought_dropped"}, {"turn": 2, "after": 1, "reason": "other_end"}]
     found = metrics_of(
-        episode(1.0, info={"rendered_anew": noted}),
-        episode(0.0, info={"rendered_anew": noted[:1]}),
+        episode(1.0, info={"rendered_again": noted}),
+        episode(0.0, info={"rendered_again": noted[:1]}),
         episode(0.0),
-        episode(0.0, info={"rendered_anew": "an environment's own"}),
-        episode(0.0, info={"rendered_anew": [{"reason": "made up"}, 7]}),
+        episode(0.0, info={"rendered_again": "an environment's own"}),
+        episode(0.0, info={"rendered_again": [{"reason": "made up"}, 7]}),
     )
     counted = {name: value for name, value in found.items() if name.startswith("breaks/")}
     assert counted == {"breaks/thought_dropped": 2.0, "breaks/other_end": 1.0}

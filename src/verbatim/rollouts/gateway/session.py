@@ -318,7 +318,7 @@ class Session:
         if reason is None and others:
             reason, found = BranchReason.SAME_PROMPT, "one of several answers to one request"
         if reason is None and (before := self._not_extended(match, thread.turn)) is not None:
-            reason = BranchReason.RENDERED_ANEW
+            reason = BranchReason.RENDERED_AGAIN
             why = thread.answer.conversation and thread.answer.conversation.broken
             found = f"the prompt was rendered from scratch ({why}), and does not extend turn {before}"
         if reason is not None:

@@ -7,7 +7,7 @@ sessions and conversations. A request that continues no turn, or a turn that ano
 a branch, and gets a reason.
 
 Example: A was sampled for the request `S U`. The request `S U A V` continues A. Branches are `S U A W`, sent while V is
-still being answered (parallel_call), `S U B V`, where B is not the sampled answer (edited_history), and `S' U'`
+still being answered (parallel_call), `S U B V`, where B is not the sampled answer (history_edited), and `S' U'`
 (sub_agent).
 """
 
@@ -41,13 +41,13 @@ class BranchReason(StrEnum):
     """Another answer to the same prompt."""
     COMPACTION = "compaction"
     """A shorter history replaces a longer one."""
-    EDITED_HISTORY = "edited_history"
+    HISTORY_EDITED = "history_edited"
     """A message was changed, or the client went back to an earlier point."""
     REASONING_STRIPPED = "reasoning_stripped"
     """An answer was sent back without its reasoning."""
     TOOLS_CHANGED = "tools_changed"
     """The same conversation with other tool schemas."""
-    RENDERED_ANEW = "rendered_anew"
+    RENDERED_AGAIN = "rendered_again"
     """The conversation continues, but the renderer writes an earlier answer differently from how it was sampled."""
 
 
@@ -274,7 +274,7 @@ class Threads(Generic[T]):
 
     def _reason(self, walk: _Walk[T], agent: str, tools: bytes) -> tuple[BranchReason | None, str]:
         # The first reason that applies is reported, so the order matters: definite evidence comes first, and
-        # EDITED_HISTORY, which fits any changed history, last.
+        # HISTORY_EDITED, which fits any changed history, last.
         known = walk.known
         if known is None:
             return self._reason_of_a_beginning(walk, agent)
@@ -297,8 +297,8 @@ class Threads(Generic[T]):
         if (shorter := self._shortened(walk, agent)) is not None:
             return BranchReason.COMPACTION, shorter
         if is_answer:
-            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, differs from the sampled one"
-        return BranchReason.EDITED_HISTORY, f"message {known.depth - 1} was followed by another message before"
+            return BranchReason.HISTORY_EDITED, f"message {walk.new_from}, an answer, differs from the sampled one"
+        return BranchReason.HISTORY_EDITED, f"message {known.depth - 1} was followed by another message before"
 
     def _reason_of_a_beginning(self, walk: _Walk[T], agent: str) -> tuple[BranchReason | None, str]:
         if not self._longest and not walk.end.num_answers:
@@ -312,10 +312,10 @@ class Threads(Generic[T]):
         if (shorter := self._shortened(walk, agent)) is not None:
             return BranchReason.COMPACTION, shorter
         if walk.num_kept and walk.first_new is not None and walk.first_new.get("role") == "assistant":
-            return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, differs from the sampled one"
+            return BranchReason.HISTORY_EDITED, f"message {walk.new_from}, an answer, differs from the sampled one"
         if walk.num_kept or walk.num_moved:
             which = "the system prompt" if walk.first_new is not walk.first_said else f"message {walk.new_from}"
-            return BranchReason.EDITED_HISTORY, f"{which} is new, but other messages are not"
+            return BranchReason.HISTORY_EDITED, f"{which} is new, but other messages are not"
         return BranchReason.NEW_CONVERSATION, "no message except the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:

@@ -18,7 +18,7 @@ from verbatim.core.trajectories import OnBreak, TrajectoryOutcome, age, build
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import Group, StopReason, TrainingSample, Trajectory
 from verbatim.models.renderers.conversation import BreakReason
-from verbatim.rollouts.loop import rendered_anew
+from verbatim.rollouts.loop import rendered_again
 from verbatim.run.evaluation.evaluated_episode import FIGURES, EvaluatedEpisode, evaluated_episode_of
 from verbatim.run.evaluation.results import mean, means, std, totals
 from verbatim.run.orchestrator.staleness import age_metrics
@@ -197,7 +197,7 @@ def length_limit_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
 
 def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     """`breaks/{reason}`: the number of turns whose prompts were rendered from scratch; empty if there are none."""
-    reasons = Counter(reason for trajectory in completed for _, reason in rendered_anew(trajectory.info))
+    reasons = Counter(reason for trajectory in completed for _, reason in rendered_again(trajectory.info))
     return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
 
 

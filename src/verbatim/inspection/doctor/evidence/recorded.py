@@ -12,7 +12,7 @@ from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.models.renderers.conversation import BreakReason
 from verbatim.rollouts.gateway.session import INFO
 from verbatim.rollouts.gateway.threads import BranchReason
-from verbatim.rollouts.loop import rendered_anew
+from verbatim.rollouts.loop import rendered_again
 
 _CLASSES: Mapping[BranchReason, BreakClass] = {
     BranchReason.NEW_CONVERSATION: BreakClass.SUB_AGENT,
@@ -20,11 +20,11 @@ _CLASSES: Mapping[BranchReason, BreakClass] = {
     BranchReason.PARALLEL_CALL: BreakClass.PARALLEL,
     BranchReason.SAME_PROMPT: BreakClass.PARALLEL,
     BranchReason.COMPACTION: BreakClass.HISTORY_COMPACTED,
-    BranchReason.EDITED_HISTORY: BreakClass.HISTORY_REWRITTEN,
+    BranchReason.HISTORY_EDITED: BreakClass.HISTORY_REWRITTEN,
     BranchReason.REASONING_STRIPPED: BreakClass.THINKING_STRIPPED,
     BranchReason.TOOLS_CHANGED: BreakClass.TOOLS_CHANGED,
 }
-"""The class of each recorded reason. `rendered_anew` is absent: for it, comparing the ids says more."""
+"""The class of each recorded reason. `rendered_again` is absent: for it, comparing the ids says more."""
 
 
 _RENDERED: Mapping[BreakReason, BreakClass] = {
@@ -54,7 +54,7 @@ def recorded_reason(info: Mapping[str, Any], turn: int) -> tuple[BreakClass, str
         if isinstance(branch, Mapping) and branch.get("turn") == turn and branch.get("reason") in _CLASSES:
             reason = BranchReason(branch["reason"])
             return _CLASSES[reason], f"{reason.replace('_', ' ')}: {branch.get('found', '')}"
-    for index, why in rendered_anew(info):
+    for index, why in rendered_again(info):
         if index == turn and why in _RENDERED:
             return _RENDERED[why], f"{why.replace('_', ' ')}: {why.sentence}"
     return None

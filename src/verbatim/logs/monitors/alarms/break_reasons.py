@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from verbatim.logs.monitors.alarms.rule import Window
 from verbatim.models.renderers import BreakReason
-from verbatim.rollouts.loop import rendered_anew
+from verbatim.rollouts.loop import rendered_again
 
 _SHOWN = 2
 """Maximum number of reasons that an alarm names, the most common first."""
@@ -30,7 +30,7 @@ def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
         (reason, trajectory.turns[turn].num_prompt_tokens)
         for trajectory in (outcome.trajectory for outcome in window.outcomes)
         if trajectory.env == env and trajectory.error is None
-        for turn, reason in rendered_anew(trajectory.info)
+        for turn, reason in rendered_again(trajectory.info)
         if 0 <= turn < len(trajectory.turns)
     ]
     common = Counter(reason for reason, _ in noted).most_common(_SHOWN)
