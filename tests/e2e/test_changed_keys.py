@@ -134,7 +134,7 @@ def test_other_arguments_of_the_evaluated_environment_are_other_episodes(place, 
 
 def test_another_model_or_adapters_are_refused(place, capsys):
     resumed(place, "other-model", "--model.name", str(place / "whole/final"), status=USAGE)
-    assert "trained another model" in capsys.readouterr().err
+    assert "trained a different model" in capsys.readouterr().err
     resumed(place, "adapters", "--trainer.lora.r", "4", status=USAGE)
 
 

@@ -130,5 +130,5 @@ async def test_a_template_that_explodes_at_a_late_turn_fails_that_episode_alone(
         for example in Talks().examples("train")
     ]
     assert (short.error, short.reward, len(short.turns)) == (None, 1.0, 2)
-    assert long.error.startswith("template: the model's chat template does not come to an end with 9 messages")
+    assert long.error.startswith("template: the model's chat template does not finish rendering 9 messages")
     assert (long.reward, len(long.turns)) == (None, 4)

@@ -340,4 +340,4 @@ def test_recorded_routing_of_a_dense_model_is_refused_before_its_warm_start(tmp_
     )
     assert main(["config", "run.toml"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "return_routed_experts = true, but Qwen3ForCausalLM has no experts" in said
+    assert "return_routed_experts = true, but the decoder layers of Qwen3ForCausalLM have no routed experts" in said

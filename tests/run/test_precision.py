@@ -191,7 +191,10 @@ def test_the_folder_of_a_run_has_the_choice_and_gives_it_to_a_resumed_one(tmp_pa
 
 
 def test_servers_elsewhere_have_a_dtype_already():
-    with pytest.raises(UsageError, match=r'inference.torch.dtype = "auto" with urls: the servers have a dtype already'):
+    with pytest.raises(
+        UsageError,
+        match=r'inference.torch.dtype cannot be "auto" if urls is set, because the servers have chosen a dtype already',
+    ):
         resolve_dtypes(config(urls=["http://127.0.0.1:8000"]), machine=Fake())
 
 

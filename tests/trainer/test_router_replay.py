@@ -281,7 +281,10 @@ async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay
 
 
 def test_a_dense_model_has_nothing_to_return(tmp_path):
-    with pytest.raises(ModelError, match=r"return_routed_experts = true, but LlamaForCausalLM has no experts"):
+    with pytest.raises(
+        ModelError,
+        match=r"return_routed_experts = true, but the decoder layers of LlamaForCausalLM have no routed experts",
+    ):
         make_sampler(write_llama(tmp_path / "dense"))
 
 

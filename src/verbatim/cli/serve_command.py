@@ -119,8 +119,8 @@ def key_of(args: argparse.Namespace) -> str | None:
     if args.api_key_env is None:
         if args.uploads is not None:
             raise UsageError(
-                "--uploads needs a key, because anyone who can reach the server could load other weights: "
-                "--api-key-env VARIABLE"
+                "--uploads needs a key, because otherwise anyone who can reach the server could load other "
+                "weights; add --api-key-env VARIABLE"
             )
         return None
     key = os.environ.get(args.api_key_env)

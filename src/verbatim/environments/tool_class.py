@@ -271,7 +271,7 @@ def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Exampl
 def _with_observation(messages: list[Message], observation: Any, name: str) -> list[Message]:
     """The opening messages with the text of `reset` appended to the last user message, as TRL does."""
     if observation is not None and not isinstance(observation, str):
-        raise EnvironmentFault(f"{name}.reset returned {shown(observation)}; expected a text for the model, or None")
+        raise EnvironmentFault(f"{name}.reset returned {shown(observation)}; expected a string for the model, or None")
     if observation and messages and messages[-1]["role"] == "user":
         last = messages.pop()
         messages.append({"role": "user", "content": f"{last['content']}{observation}"})

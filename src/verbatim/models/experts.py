@@ -213,8 +213,8 @@ def check_replay(model_config: Any) -> Routing:
     routers = find_routers(model)
     if routers is None:
         raise ModelError(
-            f"inference.return_routed_experts = true, but {type(model).__name__} has no experts that are "
-            "chosen by routers of its decoder layers; leave it out"
+            f"inference.return_routed_experts = true, but the decoder layers of {type(model).__name__} have no routed "
+            "experts; remove this setting"
         )
     refuse_limited_groups(routers)
     _try_replay(model)

@@ -159,8 +159,8 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
         advantage = env.advantage or orchestrator.advantage
         if advantage.type == "chunk_returns" and advantage.parameters.get("baseline", "none") == "none":
             logger.warning(
-                "environment %r: online difficulty filtering drops groups of equal rewards, which the advantage "
-                '"chunk_returns" without a baseline learns from; set baseline = "group", or '
+                "environment %r: online difficulty filtering drops groups whose rewards are all equal, but the "
+                'advantage "chunk_returns" without a baseline learns from them; set baseline = "group", or '
                 "online_difficulty_filtering = false",
                 env.label,
             )

@@ -84,8 +84,8 @@ def resolve_dtypes(
     settings = inference_settings(config)
     if SAMPLER in asked and isinstance(settings, TorchSettings) and settings.urls:
         raise UsageError(
-            'inference.torch.dtype = "auto" with urls: the servers have a dtype already; give '
-            'their own dtype, which they log when they start, "float32" or "bfloat16"'
+            'inference.torch.dtype cannot be "auto" if urls is set, because the servers have chosen a dtype already; '
+            'set it to theirs, "float32" or "bfloat16", which they log when they start'
         )
     choices: list[PrecisionChoice] = []
     found: list[Layers] = []

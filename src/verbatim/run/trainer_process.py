@@ -293,7 +293,10 @@ def _find_session(folder: RunFolder, console: Console) -> Exchange:
             return exchange
         if not told:
             told = True
-            console.print(f"waiting for the trainer:  verbatim trainer FILE --run-dir {folder.path}", soft_wrap=True)
+            console.print(
+                f"waiting for the trainer; start it with:  verbatim trainer FILE --run-dir {folder.path}",
+                soft_wrap=True,
+            )
         time.sleep(_POLL)
 
 

@@ -100,8 +100,8 @@ def refuse_unreachable(store: WeightStore) -> None:
     """
     if _is_loopback(store.host) and store.on != socket.gethostname():
         raise UsageError(
-            f"the trainer on host {store.on} listens for the sampler's servers on {store.host}, "
-            "which no other host can reach; type inference.vllm.transfer_address = an address of that host"
+            f"the trainer on host {store.on} listens on {store.host} for the sampler's servers, but no other host can "
+            f"reach that address; set inference.vllm.transfer_address to an address of {store.on} that they can reach"
         )
 
 

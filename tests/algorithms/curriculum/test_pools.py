@@ -102,7 +102,7 @@ def test_a_drained_pool_is_lifted_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         drawn = {s.draw().example.id for _ in range(8)}
     assert len(drawn) == 2
-    assert caplog.messages == ["environment 'a': every example was in a difficulty pool; 2 return"]
+    assert caplog.messages == ["environment 'a': all examples were in difficulty pools; 2 of them are sampled again"]
 
 
 def test_a_drained_set_is_an_end_that_says_how_to_go_on():

@@ -54,7 +54,7 @@ def test_it_counts_as_plain_lists_do(completions, ngram, threshold):
 @pytest.mark.parametrize(
     ("parameters", "explained"),
     [
-        ({"threshold": 1.5}, "threshold = 1.5; expected a share from 0 to 1"),
+        ({"threshold": 1.5}, "threshold = 1.5; expected a fraction from 0 to 1"),
         ({"ngram": 0}, "ngram = 0; expected at least 1"),
     ],
 )

@@ -311,7 +311,7 @@ async def test_on_a_cpu_its_sleep_keeps_the_weights_and_its_waking_goes_the_same
 
 async def test_a_cpu_refuses_the_flag_of_the_sleep_mode(served: Served[TinyModel], tmp_path: Path):
     settings = VllmSettings(python=PYTHON, colocate=True)
-    with pytest.raises(UsageError, match="has a vLLM for CPUs, which cannot release its memory"):
+    with pytest.raises(UsageError, match="has a CPU build of vLLM, which cannot release its memory"):
         settings.check()
     process = make_process(
         settings, 0, model=served.trainer.published, port=free_port(), context_length=512, logs=tmp_path, num_threads=1

@@ -159,7 +159,7 @@ def test_conversations_with_the_same_prompt_are_told_apart_by_their_handles():
 def test_a_bridge_stays_within_the_budget_of_a_rendering():
     renderer = renderer_of(template(before=SLOW))
     prompt = renderer.render_ids([user("a"), user("b"), user("c")])
-    with pytest.raises(TemplateFault, match="does not come to an end with 5 messages"):
+    with pytest.raises(TemplateFault, match="does not finish rendering 5 messages"):
         renderer.bridge_to_next_turn(prompt, encoded(renderer, "yo<|im_end|>"), [user("so?")])
 
 

@@ -88,7 +88,7 @@ def test_the_budget_grows_with_the_conversation():
         "{% endfor %}{% endfor %}"
     )
     assert text(quadratic, [USER, ANSWER] * 100).count("\n") == 200
-    with pytest.raises(TemplateFault, match="does not come to an end with 1 messages"):
+    with pytest.raises(TemplateFault, match="does not finish rendering 1 messages"):
         text(quadratic.replace("n in messages", "n in range(99999)").replace("m in messages", "m in range(99)"))
 
 
@@ -145,7 +145,7 @@ def test_a_template_that_explodes_later_names_itself_and_leaves_earlier_turns_al
     tokenizer.name_or_path = "a-model"
     renderer = create_renderer("template", tokenizer)
     assert len(renderer.render_ids([USER, ANSWER] * 10))
-    said = "the chat template of 'a-model' does not come to an end with 21 messages (it makes too much text); fix"
+    said = "the chat template of 'a-model' does not finish rendering 21 messages (it makes too much text); fix"
     with pytest.raises(TemplateFault, match=re.escape(said)):
         renderer.render_ids([*[USER, ANSWER] * 10, USER])
 
@@ -153,5 +153,5 @@ def test_a_template_that_explodes_later_names_itself_and_leaves_earlier_turns_al
 def test_a_template_that_explodes_at_once_is_refused_by_name():
     tokenizer = byte_tokenizer("{{ 'a' * 10 ** 10 }}" + PLAIN)
     tokenizer.name_or_path = "a-model"
-    with pytest.raises(ModelError, match="the chat template of 'a-model' does not come to an end"):
+    with pytest.raises(ModelError, match="the chat template of 'a-model' does not finish rendering"):
         create_renderer("auto", tokenizer)

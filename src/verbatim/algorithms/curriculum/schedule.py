@@ -115,9 +115,11 @@ class ExampleSchedule:
     def _lift(self, env: str) -> list[str]:
         lifted = self.pools.lift(env, self._rng)
         if lifted:
-            logger.warning("environment %r: every example was in a difficulty pool; %d return", env, len(lifted))
+            logger.warning(
+                "environment %r: all examples were in difficulty pools; %d of them are sampled again", env, len(lifted)
+            )
         else:
-            logger.warning("environment %r: every example is in a difficulty pool; it is no longer sampled", env)
+            logger.warning("environment %r is no longer sampled: all of its examples are in difficulty pools", env)
         return lifted
 
     def lookup(self, env: str, example_id: str, index: int) -> ScheduledExample:

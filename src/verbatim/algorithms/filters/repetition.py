@@ -33,7 +33,9 @@ class Repetition:
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
-            raise ComponentError(f"repetition: threshold = {self.threshold}; expected a share from 0 to 1, such as 0.6")
+            raise ComponentError(
+                f"repetition: threshold = {self.threshold}; expected a fraction from 0 to 1, such as 0.6"
+            )
         if self.ngram < 1:
             raise ComponentError(f"repetition: ngram = {self.ngram}; expected at least 1, for example 8")
 

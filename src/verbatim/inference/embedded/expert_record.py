@@ -34,8 +34,8 @@ class ExpertRecord:
         routers = model.routers
         if routers is None:
             raise ModelError(
-                f"inference.return_routed_experts = true, but {type(model.model).__name__} has no experts that are "
-                "chosen by routers of its decoder layers; leave it out"
+                f"inference.return_routed_experts = true, but the decoder layers of {type(model.model).__name__} have "
+                "no routed experts; remove this setting"
             )
         if routers.limits_groups:
             raise ModelError(

@@ -231,8 +231,8 @@ class VllmSettings(ServerSettings):
             )
         if self.colocate and status == _VLLM_FOR_CPUS:
             raise UsageError(
-                f'colocate: the environment of "{self.python}" has a vLLM for CPUs, which cannot release '
-                "its memory; leave out colocate"
+                f'colocate: the environment of "{self.python}" has a CPU build of vLLM, which cannot release its '
+                "memory; remove colocate"
             )
 
 

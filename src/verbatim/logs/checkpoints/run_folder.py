@@ -383,8 +383,8 @@ class RunFolder:
         changes = changed_keys(config, stored)
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(
-                f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
-                "[model], or start a new run without --resume (in Python resume)"
+                f"the run in {self.path} trained a different model ({'; '.join(of_model)}); change [model] back, "
+                "or start a new run without --resume (in Python: without resume)"
             )
         done = max(CheckpointStore(self.checkpoints, read_only=True).steps(), default=0)
         if done > config.max_steps:

@@ -127,7 +127,7 @@ class ChatTemplate:
         except (Overrun, RecursionError) as error:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__
             raise TemplateFault(
-                f"{self._called} does not come to an end with {len(messages)} messages ({why}); {_MEND}"
+                f"{self._called} does not finish rendering {len(messages)} messages ({why}); {_MEND}"
             ) from error
         except Exception as error:  # a template may raise anything
             roles = cut(", ".join(str(message.get("role")) for message in messages), 300)

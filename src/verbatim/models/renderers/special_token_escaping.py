@@ -287,7 +287,7 @@ class EscapingTokenizer:
 
     def apply_chat_template(self, *_: Any, **__: Any) -> Any:
         """Refuse to render without a budget. Use `chat_text`."""
-        raise TypeError("a model's chat template is rendered by chat_text")
+        raise TypeError("cannot render a model's chat template here; call chat_text")
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of ids, exactly."""

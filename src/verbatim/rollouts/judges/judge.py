@@ -131,7 +131,9 @@ class Judge(EndpointSettings):
 
     def _asked(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[Message]:
         if missing := [name for name in self.show if name not in fields]:
-            raise JudgeFailed(f"show has {missing[0]!r}; the example has {', '.join(fields) or 'no fields'}")
+            raise JudgeFailed(
+                f"show lists {missing[0]!r}, which the example does not have; its fields: {', '.join(fields) or 'none'}"
+            )
         criteria = "\n".join(f"- {name}: {about}" for name, about in self.criteria.items())
         system = self.prompt
         for name, value in (("criteria", criteria), ("scale", str(self.scale)), ("example", self._example())):
@@ -161,8 +163,8 @@ def _check_criteria(criteria: Any, weights: Any) -> None:
     )
     if not fits:
         raise UsageError(
-            f"judge: criteria: found {shown(criteria, 80)}, expected names and what earns the full grade: "
-            'criteria = { correct = "The answer is right." }'
+            f"judge: criteria: found {shown(criteria, 80)}, expected a table of names and what earns the "
+            'full grade under each: criteria = { correct = "The answer is right." }'
         )
     if weights is not None and not (
         isinstance(weights, Mapping)

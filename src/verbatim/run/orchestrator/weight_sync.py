@@ -90,8 +90,8 @@ class WeightSync:
         if fault is not None:
             raise RunStopped(
                 f"the sampler does not hold policy version {self._sampler.policy_version}, which it was told to load: "
-                f"{fault}. Sampling has stopped. If the sampler computes in another precision than the trainer, raise "
-                "inference.canary_tolerance"
+                f"{fault}. Sampling has stopped. If the sampler computes in a different precision from the trainer, "
+                "raise inference.canary_tolerance"
             )
 
 

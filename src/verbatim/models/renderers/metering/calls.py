@@ -80,7 +80,7 @@ def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
     """Charge an operator before it can create a large value."""
     for value in (left, right):
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
-            raise Overrun("it computes with a huge number")
+            raise Overrun("it does arithmetic on a number that is too large")
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         if left.bit_length() * abs(right) > MAX_BITS:
             raise Overrun("it computes a huge number")
