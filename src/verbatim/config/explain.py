@@ -84,9 +84,8 @@ def explain(error: ErrorDetails, locations: KeyLocations) -> str:
             return f"{where}: {f'{name}: ' if name else ''}{error['ctx']['error']}"
         case "tuple_type":
             expected = f"a list, or [[{name}]] tables" if section_at(locations.schema, path) else "a list"
-        case "model_type" | "dict_type" if _near_a_key(
-            path, locations.schema
-        ):  # tables with free-form keys ([monitor]): probably a misspelt key of the section itself
+        # A section such as [monitor] takes tables under any key. A plain value is probably a misspelt key of its own.
+        case "model_type" | "dict_type" if _near_a_key(path, locations.schema):
             return f"{where}: {unknown_key(path, locations.schema)}"
         case "model_type" | "dict_type":
             expected = "a table" + _of_a_backend(path, locations.schema)
@@ -100,6 +99,7 @@ def explain(error: ErrorDetails, locations: KeyLocations) -> str:
         case _:
             expected = error["msg"].removeprefix("Input should be ")
     kind = _KINDS.get(type(found), type(found).__name__)
+    # pydantic's message quotes each value that is allowed.
     near = nearest(found, re.findall("'([^']*)'", expected)) if isinstance(found, str) else ""
     return f"{where}: {name}: found {short(found)} ({kind}), expected {expected}{near}"
 

@@ -36,6 +36,7 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
         >>> line_numbers('seed = 1\\n[[env]]\\nid = "a"')
         {('seed',): 1, ('env',): 2, ('env', 0): 2, ('env', 0, 'id'): 3}
     """
+    # Not `splitlines`, which also splits at characters that TOML allows in strings, such as U+2028.
     lines = text.replace("\r\n", "\n").split("\n")
     found: dict[KeyPath, int] = {}
     last_index: dict[KeyPath, int] = {}
@@ -54,7 +55,10 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
 
 
 def _statement(lines: list[str], start: int) -> tuple[int, dict[str, Any]]:
-    """The index of the line after the statement that begins at `start`, and the parsed statement."""
+    """The index of the line after the statement that begins at `start`, and the parsed statement.
+
+    No beginning of a statement is valid TOML, so the first lines that can be parsed are the whole statement.
+    """
     for end in range(start + 1, len(lines) + 1):
         try:
             return end, tomllib.loads("\n".join(lines[start:end]))

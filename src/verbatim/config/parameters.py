@@ -58,6 +58,7 @@ def check_parameters(
 
 def is_made_of_parameters(function: Callable[..., Any]) -> bool:
     """True for a class whose instances are called with the data: `Rule(limit=8)(trajectory)`."""
+    # Not `callable` or `hasattr`: a class itself can be called, through its metaclass.
     return inspect.isclass(function) and any("__call__" in vars(cls) for cls in function.__mro__)
 
 
@@ -96,5 +97,6 @@ def evaluate(annotation: str, function: Callable[..., Any]) -> Any:
 
     holder.__annotations__ = {"parameter": annotation}
     code = function.__init__ if inspect.isclass(function) else inspect.unwrap(function)
+    # An inherited `__init__` or a decorated function may be written in another module; that module's names count first.
     names = {**vars(sys.modules[function.__module__]), **getattr(code, "__globals__", {})}
     return typing.get_type_hints(holder, globalns=names, include_extras=True)["parameter"]

@@ -124,6 +124,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _sequence_divides(self) -> Self:
+        # With 1, a launcher may start the ranks, and their number is not known here.
         if self.processes > 1 and self.processes % self.sequence:
             fit = ", ".join(str(n) for n in range(1, self.processes + 1) if self.processes % n == 0)
             raise ValueError(
@@ -216,6 +217,7 @@ class BuildConfig(Section):
     """Number of key/value heads."""
     intermediate_size: PositiveInt = 384
     """Width of the feed-forward layers."""
+    # At least the 256 bytes and the 9 added tokens, with room for a few learned ones.
     vocab_size: Annotated[int, Field(ge=300)] = 1024
     """Maximum vocabulary size of the trained tokenizer."""
     context_length: PositiveInt = 2048
@@ -287,6 +289,7 @@ class MonitorConfig(NamedComponents):
     """What a run records. Every other key is the table of one monitor: a name from `MONITORS`, or any name with
     `type = "my_module.MyMonitor"`."""
 
+    # pydantic checks extra keys against this type. `init=False` keeps it out of the constructor's signature.
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
 
     save_trajectories: bool = True
@@ -447,9 +450,11 @@ class RunConfig(Section):
         if self.inference.backend != "vllm" or not self.needs_kept_sets:
             return self
         places = [*self._samplings(self.orchestrator.train.env, "train")]
+        # Without environments of its own, an evaluation plays those of training, which are covered.
         if self.orchestrator.eval is not None and self.orchestrator.eval.env:
             places += self._samplings(self.orchestrator.eval.env, "eval")
         for where, sampling in places:
+            # Greedy requests are sent with top_k = 1.
             if sampling.temperature > 0 and not sampling.top_k:
                 raise ValueError(
                     f"{where}.top_k = 0, and this run trains on a cut distribution (top_p, top_k or min_p): a vLLM "

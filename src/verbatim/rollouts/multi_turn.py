@@ -63,6 +63,7 @@ class MultiTurnRollout(ConversationRollout):
             ("template", "render_ids", 'create_renderer("auto", tokenizer)'),
         ):
             value = getattr(self, name)
+            # Looked up on the type: a class that was passed instead of an instance has the method itself.
             if not callable(getattr(type(value), method, None)):
                 raise UsageError(f"{name}: {value!r:.80} has no `{method}`; expected a {name} such as {expected}")
 
@@ -141,6 +142,7 @@ class APIMultiTurnRollout(ConversationRollout):
                 def seed_of(number: int) -> int | None:
                     if seed is None:
                         return None
+                    # Not from the place in the call's list: an example gets the same seeds in every call.
                     return derive_seed(seed, identity.example_id, identity.sample_index, number)
 
                 # Any id is accepted: the server's vocabulary size is unknown.

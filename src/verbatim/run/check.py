@@ -145,6 +145,7 @@ def warn_of_unread_tables(config: RunConfig) -> None:
 
 
 def _check_runners(config: RunConfig, environments: Environments) -> None:
+    # Ray pickles more than `pickle` does, so it checks with its own function when it starts (`packed_plan`).
     if config.orchestrator.rollout.backend not in ("local", "processes"):
         return
     for made in (environments.train, environments.eval):
@@ -247,6 +248,7 @@ def _model_config(config: RunConfig) -> Any:
 
     if config.model.name is None:
         assert config.model.build is not None
+        # `[model.build]` makes a Qwen3 model. The checks need its class and layers, not its widths.
         return Qwen3Config(num_hidden_layers=config.model.build.num_layers)
     with refusing(f"the config.json of model {config.model.name!r} cannot be read"):
         return AutoConfig.from_pretrained(find_source(config.model.name))

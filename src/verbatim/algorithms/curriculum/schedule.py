@@ -56,6 +56,7 @@ class ExampleSchedule:
                 raise RunStopped(f"environment {env!r} has no training examples: nothing to sample")
         self._examples = {env: {row.id: row for row in rows} for env, rows in examples.items()}
         self._ratios = {env: ratios[env] for env in examples}
+        # Not `default_rng`, whose bit generator numpy may change: checkpoints and forks store PCG64's state.
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._pass: dict[str, list[str]] = {env: [] for env in examples}
         self._drained: set[str] = set()
@@ -149,10 +150,12 @@ class ExampleSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. The same draws follow, unless pooled examples return."""
         self._rng.bit_generator.state = dict(state["rng"])
+        # Without examples that the dataset no longer has. New ones are drawn from the next pass on.
         self._pass = {env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()}
         self._drawn = state["drawn"]
         self.pools.load_state_dict(state["pools"])
         self._drained = set(state["drained"])
+        # The shares that return may have been raised for this resume, also for environments that were drained.
         for env in self._examples:
             lifted = self.pools.lift(env, self._rng)
             if lifted:

@@ -41,8 +41,10 @@ def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
     passes, then tokens one by one beyond the tiny copy's windows, then a second turn from the cache."""
     settings = TorchSettings(
         max_batch_size=2,
+        # Less than the longer prompt and not a multiple of the window, so that passes end inside of windows.
         prefill_chunk=WINDOW - 3,
         deterministic=asked.deterministic,
+        # Not "compiled", which would refuse a tiny copy that the kernel does not compute.
         kernel="torch" if asked.kernel == "torch" else "auto",
     )
     try:
@@ -57,7 +59,7 @@ def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
         params = dataclasses.replace(params, max_tokens=2)
         again = SampleRequest(prompt_ids=np.concatenate([longer, ids[:4]]), params=params, seed=2, session="0")
         worst = max(worst, _sample(decoder, pair, [again])[1])
-    except ModelError:
+    except ModelError:  # a ValueError too, so among the FAULTS, but already written for users
         raise
     except FAULTS as error:
         return f"decoding fails ({describe(error)})"
@@ -78,9 +80,12 @@ def _sample(decoder: Decoder, pair: TinyPair, requests: list[SampleRequest]) -> 
     for slot in slots:
         assert slot is not None
         new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
+        # Copied, because the next request overwrites the slot.
         ids = table.ids[slot, : new.stop].copy()
         recorded = torch.from_numpy(table.logprobs[slot, new].copy())
+        # These begin at the second token.
         own = pair.own_logprobs(torch.from_numpy(ids).long())[new.start - 1 :]
+        # A NaN would be lost: `max(worst, nan)` is `worst`.
         worst = max(worst, float((recorded - own).abs().nan_to_num(nan=torch.inf).max()))
         found.append(ids)
         decoder.release(slot)

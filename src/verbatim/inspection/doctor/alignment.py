@@ -80,6 +80,7 @@ class _Runs:
             if self._ids[place:] == prompt[shared : shared + len(self._ids) - place]:
                 return place, shared
         rest = self._ids[shared:]
+        # A shorter rest, such as a lost end of turn, would be found in a later message by chance.
         for now in range(shared + 1, len(prompt) - len(rest) + 1) if len(rest) >= RUN else ():
             if prompt[now : now + RUN] == rest[:RUN] and prompt[now : now + len(rest)] == rest:
                 return shared, now
@@ -92,6 +93,7 @@ class _Runs:
         """
         best, found = 2 * (len(self._ids) - at) + 3, None
         later = now
+        # A match at `later` skips at least `later - now` ids.
         while later < len(prompt) and later - now < best:
             for place in self._found_in(prompt, later, at):
                 skipped = (place - at) + (later - now)

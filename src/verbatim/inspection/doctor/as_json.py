@@ -25,6 +25,7 @@ class JsonReport:
         """Write the file name, its format and the tokenizer."""
         self._format = format_name
         head = {"file": file, "format": format_name, "note": note, "tokenizer": tokenizer}
+        # Without its closing brace, which `close` writes.
         self._write(f'{json.dumps(head)[:-1]}, "breaks": [')
 
     def add(self, diagnosis: Diagnosis) -> None:

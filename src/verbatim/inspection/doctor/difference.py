@@ -13,9 +13,9 @@ from verbatim.inspection.doctor.samples import SampleOpening
 from verbatim.inspection.doctor.text import TokenText
 
 _BEFORE = 16
-"""Number of tokens before a completion to decode with it, because the generation prompt may open the thinking."""
+"""Number of tokens to decode before a completion, because the generation prompt may open its thinking."""
 _AROUND = 4
-"""Number of equal tokens on each side of a change to decode with it, so that no character is split."""
+"""Number of equal tokens to decode on each side of a change, so that no character is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,7 @@ class Difference:
         """The texts of both sides of the first change, with a few equal tokens around it."""
         assert self.text is not None
         change, start = self.change, max(0, self.at - _AROUND)
+        # Equal tokens follow the first change only if the sequences meet again after it.
         after = _AROUND if self.alignment.meets_again or len(self.alignment.changes) > 1 else 0
         return (
             self.text.decode(self.earlier[start : change.end + after]),
@@ -130,6 +131,7 @@ class Difference:
 
 def common_prefix(a: str, b: str) -> int:
     """The number of leading characters that two texts share."""
+    # Bisection: Python compares two slices in C, which is faster than a loop over the characters.
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -42,6 +42,7 @@ class ConsoleReport:
         facts: list[Text | Table] = [_plain(where), _plain(d.found)]
         if d.template_line is not None:
             line = Text.assemble((f"template line {d.template_line.number}  ", "bold"), _plain(d.template_line.text))
+            # About two lines.
             line.truncate(max(40, 2 * console.width - 20), overflow="ellipsis")
             facts.append(line)
         facts.append(
@@ -50,6 +51,7 @@ class ConsoleReport:
                 f"{d.repeated_in_tree:,} in a prefix tree"
             )
         )
+        # Less the padding of 2.
         facts.append(_side_by_side(d, min(console.width, 120) - 2))
         console.print(Text.assemble((f"break {self._shown}  ", "bold"), _heading(d.kind)))
         for fact in facts:

@@ -18,6 +18,7 @@ from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.inspection.doctor.diagnosis import TemplateLine
 
+# "zq" marks what comes from a message, because templates do not write it themselves.
 _THOUGHT, _ANSWER = "zq thought", "zq answer"
 _ASK = {"role": "user", "content": "zq ask"}
 _TOOL = {
@@ -28,6 +29,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
     },
 }
+# The id has nine letters, because Mistral's templates refuse others.
 _CALL = {
     "role": "assistant",
     "content": "",
@@ -35,7 +37,7 @@ _CALL = {
 }
 _SEES = {"role": "tool", "content": "zq", "tool_call_id": "zqzqzqzqz", "name": "zq"}
 _LATER = {"assistant": [_ASK], "tool": [{"role": "assistant", "content": _ANSWER}, _ASK]}
-"""The messages from the thinking up to the next user message, by the role of the last message so far."""
+"""What follows up to and including the next user message, by the role of the last message so far."""
 _THOUGHTFUL: Sequence[dict[str, Any]] = (
     {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT},
     {"role": "assistant", "content": _ANSWER, "thinking": _THOUGHT},
@@ -87,6 +89,7 @@ class _WatchedTemplate:
 
     def _where_thinking_goes(self) -> int | None:
         answers = [[_ASK, thoughtful] for thoughtful in _THOUGHTFUL]
+        # Without the last form, whose thinking is in the content, which is empty here.
         calls = [[_ASK, {**_CALL, **thoughtful, "content": ""}, _SEES] for thoughtful in _THOUGHTFUL[:-1]]
         for messages in (*answers, *calls):
             last, earlier = self._run(messages), self._run([*messages, *_LATER[messages[-1]["role"]]])
@@ -119,7 +122,7 @@ class _WatchedTemplate:
                 ran.add(self._line_of[frame.f_lineno])
             return watch
 
-        before = sys.gettrace()
+        before = sys.gettrace()  # of a debugger or of a coverage measurement
         sys.settrace(watch)
         try:
             text = self._template.text(messages, [_TOOL], False)

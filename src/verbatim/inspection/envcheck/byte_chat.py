@@ -1,6 +1,6 @@
 """Defines a chat format of bytes and a few marker tokens, for checks without a model.
 
-Any conversation can be rendered and parsed back without loss.
+Texts, reasoning and tool calls can be rendered and parsed back without loss; names and call ids are left out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_prompt(ids: Sequence[int]) -> ReadConversation:
         role, part = names[ids[start]], list(ids[start + 1 : stop])
         if role == "tools":
             found.tools.extend(json.loads(_text(part)))
-        elif part:
+        elif part:  # the generation prompt at the end is a role without a message
             found.messages.append({**_parsed(part).message(), "role": role})
     return found
 
@@ -115,7 +115,7 @@ def _call(raw: str, *, is_whole: bool) -> ToolCall:
 
 
 def _bytes(text: str) -> list[int]:
-    return list(text.encode(errors="replace"))
+    return list(text.encode(errors="replace"))  # half of a surrogate pair has no UTF-8
 
 
 def _text(ids: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ _LAST = ("final", "finish", "submit", "complete", "done", "answer")
 _MOST_CALLS = 3
 """Maximum number of tools that the scripted model calls before it ends its work."""
 _CONTEXT = 1_000_000
+"""The scripted model's context length: so long that programs do not reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
         slots=asyncio.Semaphore(1),
         params=SamplingParams(max_tokens=100_000),
         episode_stats=SilentStats(),
+        # The gateway ends a program 5 s before its episode (`_RESERVE`), so the program's own limit is reached first.
         limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
     )
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()
@@ -108,6 +110,7 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
 def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewritten) -> ProgramReport:
     """Return the report on an episode behind the gateway. It must be the sampler's only episode."""
     ours, about = trajectory.info.get(INFO, {}), trajectory.info.get("program", {})
+    # A failed episode has no samples, but the report counts which of its tokens could be trained.
     sound = dataclasses.replace(trajectory, error=None)
     samples = build_samples(sound) if trajectory.turns else []
     return ProgramReport(

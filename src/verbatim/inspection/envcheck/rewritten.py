@@ -73,6 +73,7 @@ def ways_of(request: ChatRequest, reply: ChatReply, back: Any) -> list[str]:
         return list(_message(message_body(reply), back))
     if request.protocol == "anthropic_messages":
         return list(_blocks(content_blocks(reply), back))
+    # The items get a new random id here, so `_parts` does not compare their ids, only whether there is one.
     return list(_parts(output_items(request, Stamp(), reply), back))
 
 
@@ -104,6 +105,7 @@ def _message(sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
     yield from _fields(sent, back, passed=("role", "content", "tool_calls"))
     yield from _content(sent["content"], back.get("content", _MISSING))
     calls = back.get("tool_calls") or ()
+    # As many on both sides: the gateway recognises an answer only with all its calls.
     for ours, theirs in zip(sent.get("tool_calls", ()), calls, strict=True):
         name = ours["function"]["name"]
         yield from _fields(ours, theirs, passed=("id", "function"), of=f"the call of {name}")
@@ -181,6 +183,7 @@ def _content(sent: str, back: Any, of: str = "") -> Iterator[str]:
     elif isinstance(back, list):
         yield f"content as parts{behind}"
         back = _text(back)
+    # The words are the same, or the gateway would not have recognised the answer (`rollouts/gateway/canonical.py`).
     if isinstance(back, str) and back != sent:
         yield f"different white space around the text{behind}"
 
@@ -189,6 +192,7 @@ def _call(name: str, sent_id: Any, back_id: Any, sent: Mapping[str, Any], back: 
     if back_id != sent_id:
         yield f"different id of the call of {name}"
     ours, theirs = sent["arguments"], back.get("arguments")
+    # `==` alone ignores the order of keys, and 1 equals 1.0 and True; the JSON texts then differ.
     if type(ours) is type(theirs) and (ours == theirs and json.dumps(ours) == json.dumps(theirs)):
         return
     if isinstance(ours, str) and not isinstance(theirs, str):

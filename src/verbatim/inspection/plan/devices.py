@@ -88,6 +88,7 @@ def device_here(is_cuda: bool) -> Device:
 
     found = torch.cuda.get_device_properties(0)
     total = found.total_memory / GIB
+    # Memory tells cards of the same name apart (a100-40, a100-80).
     fitting = [
         gpu
         for gpu in GPUS.values()
@@ -110,6 +111,7 @@ def this_cpu() -> Device:
     a = torch.ones(1024, 1024, device="cpu")
     num_threads = torch.get_num_threads()
     product = _fastest(lambda: a @ a, num_threads)
+    # 64 MiB, so that the copy goes through memory and not only through caches.
     block = torch.ones(1 << 24, device="cpu")
     copy = _fastest(block.clone, num_threads)
     rate = 2 * 1024**3 / product
@@ -118,6 +120,7 @@ def this_cpu() -> Device:
         name=CPU,
         memory=_host_memory(),
         flops=flops,
+        # A copy reads and writes. Processes of one machine exchange through its memory.
         bandwidth=2 * block.nbytes / copy,
         link=block.nbytes / copy,
         is_cuda=False,
@@ -136,11 +139,12 @@ def _gain() -> float:
     a = torch.ones(1024, 1024, device="cpu")
     b = a.bfloat16()
     num_threads = torch.get_num_threads()
+    # The trainer's own product, which chooses the faster of two libraries for float32.
     return _fastest(lambda: product(a, a), num_threads) / _fastest(lambda: product(b, b), num_threads)
 
 
 def _fastest(do: Callable[[], object], num_threads: int) -> float:
-    """Seconds of the fastest of a few calls, assuming that every thread has its own core."""
+    """Seconds of the fastest of a few calls: its CPU time, divided among the threads as if each had its own core."""
     seconds = []
     for _ in range(4):
         began = time.process_time()
@@ -153,6 +157,7 @@ def _host_memory() -> int:
     """This machine's memory in bytes, or the limit of this process's control group if that is lower."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    # The files of control groups in version 2 and in version 1.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             total = min(total, int(Path(path).read_text(encoding="utf-8")))

@@ -124,6 +124,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(args):
             if type(tensor) is Tensor:  # a real tensor, made outside the fake mode: positions, masks
                 self._count(tensor.untyped_storage(), BATCH)
+        # The whole tensor is the output of a gather, and the input of a reduction.
         if func is _c10d._allgather_base_.default:
             self.mark([args[0]], GATHERED)
         elif func is _c10d._reduce_scatter_base_.default:
@@ -140,6 +141,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found: _Storage = known[0]
             return found
         found = _Storage(kind, storage.nbytes())
+        # The reference is kept too: one that is itself freed would not call `_forget`.
         self._known[storage] = (found, weakref.ref(storage, self._forget(found)))
         self._change(kind, found.num_bytes)
         return found

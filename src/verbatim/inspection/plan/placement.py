@@ -61,6 +61,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
             where = "beside the trainer"
     if settings.shares_device:
         where = "in turns with the trainer"
+    # Servers that already run, or a backend whose devices are not known here.
     if not isinstance(settings, ServerSettings) or settings.urls:
         where = "elsewhere"
     found = Placement(processes=processes, replicas=replicas, where=where)
@@ -72,6 +73,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
             f"(trainer.parallel.processes) and {found.sampler_devices} for the sampler; lower them, or "
             "plan for more"
         )
+    # 1 is the default, so it does not count as set by the file.
     if processes == 1 and may_be_several(config, found):
         return Placement(processes=gpus - found.sampler_devices, replicas=replicas, where=where)
     return found

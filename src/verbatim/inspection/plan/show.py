@@ -130,6 +130,7 @@ def _memory(plan: Plan) -> RenderableType:
             table.add_row(said, _in_gib(plan.memory.parts[kind]))
     table.add_row("at the peak of a step", _in_gib(plan.memory.peak), style="bold")
     table.add_row("between steps", _in_gib(plan.memory.between_steps), style="dim")
+    # On a CPU they share one memory.
     if not plan.case.device.is_cuda and plan.case.placement.processes > 1:
         table.add_row(
             f"all {plan.case.placement.processes} processes on this machine",

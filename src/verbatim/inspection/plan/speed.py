@@ -108,11 +108,14 @@ def trainer_speed(
     rate = device.flops[config.dtype] * utilisation
     steps, share = config.optimizer_steps_per_batch, config.parallel.sequence
     processes = len(dealt) * share
+    # `parallel.sequence` processes compute each micro-batch together.
     compute = steps * lock_step_time(costs) * cost.unit * passes / rate / share
     exchange = 0.0
     if processes > 1:
+        # Weights are gathered for the forward and again for the backward pass; gradients are reduced in float32.
         gathered = 2 * num_parameters * WIDTH[config.dtype] + num_trained * WIDTH["float32"]
         num_passes = max(map(len, dealt))
+        # Each process already has its own share.
         exchange = steps * num_passes * gathered * (processes - 1) / processes / device.link
     optimizer = steps * num_trained / processes * OPTIMIZER_BYTES / device.bandwidth
     tokens = steps * sum(m.num_tokens for mine in dealt for m in mine)
@@ -191,6 +194,7 @@ def sampler_speed(
     width, share = WIDTH[replicas.dtype], replicas.devices_each
     weights = num_parameters * width / share
     packed = packed_parameters(model_config, num_parameters) * width if replicas.packs else 0
+    # The compiled kernel keeps keys and values in float32.
     per_token = cache_bytes_per_token(model_config, WIDTH["float32"] if packed else width) / share
     of_one = max(1.0, batch.mean_context * per_token)
     room = max(0.0, device.memory * replicas.memory_share - weights - packed)
@@ -201,6 +205,7 @@ def sampler_speed(
     computed = sequences * token / rate
     a_pass = max(read, computed)
     passes = batch.sampled_tokens / (sequences * replicas.count)
+    # The longest rollout needs one pass for each of its tokens, even after all others have ended.
     alone = batch.longest_sampled * (weights + of_one) / (device.bandwidth * bandwidth_utilisation)
     decode = max(passes * a_pass, alone)
     bound_by: Any = (

@@ -25,12 +25,16 @@ from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import MOST_ROWS, RunView, list_runs
 
 VERSION = 1
+"""Number of the file's format, written into it."""
 _LEVEL = 6
+"""Compression level."""
 _PATIENCE = 0.05
+"""Seconds between two looks at an unfinished search."""
 _SCRIPT = re.compile(r'<script\b[^>]*\bsrc="\.?/?([^"]+)"[^>]*>\s*</script>')
 _STYLE = re.compile(r'<link\b[^>]*\brel="stylesheet"[^>]*>')
 _HREF = re.compile(r'\bhref="\.?/?([^"]+)"')
 _OTHER_LINK = re.compile(r'<link\b[^>]*\brel="(?:modulepreload|preload)"[^>]*>')
+# What would end the script's element. JavaScript reads `<\/` in a string as `</`.
 _END = re.compile(r"</(?=script)", re.IGNORECASE)
 
 
@@ -111,6 +115,7 @@ def _answers(run: RunView, filters: Filters, sort: str, most: int) -> Iterator[t
             break
     yield "/trajectories", {"total": len(rows), "matched": len(rows), "pending": False, "rows": rows}
     for row in rows:
+        # The page looks keys up unquoted: they consist of characters that `quote` leaves as they are.
         yield f"/trajectories/{quote(row['key'], safe='~.')}", _or_problem(run.trajectory, row["key"])
     for key in dict.fromkeys(row["group_key"] for row in rows):
         yield f"/groups/{quote(key, safe='~.=')}", _or_problem(run.group, key)
@@ -125,6 +130,7 @@ def _or_problem(read: Callable[[str], dict[str, Any]], key: str) -> dict[str, An
 
 def _write(file: BinaryIO, url: str, answer: Any) -> None:
     file.write(f'<script type="application/json" data-url="{url}" data-encoding="gzip-base64">'.encode())
+    # No time of writing, so that the same answer gives the same bytes.
     file.write(base64.b64encode(gzip.compress(to_json(answer), _LEVEL, mtime=0)))
     file.write(b"</script>\n")
 

@@ -67,7 +67,7 @@ class MessageSearch:
         return _rows_of(snapshot.table, hits), pending
 
     def close(self) -> None:
-        """End the thread."""
+        """Tell the thread to end; it does so after the row group that it is reading."""
         with self._wanted:
             self._closed = True
             self._give_up_all()
@@ -93,6 +93,7 @@ class MessageSearch:
                     search.hits |= hits
                     search.done.add(file)
             else:
+                # Needs no lock: only this thread writes it, and a search that was given up is not read again.
                 search.version = snapshot.version
 
     def _next(self) -> _Search | None:
@@ -102,6 +103,7 @@ class MessageSearch:
 
     def _scan(self, search: _Search, snapshot: Snapshot) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield ((source, step), hits) for each file that has not been searched yet, the newest first."""
+        # Escaped as in the column, which holds JSON.
         needle = json.dumps(search.text)[1:-1]
         sources, files = (np.asarray(snapshot.table.column(name)) for name in ("source", "file"))
         for source, name in FOLDERS.items():
@@ -132,6 +134,7 @@ def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
                 hits = np.asarray(pc.match_substring(column, needle, ignore_case=True))
                 found += (np.flatnonzero(hits) + first).tolist()
                 first += len(column)
+    # pyarrow raises any of these for a file that is damaged or has other columns.
     except (pa.ArrowException, OSError, AttributeError, ValueError, KeyError, TypeError):
         pass
     return found

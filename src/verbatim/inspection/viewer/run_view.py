@@ -34,12 +34,15 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 1000
 """Maximum number of rows in one answer."""
 _KEPT_ORDERS = 8
+"""Maximum number of sorted tables to keep, so that scrolling does not sort again."""
 _WARM_UP_SECONDS = 3.0
 """Seconds from the start to the warm-up, so that the page is drawn first."""
 _FOLLOW_SECONDS = 1.0
+"""Seconds between refreshes of the index."""
 _LARGEST_GROUP = 512
 """Maximum number of trajectories of a group in an answer."""
 _TEXT_OF_NODE = 160
+"""Maximum number of characters of a prefix tree's node in an answer."""
 _MISSING = "no trajectory {!r} here; the file of its step may have been removed, or the step repeated"
 
 
@@ -63,6 +66,7 @@ class RunView:
         self._search = MessageSearch(folder)
         self._orders: OrderedDict[tuple[int, Filters, str], Rows] = OrderedDict()
         self._facets: tuple[int, dict[str, Any]] | None = None
+        # The first guards `_orders`, the second `_metrics`: requests are answered on several threads.
         self._lock, self._metrics_lock = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,6 +102,7 @@ class RunView:
         self._stop.set()
         self._search.close()
         if self._thread is not None:
+            # Not for ever: the thread sees `_stop` only between files. A daemon does not keep the process alive.
             self._thread.join(timeout=5)
 
     # ---- the run
@@ -120,6 +125,7 @@ class RunView:
             "num_trajectories": snapshot.table.num_rows,
             "num_alarms": alarms,
             "indexed": snapshot.indexed,
+            # A restart of either of the two changes the sum; the page then reads the metrics from their beginning.
             "generation": generation + snapshot.generation,
             "version": snapshot.version,
             "problems": [*snapshot.problems, *problems],
@@ -174,6 +180,7 @@ class RunView:
             if key in self._orders:
                 self._orders.move_to_end(key)
                 return self._orders[key], pending
+        # Without the lock, so that no other request waits. An unfinished search finds more, so its order is not kept.
         order = query.in_order(snapshot.table, query.matching(snapshot.table, filters, in_messages), sort)
         if not pending:
             with self._lock:
@@ -184,6 +191,7 @@ class RunView:
 
     def facets(self) -> dict[str, Any]:
         """Answer `/facets`."""
+        # Needs no lock: at worst, two threads compute the same facets.
         snapshot, known = self._index.snapshot, self._facets
         if known is None or known[0] != snapshot.version:
             known = (snapshot.version, query.facets(snapshot.table))
@@ -258,6 +266,7 @@ class RunView:
         rows = query.rows_of(snapshot.table, name)
         if not len(rows):
             raise LookupError(_MISSING.format(name[:100]))
+        # An id may occur in training and in evaluations; the row of training is the first.
         (shown,) = query.shown(snapshot.table, rows[:1])
         place = RecordLocation.of(shown["key"])
         assert place is not None

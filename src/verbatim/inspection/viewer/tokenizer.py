@@ -17,6 +17,7 @@ FILE = "tokenizer.json"
 def find_tokenizer(run: Path) -> Path | None:
     """Find the folder with the tokenizer of a run's model: in the run folder, or the configured model folder."""
     for folder in _candidates(run):
+        # A run folder may come from anybody, and a link in it may lead to any file.
         if (folder / FILE).is_file() and not (folder / FILE).is_symlink():
             return folder
     return None
@@ -83,7 +84,7 @@ class RunTokenizer:
             return template if isinstance(template, str) else None
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
-        """The text of consecutive ids, including control tokens."""
+        """The text of consecutive ids, including control tokens. Options of `transformers` are ignored."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
@@ -93,6 +94,7 @@ class RunTokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
+        # Searched for as text, because it may be one of several decoders in a sequence.
         return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
 
     def pieces(self, ids: Iterable[int]) -> dict[str, Any]:
@@ -108,6 +110,7 @@ class RunTokenizer:
                 pieces[token] = self.added_tokens_decoder[token].content
                 special.append(token)
                 continue
+            # Ids are int32; `tokenizers` raises OverflowError for numbers that are negative or too large.
             name = self.convert_ids_to_tokens(token) if 0 <= token < 2**31 else None
             if name is None:
                 continue
@@ -123,7 +126,7 @@ class RunTokenizer:
         if self._is_byte_level:
             try:
                 return bytes(_BYTES[character] for character in name)
-            except KeyError:
+            except KeyError:  # not written in the characters for bytes, so the name is the text
                 return name.encode()
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             try:

@@ -97,6 +97,7 @@ def create_renderer(
             for n in RENDERERS
         ]
         raise UsageError(f"there is no renderer {name!r}{hint} There are: auto, {', '.join(spelt)}")
+    # Saves half a second: the package imports it only for annotations.
     import_without("renderers", "openai")
     from verbatim.models.renderers.detect_family import check_escaping, first_difference
     from verbatim.models.renderers.special_token_escaping import EscapingTokenizer

@@ -75,6 +75,7 @@ class EnvResult:
             "reward/std": self.reward_std,
             "success": self.success.value,
             **self.figures,
+            # Of the totals only the judge's: `completion_tokens` is already the name of a mean in `figures`.
             **{name: value for name, value in self.spent.items() if name.startswith("judge/")},
             "success/low": self.success.low,
             "success/high": self.success.high,
@@ -99,6 +100,7 @@ def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[i
     groups: dict[str, list[EvaluatedEpisode]] = {}
     for outcome in listed:
         groups.setdefault(outcome.example_id, []).append(outcome)
+    # pass@k and pass^k can be estimated only from at least k episodes of every example.
     attempts = min(map(len, groups.values()), default=0)
     asked = (powers_up_to(attempts) if attempts else ()) if ks is None else [k for k in ks if k <= attempts]
     rewards = [outcome.reward for outcome in listed if outcome.reward is not None]
@@ -121,6 +123,7 @@ def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[i
 
 def mean(values: Sequence[float]) -> float:
     """The mean; NaN if there are no values."""
+    # `fsum` is exact, so the mean does not depend on the order in which the episodes ended.
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -153,6 +156,7 @@ def _by_example(
 def _over_examples(
     groups: Mapping[str, Sequence[EvaluatedEpisode]], estimate: Callable[[int, int, int], float], k: int
 ) -> Estimate:
+    # One value between 0 and 1 for each example. `mean_interval` could leave this range.
     return share_interval(
         {
             example_id: [estimate(len(group), sum(outcome.success for outcome in group), k)]
@@ -178,7 +182,7 @@ def _example(example_id: str, group: Sequence[EvaluatedEpisode], ks: Sequence[in
 
 def means(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
     """The means over the completed episodes. `reward_part/{part}` and `agent_reward/{agent}` get `/mean` and `/std`.
-    `valid_format` exists only if a tool call was tried."""
+    `valid_format` is a share of all turns with tool calls, not a mean over episodes; it is absent if there are none."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.figures.items():

@@ -28,6 +28,7 @@ class LineFormat:
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
         for line in file.lines_of(self):
             if self.kind is not None:
+                # Outside of the `try`, which catches FormatError too: a file of another version is refused as a whole.
                 content_of(self.kind, line.record, f"{file.path}:{line.number}")
             try:
                 yield LoggedTrajectory(trajectory=self.trajectory(line.record, line.number), line=line.number)
@@ -62,6 +63,7 @@ def _rollout(record: Mapping[str, Any], line: int) -> Trajectory:
     with_ids = [step for step in steps if step["tokens"] is not None]
     if steps and not with_ids:
         raise ValueError("no step has tokens: the engine was not asked for ids, or the ids were not kept")
+    # The id may be only in the steps, where those of sub-agents have others.
     own = record.get("trajectory_id") or next((s.get("trajectory_id") for s in with_ids if not _is_sub(s)), None)
     turns = tuple(_turn(step, own) for step in with_ids)
     return Trajectory(

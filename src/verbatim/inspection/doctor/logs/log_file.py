@@ -79,7 +79,7 @@ class Format(Protocol):
 
 
 class LogFile:
-    """The lines of a file. A format may read them several times; problems are recorded only the first time."""
+    """The lines of a file. `detect_format` reads them too, but adds nothing to `problems`, so none counts twice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,6 +93,7 @@ class LogFile:
         """
         if not self.path.is_file():
             raise UsageError(_no_log(self.path))
+        # Read as bytes, because `at` seeks to offsets in bytes.
         with self.path.open("rb") as file:
             offset = 0
             for number, raw in enumerate(file, start=1):
@@ -140,7 +141,7 @@ def _no_log(path: Path) -> str:
 def _parse(raw: bytes, number: int, problems: Problems) -> Mapping[str, Any] | None:
     try:
         record = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         torn = "" if raw.endswith(b"\n") else "; the file's last line is torn: a writer is at work, or was killed"
         problems.add(number, f"not JSON ({error}){torn}")
         return None
