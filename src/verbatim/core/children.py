@@ -1,8 +1,8 @@
 """Starts and ends child processes.
 
-Every child leads its own session and process group. So Ctrl-C in the terminal reaches only this process, which ends its
-children in order, and everything that a child has started ends with its group. If a child cannot end its own children
-(a server that forks workers into sessions of their own), `inference.vllm.subreaper` runs in between.
+Every child leads its own session and process group. So Ctrl-C in the terminal reaches only this process, which then
+ends its children in order. Everything that a child has started ends with the child's group. If a child cannot end its
+own children (a server that forks workers into sessions of their own), `inference.vllm.subreaper` runs in between.
 
 ```
 run_program      for a program that runs to its end: a compiler, pip, a query of another Python
@@ -53,13 +53,12 @@ def run_program(
     Args:
         command: Program and arguments.
         timeout: Timeout in seconds, or None for no timeout.
-        given: Bytes for its standard input, or None for an empty one.
-        environment: Its environment variables, or None for those of this process.
-        folder: Its working directory, or None for that of this process.
+        given: Bytes for the program's standard input, or None for an empty standard input.
+        environment: The program's environment variables, or None for those of this process.
+        folder: The program's working directory, or None for that of this process.
 
     Raises:
-        OSError: it cannot be started.
-        subprocess.TimeoutExpired: the program did not end in time.
+        OSError: the program cannot be started. subprocess.TimeoutExpired: the program did not end in time.
     """
     process = start(
         command,
@@ -159,7 +158,7 @@ async def start_async(
 
 
 async def gone(process: Child) -> None:
-    """Wait for the end of a killed child. Closes our ends of its pipes first: asyncio also waits for the other ends,
+    """Wait for the end of a killed child, after closing our ends of its pipes: asyncio also waits for the other ends,
     which a process in a session of its own may hold after the child has ended."""
     for number in range(3):  # until Python 3.13, wait() waits for the pipes
         pipe: Any = process.transport.get_pipe_transport(number)
@@ -176,7 +175,7 @@ def open_log(path: Path) -> IO[bytes]:
     """Open a file for a child's output, appending to what it contains; only its owner may read it.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)
@@ -189,15 +188,15 @@ class StartedChild(Protocol):
     pid: int
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal, or None while it runs."""
+        """The exit status, negative for a signal; None while the child runs."""
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises `subprocess.TimeoutExpired` if the child still runs after `timeout` seconds."""
 
 
 def end(process: StartedChild, patience: float) -> None:
-    """Wait for a child that was told to end, and kill its process group if it does not. SIGTERM is not sent: our own
-    processes treat it as a request to stop the run, and a frozen process does not handle it.
+    """Wait for a child that was told to end, and kill its process group if it does not end. SIGTERM is not sent: our
+    own processes treat it as a request to stop the run, and a frozen process does not handle it.
 
     Args:
         process: The child; it may have ended already.
@@ -217,7 +216,7 @@ def kill_group(leader: int) -> None:
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status as a clause for messages.
+    """A clause for messages that says how a process with this exit status ended.
 
     >>> how_it_ended(3), how_it_ended(-9)
     ('ended with status 3', 'was ended by SIGKILL')
@@ -229,8 +228,8 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Called by a child: end this process when its parent ends, for any reason. On Linux the kernel does this; on other
-    systems a thread polls.
+    """Called by a child process: end this process when its parent ends, for any reason. On Linux the kernel does this;
+    on other systems a thread polls.
 
     Args:
         parent: Process id of the parent, passed on by the parent itself because it may have ended already.

@@ -4,7 +4,7 @@
 CtrlC             Ctrl-C while an event loop runs its main task: in a program, a notebook or a command
 two_presses       for a command: the first Ctrl-C asks it to end, the second ends the process at once, even if it blocks
 is_ctrl_c         tells a KeyboardInterrupt from the keyboard from `raise KeyboardInterrupt` in a user's code
-users_errors      converts everything that a user's code raises into one error, but lets Ctrl-C through
+users_errors converts everything that a user's code raises into one error, but lets Ctrl-C through
 the others        for processes that leave signals to another process, and for the start and end of a command
 ```
 
@@ -33,7 +33,8 @@ _SIGNALS = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 """The signals that ask a process to end, with their names in messages."""
 
 Ask: TypeAlias = Callable[[asyncio.AbstractEventLoop], bool]
-"""Asks the work on this loop to end soon; returns False if it cannot. Called on any thread."""
+"""A function that asks the work on this loop to end soon; it returns False if the work cannot be asked. Called on any
+thread."""
 
 Presses: TypeAlias = Callable[[asyncio.AbstractEventLoop, "asyncio.Task[Any]"], AbstractContextManager[None]]
 """Context manager that handles Ctrl-C while a loop runs its main task."""
@@ -83,8 +84,9 @@ def _code(handler: object) -> CodeType | None:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C was pressed since the block began. The program's own handler still
-    runs. Needed under `asyncio.run`, whose handler cancels the main task, which a tool's code may do as well."""
+    """Yields a function that tells whether Ctrl-C has been pressed since the block began. The program's own handler
+    still runs. This is needed under `asyncio.run`, whose handler cancels the main task, because a tool's code may
+    cancel the main task as well."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not _is_of_asyncio(handler):
         yield lambda: False
@@ -106,7 +108,7 @@ def noticed() -> Iterator[Callable[[], bool]]:
 
 
 def _is_of_asyncio(handler: object) -> bool:
-    """True if the handler is the one that `asyncio.run` installs for Ctrl-C."""
+    """True if this handler is the one that `asyncio.run` installs for Ctrl-C."""
     function = handler.func if isinstance(handler, functools.partial) else handler
     return isinstance(getattr(function, "__self__", None), asyncio.Runner)
 
@@ -156,12 +158,13 @@ class CtrlC:
         self._num_signals += 1
         if self._num_signals > 2:
             raise_ctrl_c()
-        # On a thread: the interrupted code may hold the lock of the console on which `ask` prints.
+        # `press` runs on a thread: the interrupted code may hold the lock of the console on which `ask` prints.
         threading.Thread(target=self.press, name="verbatim-signals", daemon=True).start()
 
     def handled(self) -> AbstractContextManager[None]:
         """Handle SIGINT while the block runs. Has no effect outside the main thread, or if the program has a handler of
-        its own. The handler of `asyncio.run` is replaced: it would only cancel a task that waits for the block."""
+        its own. The handler of `asyncio.run` is replaced, because it would only cancel a task that waits for the
+        block."""
         handler = signal.getsignal(signal.SIGINT)
         if handler is signal.default_int_handler or _is_of_asyncio(handler):
             return _handling({signal.SIGINT: self.hear})
@@ -196,8 +199,8 @@ def two_presses(ask: Ask = lambda loop: False, farewell: Callable[[], str] = lam
     blocks the loop or catches every exception.
 
     Args:
-        ask: Called on that thread at the first press; returns whether it could ask for the end. Otherwise the main task
-            is cancelled.
+        ask: Called on that thread at the first press; returns True if it could ask the work to end. If it returns
+            False, the main task is cancelled.
         farewell: Returns the text to print before the process ends at once.
     """
 
@@ -220,7 +223,7 @@ def second_press_ends(
     Args:
         first: Called on a thread at the first signal, with its name, even while the main thread is blocked.
         farewell: Returns the text to print before the process ends at once.
-        handle_first: Called in the main thread at the first signal, as soon as it runs Python code; may raise.
+        handle_first: Called in the main thread at the first signal, as soon as this thread runs Python code; may raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -269,7 +272,7 @@ def _second_ends(handle_first: Callable[[str], None], farewell: Callable[[], str
 
 def _end_at_once(farewell: str) -> None:
     """End the process without running any `finally` block, because a person who presses twice does not want to wait.
-    Shows the cursor again, which a progress bar may have hidden."""
+    Also show the cursor again, which a progress bar may have hidden."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, b"\x1b[?25h")
@@ -293,7 +296,7 @@ def end_at_a_press(status: int) -> None:
 
 
 def ignore_presses() -> None:
-    """From now on this process ignores Ctrl-C and SIGTERM: another process gets them too, and decides."""
+    """From now on this process ignores Ctrl-C and SIGTERM: another process gets these signals too, and decides."""
     _set_all(signal.SIG_IGN)
 
 

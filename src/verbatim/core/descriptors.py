@@ -12,12 +12,12 @@ _RESERVE = 128
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows, and return how many connections fit. Child
-    processes inherit the limit."""
+    """Raise this process's limit of open files as far as the system allows, and return how many connections fit into
+    it. Child processes inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
+        with contextlib.suppress(OSError, ValueError):  # some systems allow fewer than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # With a very low limit, half of it is used, because subtracting the reserve would leave too little or nothing.

@@ -1,7 +1,8 @@
 """Writes files and folders that survive a power loss.
 
-Until it is synced, a write has only reached memory. Syncing a file saves its content, and syncing its folder saves its
-name. So the order is always: write under a temporary name, sync the content, rename, sync the folder.
+Until a file is synced, what was written to it has only reached memory. Syncing a file saves the file's content, and
+syncing its folder saves the file's name. So the order is always: write under a temporary name, sync the content,
+rename, sync the folder.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` of everything in a folder, and of the folder itself."""
+    """`sync` everything in a folder, and the folder itself."""
     for path in folder.rglob("*"):
         if not path.is_symlink():
             sync(path)
@@ -63,7 +64,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and sync their names; does nothing if the folder exists."""
+    """Create a folder and its missing parents, and sync their names. Does nothing if the folder exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -100,7 +101,7 @@ def remove_folder(folder: Path, ours: Container[str]) -> None:
 
     Args:
         folder: The folder; it need not exist.
-        ours: Paths of the files that we create in it, relative to it.
+        ours: Paths of the files that we create in the folder, relative to the folder.
 
     Raises:
         OSError: the file system refused.
@@ -122,7 +123,7 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None, privat
         path: The file.
         data: Its content.
         temporary: The temporary name.
-        private: Whether only its owner may read it, as with `write_private`.
+        private: True if only the file's owner may read it, as with `write_private`.
 
     Raises:
         OSError: the file system refused to write; the file is unchanged.
@@ -181,12 +182,13 @@ def replacing(path: Path, *, temporary: Path | None = None, lasting: bool = True
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that others may have created: links are not followed, pipes and devices not opened.
+    """Open a file for reading that others may have created: links are not followed, and pipes and devices are not
+    opened.
 
     Raises:
         OSError: the path is not a regular file, or it cannot be read.
     """
-    # O_NONBLOCK: opening a pipe without a writer would block.
+    # O_NONBLOCK, because opening a pipe without a writer would block.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -253,8 +255,8 @@ def keep_aside(path: Path, folder: Path | None = None, why: str = "damaged") -> 
 
     Args:
         path: The damaged file or folder.
-        folder: The folder to move it to; by default its own.
-        why: The word in its new name.
+        folder: The folder to move it to; by default the folder that it is in.
+        why: The word for the new name.
 
     Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, and the next one `metrics.jsonl.damaged-2`.
     """

@@ -1,4 +1,4 @@
-"""Defines the limits of an episode with their defaults, shared by configuration files and the Python API."""
+"""Defines the limits of an episode and their defaults, which configuration files and the Python API share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verbatim.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """The limits at which an episode is cut off, and what happens at malformed calls and failing tools."""
+    """The limits at which an episode is cut off, and what happens after malformed calls and failing tools."""
 
     max_turns: int = 16
     """Maximum number of turns, including those of sub-agents."""

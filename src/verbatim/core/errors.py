@@ -44,7 +44,7 @@ class ConfigError(UsageError):
 
 
 class ModelError(UsageError):
-    """A model cannot be loaded, or cannot do what is asked of it."""
+    """A model cannot be loaded, or does not support what is asked of it."""
 
 
 class ComponentError(UsageError):
@@ -52,7 +52,7 @@ class ComponentError(UsageError):
 
 
 class NoDemonstrations(UsageError):
-    """An environment that provides demonstrations has none with these settings."""
+    """An environment that provides demonstrations has no demonstrations with these settings."""
 
 
 class CheckpointError(UsageError):
@@ -63,8 +63,8 @@ class FormatError(CheckpointError):
     """A file of a run has a format that this version of Verbatim does not read.
 
     Args:
-        message: Names the file, the format number found and the one expected.
-        number: The number found, or None if the file has none.
+        message: Names the file, the format number found and the format number expected.
+        number: The number found, or None if the file has no format number.
     """
 
     def __init__(self, message: str, number: int | None = None) -> None:
@@ -98,7 +98,7 @@ class ProgramFault(EnvironmentFault):
     """An agent program crashed, hung, or never called the model.
 
     Args:
-        kind: "program_crashed", "program_hung" or "program_silent"; the episode is counted under it.
+        kind: "program_crashed", "program_hung" or "program_silent"; the episode is counted under this kind.
         message: What was observed.
     """
 
@@ -120,8 +120,8 @@ class SamplerFault(RolloutError):
 
     Args:
         message: What happened.
-        num_tokens: Tokens sampled for the request so far, if the engine knows.
-        num_lost_tokens: Tokens sampled for it earlier by replicas that were lost, if known.
+        num_tokens: Number of tokens sampled for the request so far, if the engine knows.
+        num_lost_tokens: Number of tokens that replicas sampled for the request before they were lost, if known.
     """
 
     def __init__(self, message: str = "", *, num_tokens: int = 0, num_lost_tokens: int = 0) -> None:
@@ -147,7 +147,7 @@ class NothingToSample(RunStopped):
 
 
 class NothingTrained(RunStopped):
-    """The run has ended without training on a single token; the message names the reason for which they were
+    """The run has ended without training on a single token; the message names the reason for which the tokens were
     dropped."""
 
 

@@ -1,7 +1,7 @@
 """Numbers the formats of the files that a run writes and reads, and refuses files of another version with an error.
 
-JSON has the number under `format` (JSON lines: on each line); Parquet and safetensors have it in their metadata, under
-`verbatim_format`. Increase the number whenever a format changes.
+JSON files have the number under `format` (JSON lines files on each line); Parquet and safetensors files have it in
+their metadata, under `verbatim_format`. Increase the number whenever a format changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS: Mapping[str, int] = {
 }
 """The format number of each kind of file, by file name pattern."""
 LINES = "trajectory lines"
-"""JSON lines with one trajectory each, in files of any name: exports, results, episodes, traces."""
+"""The kind for JSON lines with one trajectory each, in files of any name: exports, results, episodes, traces."""
 KEY = "format"
 METADATA_KEY = "verbatim_format"
 
@@ -61,10 +61,11 @@ def metadata_of(kind: str) -> dict[str, str]:
 
 
 def check_metadata(kind: str, found: str | bytes | None, where: object) -> None:
-    """Refuse a file of tensors or columns whose metadata has a different format number or none.
+    """Refuse a file of tensors or columns whose metadata has a different format number or no format number.
 
     Raises:
-        FormatError: names the number found and the number expected.
+        FormatError: the format number is different or missing; the message names the number found and the number
+            expected.
     """
     _check(kind, int(found) if found is not None and found.isdigit() else None, where)
 

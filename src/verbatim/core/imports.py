@@ -29,7 +29,7 @@ directory."""
 _BESIDE: list[str] = []
 """Folders of the files given to `search_beside`."""
 _FILES_IN: set[str] = set()
-"""The folders of `_BESIDE` in which `find_file` found something."""
+"""The folders of `_BESIDE` in which `find_file` has found something."""
 
 
 def is_installed(package: str) -> bool:
@@ -49,7 +49,8 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
     """Refuse to continue if packages of an extra are missing.
 
     Raises:
-        UsageError: packages are not installed; names all of them, the feature that needs them and what to type.
+        UsageError: packages are not installed; the message names all of them, the feature that needs them and what to
+            type.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
@@ -61,9 +62,9 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
 
 
 def import_without(package: str, unused: str) -> None:
-    """Import a package without another package that it imports only for type hints, or for functions not called here.
-    A later import of that package gets the real one. If other threads are running, which could import it in the
-    meantime, it is imported normally.
+    """Import `package` without the package `unused`, which it imports only for type hints, or for functions not called
+    here. A later import of `unused` gets the real package. If other threads are running, which could import `unused` in
+    the meantime, it is imported normally.
 
     Example: `renderers` imports `openai`, half a second, for the annotations of a client.
     """
@@ -80,9 +81,9 @@ def import_without(package: str, unused: str) -> None:
 
 @contextlib.contextmanager
 def imports_that_stay() -> Iterator[None]:
-    """For a command: switch off garbage collection while the block imports, and exclude everything that exists at its
-    end from later collections. Importing PyTorch and transformers creates a million permanent objects; scanning them
-    again and again takes a quarter of the import's time."""
+    """Switch off garbage collection while the block imports, and exclude everything that exists at its end from later
+    collections. For commands only. Importing PyTorch and transformers creates a million permanent objects; scanning
+    them again and again takes a quarter of the import's time."""
     gc.disable()
     try:
         yield
@@ -97,8 +98,8 @@ def is_import_path(name: str) -> bool:
 
 
 def import_object(import_path: str) -> Any:
-    """The object at `module.name` (or `module:name`). Modules are also found in the current directory, and in the
-    folders of files given to `search_beside`.
+    """The object with the import path `module.name` (or `module:name`). Modules are also found in the current
+    directory, and in the folders of files given to `search_beside`.
 
     Raises:
         ComponentError: the module or name does not exist, or the module raises an error while it is imported.
@@ -167,7 +168,7 @@ def _remembered(stored: Path) -> list[str]:
         folders = content_of(MODULE_FOLDERS, json.loads(stored.read_text(encoding="utf-8")), stored).get("folders")
     except FormatError:
         raise
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # the file is not JSON, or not UTF-8
         folders, why = None, f" ({error})"
     else:
         why = ""
@@ -191,8 +192,9 @@ def folders_beside() -> tuple[str, ...]:
 
 
 def find_file(path: str | Path) -> Path | None:
-    """A file or folder that a configuration names: in the current directory, or else next to a file given to
-    `search_beside`; None if it is not found in either. The folder is remembered for the run, as for modules."""
+    """The path of a file or folder that a configuration names. It is searched for in the current directory, and then
+    next to the files given to `search_beside`; None if it is in none of these places. The folder in which it is found
+    is remembered for the run, as for modules."""
     given = Path(path)
     for folder in ("", *([] if given.is_absolute() else _BESIDE)):
         if (found := Path(folder) / given).exists():
@@ -242,7 +244,7 @@ def _where_else(module_name: str, attribute: str) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment variables for a Python process that can import what this one can: `PYTHONPATH` keeps its entries,
-    followed by those of `sys.path`."""
+    """Environment variables for a Python process that can import the same modules as this process: `PYTHONPATH` keeps
+    its entries, and those of `sys.path` follow."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, [*own, *sys.path])))}

@@ -79,8 +79,8 @@ _PLACES = (
     ("x-", r"(?i:x-(?:amz|goog)-(?:signature|security-token)(?:=|%3D))(?P<value>[\w%+/=.~\-]{32,})"),
     ("Q~", r"(?:(?<![\w~.\-])|(?<=\\[nrt]))(?P<value>[\w~.]{3}\dQ~[\w~.\-]{31,34})(?![\w~\-])"),
 )  # fmt: skip
-"""A substring that must occur, and the pattern whose group `value` is the key: webhooks, signed URLs, tokens of
-Telegram bots, Azure secrets."""
+"""A substring that must occur, and a pattern whose group `value` is the key, for each of: webhooks, signed URLs, tokens
+of Telegram bots, Azure secrets."""
 
 _FORMS = tuple(
     (word, re.compile(pattern))
@@ -92,7 +92,7 @@ _FORMS = tuple(
 
 
 def keys_of_services(text: str) -> Iterator[tuple[int, int]]:
-    """The start and end of each service's key in a text. Takes time linear in the length of the text.
+    """The start and end of each service's key in a string. The time taken is linear in the length of the string.
 
     >>> list(keys_of_services("SG. and xai-grok are none, AKIAIOSFODNN7EXAMPLE is"))
     [(27, 47)]

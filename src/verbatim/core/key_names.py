@@ -17,11 +17,11 @@ _SURE_PAIRS = frozenset(
     for what in ("key", "secret", "token")
 )
 _MAYBE = frozenset({"cookie", "key", "pat", "secret", "token"})
-"""Words that end the names of keys, but also of other things: `key = "answer"`."""
+"""Words at the end of names of keys, but also of other values: `key = "answer"`."""
 _BEHIND = frozenset(
     {"base", "default", "dev", "hash", "live", "plain", "prod", "production", "raw", "staging", "test", "text", "value"}
 )
-"""Words that may follow a key word: API_KEY_PROD. Other words change the meaning: api_key_env is not a key."""
+"""Words that may follow a word for a key: API_KEY_PROD. Other words change the meaning: api_key_env is not a key."""
 _FOLDERS = ("PWD", "OLDPWD")
 """Shell variables that hold the working folder, not a password."""
 _OF_A_LOGIN = ("basic", "digest", "http", "https", "ntlm", "proxy")

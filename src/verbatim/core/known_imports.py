@@ -1,4 +1,4 @@
-"""Names imported from modules of prime-rl, twinkle and ROLL, and their counterparts here, for error messages."""
+"""Lists names imported from modules of prime-rl, twinkle and ROLL, with their counterparts here, for error messages."""
 
 from __future__ import annotations
 

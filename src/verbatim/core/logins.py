@@ -1,5 +1,5 @@
 """Recognises passwords by their context: `basic_auth = "user:password"`, `auth = ["user", "password"]`, and
-`curl -u user:password` and similar commands, given as a list or a text."""
+`curl -u user:password` and similar commands, given as a list or a string."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _METHODS = frozenset({
 """Words that, as a login's value, are authentication methods, permissions or placeholders, not passwords."""
 _HTTP_CLIENTS = frozenset({"curl", "wget", "http", "https", "httpie", "xh", "xhs", "curlie"})
 _LOGIN_OPTIONS = frozenset({"-u", "-U", "--user", "--proxy-user", "-a", "--auth"})
-"""Options of HTTP clients that take `user:password`; in other programs `-u`, `--user` and `--proxy-user` may have
-another meaning."""
+"""Options of HTTP clients that take `user:password`; in other programs `-u`, `--user` and `--proxy-user` may have a
+different meaning."""
 _PASSWORD_OPTIONS = frozenset({("sshpass", "-p"), ("redis-cli", "-a"), ("twine", "-p")})
 """Pairs of program and option whose value is a password."""
 _CONTAINERS = frozenset({"docker", "podman", "nerdctl", "helm"})
@@ -72,7 +72,7 @@ def has_password(before: Collection[str], option: str, value: str) -> bool:
     """True if the value of a command's option holds a password.
 
     Args:
-        before: The preceding words of the command; programs without their folder.
+        before: The preceding words of the command; names of programs stand without their folder.
         option: The option, such as `-u` or `--user`.
         value: The word after the option.
 
@@ -106,19 +106,19 @@ def attached_password(before: Collection[str], word: str) -> int:
 
 
 def program_of(word: str) -> str:
-    """The program's name without its folder, if it is one that determines the meaning of options; otherwise an empty
+    """The program's name without its folder, if the program determines the meaning of options; otherwise an empty
     string."""
     name = word.rpartition("/")[2]
     return name if name in _PROGRAMS or word == _LOGIN_WORD else ""
 
 
 def logins_in(text: str, *, surely: bool = False) -> Iterator[tuple[int, int]]:
-    """The start and end of each password and login in the commands of a text. Takes time linear in the length of the
-    text.
+    """The start and end of each password and login in the commands of a string. The time taken is linear in the length
+    of the string.
 
     Args:
-        text: Commands, or anything else.
-        surely: Skip texts that may as well explain a command: `sshpass -p takes it`.
+        text: A string with commands, or with anything else.
+        surely: True to skip strings that may just as well explain a command: `sshpass -p takes it`.
 
     >>> text = "curl -s -u me:swordfish https://host; docker run -u 1000:1000 -p 80:80 image"
     >>> [text[slice(*place)] for place in logins_in(text)]

@@ -25,7 +25,7 @@ ERRNOS = frozenset(
         errno.ENOLCK,
     }
 )
-"""System errors that the user cannot avoid with another command line. Errors of missing or forbidden folders are not
+"""System errors that the user cannot avoid with another command line. Errors about missing or forbidden folders are not
 included, because the user can name another folder."""
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
@@ -69,7 +69,7 @@ def describe(error: BaseException, where: object = None) -> str:
     """A system or out-of-memory error in one line: what happened, and the file or the position in the code.
 
     Args:
-        error: An OSError, or an error for which `is_out_of_memory` is true; for others the text is returned.
+        error: An OSError, or an error for which `is_out_of_memory` is true; for any other error its text is returned.
         where: The file or folder in use, for errors without a file name.
 
     >>> describe(OSError(errno.ENOSPC, "No space left on device"), "runs/a")
@@ -104,7 +104,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
-    """In a block that writes, convert system errors of Rust libraries (safetensors, tokenizers) to OSError. These
+    """Convert system errors of Rust libraries (safetensors, tokenizers) to OSError in a block that writes. These
     libraries raise exceptions of their own, whose text ends in "(os error 28)".
 
     Raises:

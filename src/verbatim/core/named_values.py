@@ -1,5 +1,6 @@
-"""Finds names with their values in texts, so that keys can be found by name: settings, options, HTTP headers, and lists
-and tables that follow a name. This includes JSON nested in JSON strings, with quotes escaped once or several times."""
+"""Finds names with their values in strings, so that keys can be found by name: settings, options, HTTP headers, and
+lists and tables that follow a name. This includes JSON nested in JSON strings, with quotes escaped once or several
+times."""
 
 from __future__ import annotations
 
@@ -69,10 +70,11 @@ _YAML_ITEM = re.compile(r"""-[ \t]+["']?(?P<value>[^\s"'\\]+)""")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named value in a text."""
+    """A named value in a string."""
 
     name: str
-    """The name that decides whether the value is a key: its own, or that of the list or table that contains it."""
+    """The name that decides whether the value is a key: the value's own name, or the name of the list or table that
+    contains it."""
     start: int
     end: int
 
@@ -97,8 +99,8 @@ def _named(found: re.Match[str]) -> Named:
 
 
 def _named_by(found: re.Match[str]) -> str:
-    r"""The name that was matched. After a backslash its first letter may belong to an escape such as `\n`, and is then
-    removed."""
+    r"""The name that was matched. After a backslash the name's first letter may belong to an escape such as `\n`; this
+    letter is then removed."""
     name, start = found["name"], found.start("name")
     is_escaped = found.string[max(0, start - 1) : start] == "\\"
     is_part = is_escaped and name[0] in "nrt" and names_key(name[1:]) and not is_sure_name(name)
@@ -115,10 +117,11 @@ class _Level:
 
 
 def _listed_in(text: str) -> Iterator[Named]:
-    """Texts in lists and tables that follow the name of a key, found in one pass that starts at the first such name.
+    """The strings in lists and tables that follow the name of a key, found in one pass that starts at the first such
+    name.
 
     An upper-case name without quotes is probably a constant of a program (`_TOKENS = ("input_ids", "starts")`), not an
-    environment variable; so its texts count as keys only if they look like keys.
+    environment variable; so its strings count as keys only if they look like keys.
     """
     first = next((found for found in _OPENS.finditer(text) if _may_hold_keys(found)), None)
     levels, name, has_name = [_Level("")], "", False
@@ -150,7 +153,7 @@ def _listed_in(text: str) -> Iterator[Named]:
 
 
 def _items_in(text: str) -> Iterator[Named]:
-    """The texts in YAML lists that follow a name."""
+    """The strings in YAML lists that follow a name."""
     for found in _YAML_LIST.finditer(text):
         for item in _YAML_ITEM.finditer(text, *found.span("items")):
             yield Named(_named_by(found), *item.span("value"))
@@ -165,7 +168,8 @@ def _start_of_key(found: re.Match[str]) -> int:
 
 
 def _may_hold_keys(found: re.Match[str]) -> bool:
-    """True if a list or table follows the name of a key, or arguments follow that of a login: `BasicAuth(...)`."""
+    """True if a list or table follows the name of a key, or if arguments follow the name of a login:
+    `BasicAuth(...)`."""
     name = _named_by(found)
     return names_key(name) if found["call"] is None else is_login_name(name)
 
@@ -177,6 +181,6 @@ def _may_be_key(bare: str) -> bool:
 HEADERS = tuple(map(_headers, _HEADERS))
 """Functions that find the values of HTTP headers that hold keys."""
 SETTINGS = (*map(_settings, _SETTINGS), _listed_in, _items_in)
-"""Functions that find the values of settings and options, and those in lists and tables that follow a name."""
+"""Functions that find the values of settings and options, and the values in lists and tables that follow a name."""
 LINES = _settings(_YAML)
 """Finds the values of settings that extend to the end of a line, as in YAML; prose may have the same form."""

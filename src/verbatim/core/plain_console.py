@@ -17,8 +17,9 @@ UNBOUNDED = 10_000
 
 
 class PlainConsole(Console):
-    r"""A rich console that prints `[bold]` and `:smile:` as written, and control characters escaped (`\x1b`): texts
-    from environments, models and paths change neither the style nor the terminal. Styles are passed as arguments.
+    r"""A rich console that prints `[bold]` and `:smile:` as written, and control characters escaped (`\x1b`), so
+    strings from environments, models and paths change neither the style nor the terminal. Styles are passed as
+    arguments.
 
     Args:
         stderr: Write to standard error instead of standard output.
@@ -33,11 +34,11 @@ class PlainConsole(Console):
             self.width = UNBOUNDED
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A string as `Text`, with control characters escaped before it is measured, so that tables fit."""
+        """A string as a `Text`. Control characters are escaped before the string is measured, so that tables fit."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments with escaped text; rich's own control segments are unchanged."""
+        """The segments, with their text escaped; rich's own control segments are unchanged."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

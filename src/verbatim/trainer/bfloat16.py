@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 from verbatim.models.tiny import decoder_layers
 
 _ADAPTER = "lora_"
-"""Occurs in the names of an adapter's two factors, A and B, which stay in float32: they are too small to gain from
+"""Part of the names of an adapter's two factors, A and B. Both stay in float32, because they are too small to gain from
 rounding."""
 
 
@@ -46,8 +46,8 @@ def round_linear(module: nn.Linear, products: Products) -> None:
 
 def can_round(model: Any) -> bool:
     """True if every matrix in the decoder layers belongs to a linear layer and is unsharded, float32 and on a CPU.
-    Other matrices, such as those of a mixture of experts, are multiplied by other operators; only autocast covers
-    these."""
+    Matrices outside linear layers, such as those of a mixture of experts, are multiplied by operators that only
+    autocast covers."""
     layers = decoder_layers(model)
     linear_layers = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
     theirs = {id(module.weight) for module in linear_layers}
@@ -103,7 +103,7 @@ class RoundedLinear:
 
     module: nn.Linear
     in_float32: Callable[[Tensor], Tensor]
-    """The layer's `forward` before it was replaced."""
+    """The layer's original `forward`."""
     products: Products
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.sharding import Sharding
 
 _MOST_VARIANTS = 64
-"""torch's `recompile_limit`: a layer's code is compiled once for each combination of gradients on or off, kind of
-layer, and adapters on or off."""
+"""The value of torch's `recompile_limit`: a layer's code is compiled once for each combination of gradients on or off,
+kind of layer, and adapters on or off."""
 
 _MARK = "_verbatim_between_pieces"
 """Attribute that marks a function already wrapped by `_between_pieces`."""
@@ -40,11 +40,11 @@ def compile_layers(model: Any) -> None:
     for trees on a CPU it runs numpy and loops. FlexAttention on CUDA is compiled separately. The routers of a mixture
     of experts are graph breaks too, because a pass may observe the routers or replay recorded choices (`Routers`).
     """
-    register_attention()  # first: the next line wraps what it registers
+    register_attention()  # this comes first: the next line wraps what this line registers
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
     for router in router_modules(model):
         router.forward = _between_pieces(router.forward)
-    compiled: Any = torch.compile  # Any: its type stubs lack recompile_limit
+    compiled: Any = torch.compile  # the type is Any because the type stubs lack recompile_limit
     for layer in decoder_layers(model):
         own = compiled(_own_forward(layer), dynamic=True, recompile_limit=_MOST_VARIANTS)
         layer.forward = partial(_forward, layer, own) if _recomputes_in_forward(layer) else own
@@ -59,8 +59,8 @@ def _recomputes_in_forward(layer: Any) -> bool:
 def _own_forward(layer: Any) -> Callable[..., Any]:
     """The layer's `forward` without activation checkpointing.
 
-    `transformers` wraps `forward` for every class, including FSDP's subclasses, so there may be several wrappers. They
-    share one code object, by which they are recognised.
+    `transformers` wraps `forward` for every class, including FSDP's subclasses, so there may be several wrappers. The
+    wrappers share one code object, by which they are recognised.
     """
     forward = type(layer).forward
     if _recomputes_in_forward(layer):
@@ -72,7 +72,7 @@ def _own_forward(layer: Any) -> Callable[..., Any]:
 
 
 def _forward(layer: Any, own: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
-    """The class's `forward` with its activation checkpointing, around the compiled `own`."""
+    """Run the compiled `own` inside the class's `forward`, which applies activation checkpointing."""
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(own, **given), *inputs)
     return own(*inputs, **given)
@@ -108,18 +108,18 @@ def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
 
 
 def rounds_products(model: Any, config: TrainerConfig, device: torch.device, *, sharded: bool) -> bool:
-    """True if `trainer.dtype = "bfloat16"` rounds matrix products only (`bfloat16.py`). It means autocast instead on
-    CUDA, for models with products outside linear layers, and if the layers are compiled or sharded."""
+    """True if `trainer.dtype = "bfloat16"` rounds matrix products only (`bfloat16.py`). Otherwise this dtype means
+    autocast: on CUDA, for models with products outside linear layers, and if the layers are compiled or sharded."""
     alone = config.dtype == "bfloat16" and device.type == "cpu" and not config.compile and not sharded
     return alone and can_round(model)
 
 
 def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
     """Run one token forward and backward, so that a layer that cannot be compiled fails here, not at the first batch.
-    All ranks call it; gradients are empty afterwards.
+    All ranks call this; gradients are empty afterwards.
 
     Raises:
-        ModelError: a layer cannot be compiled, or there is no compiler; gives the reason.
+        ModelError: a layer cannot be compiled, or there is no compiler; the message gives the reason.
     """
     model = targets.model.model
     try:

@@ -25,7 +25,7 @@ from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
 
 _RAGGED = ("logprob_streams", "kept_sets")
-"""Fields of `Targets` that are not arrays with one entry per target."""
+"""Names of the fields of `Targets` that are not arrays with one entry per target."""
 
 
 class DeviceTargets:
@@ -71,13 +71,13 @@ class DeviceBatch(DeviceTargets):
 
     Rows of padding round the number of tokens in each slice up to a multiple of `ROW_MULTIPLE` on a CPU, where products
     are faster in recurring shapes, or of FlexAttention's block size on CUDA. Nothing is predicted from padding and no
-    other row attends to it, so its gradient is 0. Padding rows are never longer than the longest real row, because some
-    position encodings depend on the largest position.
+    other row attends to it, so the padding's gradient is 0. Padding rows are never longer than the longest real row,
+    because some position encodings depend on the largest position.
 
     Args:
         micro_batch: The whole micro-batch, on each rank of the group.
         device: The device to compute on.
-        sequence: The ranks that each hold a slice of the micro-batch; None: this rank holds all of it.
+        sequence: The ranks that each hold a slice of the micro-batch; None if this rank holds all of it.
     """
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device, sequence: SequenceGroup | None = None) -> None:
@@ -115,7 +115,7 @@ class DeviceBatch(DeviceTargets):
         if sequence is None and device.type == "cpu":
             self._wanted = Wanted.among(len(position_ids), micro_batch.targets.source_positions, device)
         self.router_pass = _replay(micro_batch, num_padding, mine, device)
-        """How to observe or override the routers of a mixture of experts in a pass; None: leave them alone."""
+        """How to observe or override the routers of a mixture of experts in a pass; None to leave the routers alone."""
 
     @property
     def speaks(self) -> bool:
@@ -142,7 +142,7 @@ class DeviceBatch(DeviceTargets):
 
     def plan(self) -> AttentionPlan:
         """A new attention plan for one pass. Plans are not reused, so that their masks are freed after the pass: with a
-        sliding window they are as large as activations, and an optimizer step has many micro-batches."""
+        sliding window the masks are as large as activations, and an optimizer step has many micro-batches."""
         whole = self._make_plan()
         return whole if self._sequence is None else SequencePlan(whole, self._sequence)
 
@@ -187,7 +187,8 @@ def whole_trajectory(pieces: Sequence[LossInputs], offsets_M: Tensor, length: in
     Args:
         pieces: Loss inputs of the trajectory's targets in each micro-batch.
         offsets_M: The position of each target in the trajectory, for all pieces in order: int64 [M].
-        length: Tokens in the trajectory. Tokens that are not targets have logprob 0, mask false and chunk id -1.
+        length: Number of tokens in the trajectory. Tokens that are not targets get logprob 0, mask false and chunk id
+            -1.
     """
 
     def lay(parts: list[Tensor], fill: float = 0.0) -> Tensor:

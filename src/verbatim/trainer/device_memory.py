@@ -17,13 +17,13 @@ HOST = torch.device("cpu")
 class DeviceMemory:
     """All tensors of a trainer that outlive a step: parameters, gradients, buffers, optimizer state.
 
-    Moving replaces the storage, not the tensor objects, so references held by model and optimizer stay valid. On a CPU
-    nothing is moved.
+    Moving replaces the storage, not the tensor objects, so the references that model and optimizer hold stay valid. On
+    a CPU nothing is moved.
 
     Args:
         model: The model being trained.
-        optimizer: Its optimizer.
-        device: The device both compute on.
+        optimizer: The model's optimizer.
+        device: The device that model and optimizer compute on.
         move: Copies a tensor to a device.
     """
 
@@ -33,7 +33,8 @@ class DeviceMemory:
         self._model, self._optimizer, self._device, self._move = model, optimizer, device, move
 
     def leave(self) -> float:
-        """Copy everything to host memory and return the device memory to the driver. Returns the seconds it took."""
+        """Copy everything to host memory and give the device memory back to the driver. Returns the time taken in
+        seconds."""
         if self._device == HOST:
             return 0.0
         seconds = self._bring_to(HOST)
@@ -43,7 +44,7 @@ class DeviceMemory:
         return seconds
 
     def come_back(self) -> float:
-        """Copy everything back to the device. Returns the seconds it took.
+        """Copy everything back to the device. Returns the time taken in seconds.
 
         Raises:
             RuntimeError: the device has too little free memory.

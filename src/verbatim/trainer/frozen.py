@@ -30,18 +30,18 @@ class FrozenModels:
     """The frozen models of a trainer, each under the name of its logprob stream.
 
     Args:
-        sources: Folders or hub ids by the name of the logprob stream that the model provides to the loss.
+        sources: Folders or hub ids of the models, by the name of the logprob stream that each model provides to the
+            loss.
         beside: The model in training.
         base: The folder or hub id that the model in training was loaded from.
-        adapters: Low-rank adapters of the model in training. A frozen model with the same `base` is then that model
-            with its adapters disabled, and costs no memory.
-        ranks: The processes that train together, over which these models are sharded too; None: one process.
-        seq_len: Maximum tokens in a sample, 0 if unknown.
-        config: The `[trainer]` table.
+        adapters: Low-rank adapters of the model in training. A frozen model with the same `base` is then the model in
+            training with its adapters disabled, and costs no memory.
+        ranks: The processes that train together, over which the frozen models are sharded too; None for one process.
+        seq_len: Maximum number of tokens in a sample, 0 if unknown. config: The `[trainer]` table.
         dtype: Dtype of the weights.
 
     Raises:
-        ModelError: as `load_frozen`.
+        ModelError: as for `load_frozen`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FrozenModels:
         self.streams: dict[str, TargetLogprobs] = {}
         """The frozen models as sources of target logprobs, by stream name."""
         self.fingerprints: dict[str, str] = {}
-        """Fingerprints of their weights, by stream name."""
+        """Fingerprints of the frozen models' weights, by stream name."""
         for name, source in sources.items():
             if adapters is not None and Path(source) == Path(base):
                 self.streams[name] = base_under_adapters(beside)
@@ -82,7 +82,8 @@ class FrozenModels:
 
     @property
     def models(self) -> list[Any]:
-        """The `transformers` models behind the streams; includes the model in training if a stream is its base."""
+        """The `transformers` models behind the streams. They include the model in training if a stream comes from its
+        base model."""
         return [lm.model.model for lm in self.streams.values()]
 
 
@@ -107,9 +108,9 @@ def load_frozen(
         dtype: Dtype of the weights.
         seq_len: Maximum tokens in a sample, 0 if unknown.
         only_attention: Refuse a model that mixes tokens outside attention and so cannot compute trees.
-        ranks: The processes that train together; None: one process.
-        compute: Dtype of the computation: "float32" or "bfloat16".
-        compiled: Whether to compile its layers.
+        ranks: The processes that train together; None for one process. compute: Dtype of the computation: "float32" or
+        "bfloat16".
+        compiled: True to compile the model's layers.
 
     Raises:
         ModelError: the model cannot be loaded, has another vocabulary size, or its context is too short for the
@@ -136,14 +137,16 @@ def load_frozen(
     if beside.sequence is not None:
         refuse_slices(lm, beside.sequence.size)
     autocast = beside.autocast
-    # `beside` may round its products instead of using autocast; a model that cannot do that needs a real autocast.
+    # `beside` may round its products instead of using autocast; a model that cannot round its products needs real
+    # autocast.
     if rounds and not can_round(model):
         autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     return TargetLogprobs(lm, beside.chunk, autocast, beside.sequence)
 
 
 def packing_beside(model: CausalLM, name: str, source: str | Path, packing: str) -> str:
-    """A packing that a frozen model computes correctly too: `packing`, or "rows" if "auto" would give it wrong trees.
+    """A packing that a frozen model computes correctly too: `packing`, or "rows" if `packing` is "auto" and the model
+    would compute trees wrongly.
 
     Args:
         model: The frozen model, as loaded.

@@ -1,7 +1,8 @@
 """Fuses the norms, gated activations and rotary embeddings of a decoder layer into one C function each (`layers.c`).
 
 `transformers` computes a norm with six operations and a rotary embedding with five. Each operation reads and writes all
-activations, and the backward pass doubles their number. Here each is a single pass, for classes known to compute
+activations, and the backward pass doubles the number of operations. Here each norm and each rotary embedding is a
+single pass, for classes known to compute
 
     weight * x / sqrt(mean(x^2) + eps)      down(silu(gate(x)) * up(x))      x cos + rotate_half(x) sin
 
@@ -41,20 +42,21 @@ PARTS = 16
 does not depend on the number of threads."""
 _ROTATE = "apply_rotary_pos_emb"
 _SMALL = 2 * MULTIPLE
-"""Layer size in the comparison of the C functions with `transformers`."""
+"""Layer size used to compare the C functions with `transformers`."""
 _ROWS = 16
-"""Tokens in that comparison."""
+"""Number of tokens used to compare the C functions with `transformers`."""
 _Numbers: TypeAlias = Iterator[tuple[Tensor, Tensor, Tensor]]
-"""For the same input, the results of the C function, of `transformers`, and of `transformers` in float64."""
+"""The results of the C function, of `transformers`, and of `transformers` in float64, for the same input."""
 _compared: dict[Any, str] = {}
 """The difference found for each class or function that has been compared; "" if it agrees with `transformers`."""
 
 
 def fuse_layers(model: nn.Module) -> list[str]:
-    """Make a model's known norms, feed-forward layers and rotary embeddings call the C functions, if they were compiled
-    on this machine. Results differ by rounding only.
+    """Make a model's known norms, feed-forward layers and rotary embeddings call the C functions, if these could be
+    compiled on this machine. Results differ by rounding only.
 
-    Returns the parts that compute something else in the installed `transformers`; they stay unchanged, with a warning.
+    Returns the parts that compute something else in the installed `transformers`. These parts stay unchanged, and a
+    warning is logged.
     """
     if native.library(SOURCE) is None:
         return []
@@ -81,17 +83,18 @@ def fuse_layers(model: nn.Module) -> list[str]:
         elif kind == "Attention":
             home_of = sys.modules[home]
             given = getattr(home_of, _ROTATE)
-            # Replaced in its module, because layers call a module-level function. This affects all models of the
-            # process.
+            # The function is replaced in its module, because layers call a module-level function. This affects all
+            # models of the process.
             if not hasattr(given, "__wrapped__") and agrees(_rotations, given):
                 setattr(home_of, _ROTATE, _rotating(given))
     return sorted(differing)
 
 
 def _disagreement(compare: Callable[..., _Numbers], part: Callable[..., Any], *given: Any) -> str:
-    """How the C function differs from a part of `transformers` on a small random input; "" if by rounding only.
+    """How the C function differs from a part of `transformers` on a small random input; "" if they differ by rounding
+    only.
 
-    `transformers` may change a formula in any version, and class names alone would not show it.
+    `transformers` may change a formula in any version, and class names alone would not show the change.
     """
     if isinstance(torch.empty(0, device="cpu"), FakeTensor):  # under FakeTensorMode there are no values to compare
         return ""
@@ -241,7 +244,8 @@ def _rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: float) ->
 
 
 def _call(name: str, *inputs: Any) -> None:
-    """Call a C function: ints are passed as int64, tensors as pointers. Fake tensors have no data, so it returns."""
+    """Call a C function: ints are passed as int64, tensors as pointers. With fake tensors, which have no data, nothing
+    is called."""
     if any(isinstance(x, FakeTensor) for x in inputs):
         return
     given = [

@@ -1,7 +1,7 @@
 """Computes the last decoder layer only for tokens from which a target is predicted.
 
 Keys and values are needed for all tokens. Queries, attention output, feed-forward layer and final norm are needed only
-where a target is predicted: with prompts and tool results in the context, for half of the tokens or fewer.
+where a target is predicted. With prompts and tool results in the context, that is half of the tokens or fewer.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class Wanted:
     """The tokens of a micro-batch from which targets are predicted. Legend: Q wanted tokens, M targets."""
 
     tokens: Int32
-    """Indices into the micro-batch, ascending: int32 [Q]. The last one is repeated up to a multiple of
+    """Indices into the micro-batch, ascending: int32 [Q]. The last index is repeated until Q is a multiple of
     `ROW_MULTIPLE`."""
     tokens_Q: Tensor
-    """The same indices on the device: int64 [Q]."""
+    """The indices of `tokens`, on the device: int64 [Q]."""
     places_M: Tensor
     """For each target, the index of its source in `tokens`: int64 [M]."""
 
     @staticmethod
     def among(num_tokens: int, sources: Int32, device: torch.device) -> Wanted | None:
-        """The wanted tokens of a micro-batch; None if there are none, or so many that narrowing does not pay (`WORTH`).
+        """The wanted tokens of a micro-batch; None if there are no wanted tokens, or so many that narrowing does not
+        pay (`WORTH`).
 
         Example: 1,000 tokens with sources 7, 9, 9 and 300 give the tokens 7, 9 and 300 (62 times), and the places
         0, 1, 1, 2.
@@ -60,7 +61,7 @@ class Wanted:
 
 
 def family_of(module: nn.Module, kind: str) -> str | None:
-    """The supported family that a module of this `kind` belongs to, sharded or not; None if it belongs to no supported
+    """The supported family that a module of this `kind`, sharded or not, belongs to; None if it belongs to no supported
     family."""
     # FSDP replaces a module's class by a subclass of its own; the first other class is the model's.
     own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
@@ -73,7 +74,7 @@ def _home(family: str) -> str:
 
 def narrow_last_layer(model: Any) -> None:
     """Make the last decoder layer of a supported model compute only the tokens in the attention plan's `wanted`, if
-    that is set; its output then has only these tokens."""
+    `wanted` is set. The layer's output then has only these tokens."""
     layers = decoder_layers(model)
     family = family_of(layers[-1], "DecoderLayer") if layers else None
     if family is not None and family_of(model.base_model, "Model") == family and "forward" not in vars(layers[-1]):
@@ -82,13 +83,14 @@ def narrow_last_layer(model: Any) -> None:
 
 
 def _forward(layer: Any, own: Callable[..., Tensor], family: str, hidden_1UD: Tensor, **given: Any) -> Tensor:
-    """The layer's output for the wanted tokens, [1, Q, D]; if the plan has none, the output of `transformers`."""
+    """The layer's output for the wanted tokens, [1, Q, D]; if the plan names no wanted tokens, the output of
+    `transformers`."""
     wanted: Wanted | None = getattr(given.get("attention_plan"), "wanted", None)
     if wanted is None:
         return own(hidden_1UD, **given)
     narrow: Callable[[Tensor], Tensor] = partial(_narrow, layer, family, wanted, given)
     if layer.gradient_checkpointing and layer.training and "__call__" not in vars(GradientCheckpointingLayer):
-        # Versions of `transformers` that checkpoint in `forward`, not in `__call__`: this replaces that `forward`.
+        # Some versions of `transformers` checkpoint in `forward`, not in `__call__`: there, this replaces `forward`.
         recomputed: Tensor = layer._gradient_checkpointing_func(narrow, hidden_1UD)
         return recomputed
     return narrow(hidden_1UD)

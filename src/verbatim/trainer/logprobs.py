@@ -41,7 +41,7 @@ class AskedTargets(Protocol):
     temperatures_M: Tensor
     """Divisors of the logits, above 0: float32 [M]."""
     kept_sets: DeviceKeptSets | None
-    """The ids over which each target's distribution is normalised; None: the full vocabulary."""
+    """The ids over which each target's distribution is normalised; None for the full vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class TargetLogprobs:
 
     model: CausalLM
     chunk: int
-    """Targets whose logits exist at the same time."""
+    """Maximum number of targets whose logits exist at the same time."""
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     """Creates the context manager in which forward passes run."""
     sequence: SequenceGroup | None = None
-    """The ranks that each compute a slice of every micro-batch; None: this process computes whole micro-batches."""
+    """The ranks that each compute a slice of every micro-batch; None if this process computes whole micro-batches."""
 
     def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
         """A micro-batch, or this rank's slice of it, on the model's device."""
@@ -134,7 +134,8 @@ class TargetLogprobs:
 
 
 def whole_sample(token_ids: Int32, trajectory_id: str = "") -> TrainingSample:
-    """A sample whose targets are all tokens but the first, which has no context. For scoring, not for training."""
+    """A sample whose targets are all tokens except the first, which has no context. It serves for scoring, not for
+    training."""
     length = len(token_ids)
     return TrainingSample(
         token_ids=token_ids,
@@ -174,7 +175,7 @@ class _Softmax:
 
 
 def _log_softmax(logits_MV: Tensor, targets: AskedTargets, chunk: slice) -> _Softmax:
-    """Log-softmax of a chunk at each row's temperature over its kept set, in at least float32; overwrites the
+    """The log-softmax of a chunk, in at least float32, at each row's temperature and over its kept set. Overwrites the
     logits."""
     target_ids_M, temperatures_M, kept = targets.target_ids_M[chunk], targets.temperatures_M[chunk], targets.kept_sets
     dtype = torch.promote_types(logits_MV.dtype, torch.float32)

@@ -52,13 +52,13 @@ class Adapters:
 
     A single process loads the model and then calls `begin`. With several ranks the model is sharded first: `inject`
     adds the adapters to a model on the meta device, and `hide` takes them out again until `begin`, so that the model is
-    loaded and checked without them.
+    loaded and checked without the adapters.
 
     Args:
         config: The `[trainer.lora]` table.
         base: The folder or hub id that the model is loaded from; saved adapters refer to it.
         seed: Seed for the random values of A.
-        ranks: The processes that train together, each of which holds some rows of A and B; None: one process.
+        ranks: The processes that train together, each of which holds some rows of A and B; None for one process.
 
     Raises:
         UsageError: `peft` is not installed.
@@ -102,7 +102,7 @@ class Adapters:
         """Add the adapters to a model whose weights are loaded, and set their initial values. All ranks call it.
 
         Raises:
-            ModelError: as `inject`.
+            ModelError: as for `inject`.
         """
         total = self._ranks.total if self._ranks is not None else lambda sums: sums
         self.base_fingerprint = fingerprint(model.named_parameters(), total)
@@ -223,7 +223,7 @@ class Adapters:
             copy_rows(parameter, saved[name])
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """A and B of each layer, by their names in a saved folder without the prefix."""
+        """A and B of each layer, by the names that they have in a saved folder, without the prefix."""
         for name, parameter in self._model.named_parameters():
             if ".default.weight" in name:
                 yield name.replace(".default.weight", ".weight"), parameter
@@ -238,7 +238,7 @@ def check_adapters(model_config: Any, config: LoraConfig) -> None:
         config: The `[trainer.lora]` table.
 
     Raises:
-        UsageError, ModelError: as `Adapters`.
+        UsageError, ModelError: as for `Adapters`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -250,7 +250,7 @@ def check_adapters(model_config: Any, config: LoraConfig) -> None:
 
 
 def _inject(model: Any, config: LoraConfig) -> Any:
-    """Add the adapters, with deterministic values. Returns their `peft` configuration.
+    """Add the adapters, with deterministic values. Returns the `peft` configuration of the adapters.
 
     Raises:
         ModelError: as `Adapters`.

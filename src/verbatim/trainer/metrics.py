@@ -11,9 +11,9 @@ from verbatim.algorithms.losses.results import as_scalar
 
 
 class MetricSums:
-    """Weighted means, extremes and counts of scalars that stay on their device until `result`: reading after each loss
-    would make the host wait for the device. The metric's name decides how values are combined: `_min`, `_max` and
-    `num_` (sum); otherwise a weighted mean.
+    """Weighted means, extremes and counts of scalars that stay on their device until `result`: reading them after each
+    loss would make the host wait for the device. The metric's name decides how values are combined: the minimum for
+    `_min`, the maximum for `_max`, the sum for `num_`, otherwise a weighted mean.
 
     Example: `entropy` 1.0 over 3 tokens and 2.0 over 1 token is 1.25; `ratio_max` 2.0 and 5.0 is 5.0;
     `num_x` 2 and 5 is 7.
@@ -50,7 +50,8 @@ class MetricSums:
         return {name: value / weight if weight else value for name, (value, weight) in joined.items()}
 
     def partial(self) -> dict[str, Sequence[float]]:
-        """By name, this process's (weighted sum, sum of weights) of a mean; (value, 0) of an extreme or a count."""
+        """This process's pair for each metric, by name: (weighted sum, sum of weights) for a mean; (value, 0) for an
+        extreme or a count."""
         if not self._values:
             return {}
         device = self._values[-1].device

@@ -46,7 +46,7 @@ def packing_for(model: CausalLM, packing: str) -> str:
         ModelError: in rows or in the configured packing, the tiny copy's logprobs or gradient differ from those of
             `transformers`; or weights that it saves do not load again.
     """
-    if model.rows_alone:  # each row is a forward pass by `transformers` itself, so there is nothing to compare
+    if model.rows_alone:  # `transformers` itself computes each row in a forward pass, so there is nothing to compare
         _refuse_without_gradient(model)
         return "rows"
     pair = tiny_pair(model.model, planned=True)
@@ -70,8 +70,8 @@ def packing_for(model: CausalLM, packing: str) -> str:
 
 
 def _refuse_without_gradient(model: CausalLM) -> None:
-    """Refuse a class whose backward pass fails: the trainer runs models in eval mode, and some classes have no backward
-    pass in it."""
+    """Refuse a model class whose backward pass fails: the trainer runs models in eval mode, in which some classes have
+    no backward pass."""
     try:
         pair = tiny_pair(model.model, planned=False)
     except NoTinyCopy:  # the model keeps its own attention, so it can be trained without a comparison
@@ -102,7 +102,8 @@ def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[lis
 def packed_fault(
     pair: TinyPair, samples: Sequence[TrainingSample], expected: tuple[list[Tensor], Gradient], packing: str
 ) -> str | None:
-    """How packed samples differ from `expected` (`own_gradient`), as a clause for a message; None if they agree."""
+    """Explain, as a clause for a message, how packed samples differ from `expected` (the result of `own_gradient`);
+    None if they agree."""
     total = 2 * sum(map(len, samples))  # room for all samples in one micro-batch
     micro_batches = find_packer(packing)(samples, micro_batch_tokens=total, keep_whole=False)
     worst = 0.0

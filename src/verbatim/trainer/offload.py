@@ -1,7 +1,7 @@
 """Keeps activations in host memory from the forward pass to the backward pass.
 
 On CUDA the copies run on a separate stream: out while the next layer computes, and back one layer ahead of the backward
-pass. So the device holds the inputs of two layers instead of all of them.
+pass. So the device holds the inputs of two layers instead of those of all layers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class _OffloadedTensor:
     before: weakref.ref[_OffloadedTensor] | None
     """The tensor saved before this one, which the backward pass needs next. Weak: autograd owns it and frees it."""
     back: Tensor | None = None
-    """The copy on the device once it has been started; None before."""
+    """The copy on the device; None until the copying has been started."""
 
 
 class ActivationOffload:
-    """Copies tensors that autograd saves to host memory, and back when the backward pass needs them, bit for bit.
+    """Copies the tensors that autograd saves to host memory, and copies them back, bit for bit, when the backward pass
+    needs them.
 
     Args:
         device: The device that computes the activations.

@@ -35,13 +35,13 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None
     clipping.
 
     Raises:
-        RunStopped: the norm is not finite; names the parameters. Raised on all ranks.
+        RunStopped: the norm is not finite; the message names the parameters. Raised on all ranks.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
     grads = [local(parameter.grad) for _, parameter in named if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if ranks is not None:
-        # Norms of shards add up as squares. In float64, so that the sum hardly depends on the number of ranks.
+        # Norms of shards add up as squares. The sum is in float64, so that it hardly depends on the number of ranks.
         squares = sum((torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 for grad in grads), norm.double() * 0)
         norm = ranks.total(squares.cpu()).sqrt()
     if not torch.isfinite(norm):
@@ -64,9 +64,9 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """The learning rate of optimizer step number `step`, counted from 0.
 
-    Linear warmup, which reaches the peak at step `warmup_steps`, then the schedule, which reaches
+    The rate rises linearly to the peak at step `warmup_steps`. Then it follows the schedule, which reaches
     `min_lr_ratio` times the peak only after the last step, at `step = total_steps`. So no step has a rate of 0.
 
     Example: `total_steps = 6`, `warmup_steps = 1`, linear to 0: 0.5, 1, 0.8, 0.6, 0.4, 0.2 of the peak.

@@ -1,5 +1,5 @@
-"""Saves and loads the optimizer's state as safetensors: a single process writes all of it, and each of several ranks
-its own rows.
+"""Saves and loads the optimizer's state as safetensors: a single process writes the whole state; each of several ranks
+writes its own rows.
 
 ```
 optimizer.safetensors                      one process: {parameter}/{step, exp_avg, exp_avg_sq}
@@ -7,7 +7,8 @@ optimizer-00002-of-00003.safetensors       rank 1 of 3: the same, with its rows 
 ```
 
 The metadata of a rank's file has the key `rows`, a JSON object: for each parameter, the index of the file's first row
-and the parameter's full shape. With this, a state can be loaded by another number of processes than saved it.
+and the parameter's full shape. With this, a state can be loaded by a number of processes different from the number that
+saved it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def local(tensor: Tensor) -> Tensor:
 def save_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, *, rank: int = 0, size: int = 1
 ) -> None:
-    """Write the optimizer state of every parameter that has any. Every rank calls it and writes its own file."""
+    """Write the optimizer state of every parameter that has one. Every rank calls this function and writes its own
+    file."""
     tensors: dict[str, Tensor] = {}
     rows: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -117,7 +119,7 @@ class _Saved:
         return found
 
     def _moment(self, key: str, name: str, parameter: Tensor) -> Tensor:
-        """This process's rows of a moment, joined from the files that hold any of them."""
+        """This process's rows of a moment, joined from the files that hold at least one of these rows."""
         mine, begin = local_rows(parameter)
         end = begin + (mine.shape[0] if mine.ndim else 0)
         pieces, covered, found = [], begin, None

@@ -32,8 +32,8 @@ from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
 MICRO_BATCH_TOKENS = 16_384
 """Default of `trainer.micro_batch_tokens`: the maximum number of tokens in one forward pass."""
 CPU_MICRO_BATCH_TOKENS = 8192
-"""The default on a CPU. With more tokens, activations no longer fit into the CPU's caches; with fewer, trees are cut
-more often."""
+"""Default of `trainer.micro_batch_tokens` on a CPU. With more tokens, activations no longer fit into the CPU's caches;
+with fewer, trees are cut more often."""
 
 Dealt = list[list[MicroBatch]]
 """The micro-batches of an optimizer step, by rank, or by sequence-parallel group of ranks."""
@@ -46,9 +46,9 @@ class StepPacker:
         targets: The model in training.
         config: The `[trainer]` table.
         loss: Decides whether trajectories stay whole, and what the loss is divided by.
-        seq_len: Maximum tokens in a sample, 0 if unknown.
-        ranks: The processes that train together; None: one process. Rank 0 packs for all of them.
-        sharding: How the model is sharded over the ranks; None: one process.
+        seq_len: Maximum number of tokens in a sample, 0 if unknown.
+        ranks: The processes that train together; None for one process. Rank 0 packs for all ranks.
+        sharding: How the model is sharded over the ranks; None for one process.
 
     Raises:
         ModelError: the model cannot be packed as configured, or its context is shorter than a sample may be.
@@ -71,7 +71,7 @@ class StepPacker:
         """The packer in use. It falls back to "rows" if a model computes only rows correctly, or if this run's tree
         check failed."""
         self.trees_are_right: bool | None = None
-        """The result of the tree check; None: not run yet."""
+        """The result of the tree check; None if it has not run yet."""
         if self._packs:
             refuse_moving_positions(self._lm, seq_len)
             self.packing = packing_for(self._lm, config.packing)
@@ -104,7 +104,7 @@ class StepPacker:
         treated as one rank with the token budget of all its members.
 
         Raises:
-            ModelError: as `pack`.
+            ModelError: as for `pack`.
         """
         if self._ranks is None:
             return [self.pack(samples)]
@@ -120,7 +120,8 @@ class StepPacker:
         return [step.lay(rank) for rank in range(self._num_groups)]
 
     def deal_checked(self, samples: Sequence[TrainingSample]) -> Dealt:
-        """`deal`, with the tree check before the first trees of a run. If the check fails, deals rows instead."""
+        """Same as `deal`, but run the tree check before the first trees of a run. If the check fails, deal rows
+        instead."""
         dealt = self.deal(samples)
         rows_alone = all(micro_batch.is_rows for micro_batches in dealt for micro_batch in micro_batches)
         if self.trees_are_right is not None or rows_alone:
@@ -134,8 +135,8 @@ class StepPacker:
         return self.deal(samples)
 
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
-        """True if trees give the same gradient as rows. All ranks call it, with the micro-batches that rank 0 sent them
-        in `deal_checked`."""
+        """True if trees give the same gradient as rows. All ranks call this, with the micro-batches that rank 0 sent
+        them in `deal_checked`."""
         rounds = self._config.dtype == "bfloat16" and self._sharding is None
         exact = replace(self._targets, autocast=partial(in_float32, self._lm.model)) if rounds else None
         return trees_are_right(
@@ -143,13 +144,14 @@ class StepPacker:
         )
 
     def _to_first(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Assign all micro-batches to the first rank (or group of ranks), and none to the others."""
+        """Assign all micro-batches to the first rank (or group of ranks), and no micro-batches to the others."""
         if self._ranks is None:
             return micro_batches
         return hand_out(self._ranks, [micro_batches, *([] for _ in range(self._num_groups - 1))])
 
     def denominator(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """The divisor of an optimizer step's loss: its number of trained tokens or of trajectories, at least 1."""
+        """The divisor of an optimizer step's loss: the step's number of trained tokens or of trajectories, at least
+        1."""
         if self._loss.normalizer == "tokens":
             count = sum(len(micro_batch.targets) for micro_batch in micro_batches)
         else:
@@ -172,7 +174,7 @@ class StepPacker:
 
     @property
     def _budget(self) -> int:
-        """Maximum tokens in a micro-batch, per rank that shares it."""
+        """Maximum number of tokens in a micro-batch, per rank that shares the micro-batch."""
         on_cpu = self._lm.device.type == "cpu"
         default = CPU_MICRO_BATCH_TOKENS if on_cpu and not self._keep_whole else MICRO_BATCH_TOKENS
         return self._config.micro_batch_tokens or default

@@ -29,13 +29,13 @@ class TrainerProgress:
     num_optimizer_steps: int
     """Completed optimizer steps."""
     planned_optimizer_steps: int
-    """Optimizer steps planned for the batches so far; above the completed ones if batches had few trajectories."""
+    """Optimizer steps planned for the batches so far; more than the completed steps if batches had few trajectories."""
     total_optimizer_steps: int
     """Length of the schedule in optimizer steps."""
     last_lr: float | None
     """Learning rate of the last completed step; None before the first."""
     next_lr: float
-    """Learning rate of the next step under this schedule."""
+    """Learning rate of the next optimizer step under this schedule."""
 
 
 def write_progress(folder: Path, progress: TrainerProgress, fingerprints: Mapping[str, str]) -> None:

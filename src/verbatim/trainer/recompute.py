@@ -21,9 +21,10 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
 
     Args:
         model: A `transformers` model.
-        offload: Moves the layers' inputs, all that checkpointing keeps, to host memory; None: they stay on the device.
-        routers: Routers of a mixture of experts, which must choose the same experts when a layer is recomputed; None: a
-            dense model.
+        offload: Moves the layers' inputs, all that checkpointing keeps, to host memory; None to leave them on the
+            device.
+        routers: Routers of a mixture of experts, which must choose the same experts when a layer is recomputed; None
+            for a dense model.
 
     Raises:
         ModelError: the model has no layers that support checkpointing, or it has dropout.
@@ -42,14 +43,15 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
     for layer in layers:
         layer._gradient_checkpointing_func = partial(_checkpoint, offload, again)
         layer.gradient_checkpointing = True
-        # transformers checkpoints only layers in training mode. The flag is set on the layer alone, so that its modules
-        # stay in eval mode (no dropout).
+        # transformers checkpoints only layers in training mode. The flag is set on the layer alone, so that the modules
+        # inside it stay in eval mode (no dropout).
         layer.training = True
 
 
 def _dropouts(layers: Iterable[nn.Module]) -> dict[str, float]:
-    """Nonzero dropout probabilities in these layers, by module name. Read from the modules, not from the configuration,
-    which may also list dropouts that the layers do not have, such as that of a classification head."""
+    """Nonzero dropout probabilities in these layers, by module name. They are read from the modules, not from the
+    configuration, which may also list dropouts that the layers do not have, such as the dropout of a classification
+    head."""
     found: dict[str, float] = {}
     for layer in layers:
         for name, module in layer.named_modules():
@@ -63,7 +65,7 @@ def _dropouts(layers: Iterable[nn.Module]) -> dict[str, float]:
 def _checkpoint(
     offload: ActivationOffload | None, again: Mapping[str, Any], function: Callable[..., Any], *inputs: Any
 ) -> Any:
-    """Checkpoint a call, and offload its inputs. Only the inputs reach the offload's hooks: inside the call,
+    """Checkpoint a call, and offload the call's inputs. Only the inputs reach the offload's hooks: inside the call,
     `checkpoint` installs hooks of its own, which save nothing."""
     with nullcontext() if offload is None else offload.hooks():
         return checkpoint(function, *inputs, use_reentrant=False, **again)

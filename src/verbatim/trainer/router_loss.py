@@ -1,15 +1,15 @@
 """Computes the load-balancing loss of a mixture of experts over a whole optimizer step.
 
-For each layer with a router, let `f_e` be the share of the step's T tokens that expert e computes and `P_e` its mean
-router probability over these tokens (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
+For each layer with a router, let `f_e` be the share of the step's T tokens that expert e computes, and `P_e` the mean
+router probability of expert e over these tokens (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
 
     loss = coefficient * mean over layers of  E * sum over e of  f_e * P_e
 
 Before the coefficient, the loss is K if all experts have the same load. `f` has no gradient, and `P` is a sum over
-tokens. So once `f` of the whole step is known, each micro-batch adds the part of its own tokens, and packing does not
-change the sum. A forward pass over the step without a graph measures `f`.
+tokens. So once `f` of the whole step is known, each micro-batch adds its own tokens' part of the loss, and packing does
+not change the sum. A forward pass over the step without a graph measures `f`.
 
-A token counts once for each target predicted from it. So a prefix shared by samples has the same weight in a tree,
+A token counts once for each target predicted from it. So a prefix that samples share has the same weight in a tree,
 where it is computed once, as in rows. Padding and tokens without a target do not count.
 
 Legend: T tokens of a pass, M targets of the step, L layers with a router, E experts, K experts per token.
@@ -56,23 +56,24 @@ class RouterLoss:
     ) -> tuple[dict[str, Tensor], float]:
         """Measure each expert's share of the tokens. Later passes over the same micro-batches add the loss's gradient.
 
-        All ranks call it, each with its own micro-batches.
+        All ranks call this, each with its own micro-batches.
 
         Args:
             batches: This rank's micro-batches of the optimizer step.
-            ranks: The processes of the trainer; None: one process.
+            ranks: The processes of the trainer; None for one process.
             num_idle: Number of passes to make without a micro-batch, to keep up with the rank that has the most
                 micro-batches.
 
         Returns:
-            Metrics over all ranks: `router/aux_loss` (before the coefficient), `router/load_max` (tokens of the busiest
-            expert over the mean of its layer; the maximum over layers) and `router/entropy` (of a token's router
-            probabilities, in nats; the mean over layers and targets). The second value is the weight of these metrics:
-            the number of targets. Ranks other than 0 return no metrics and a weight of 0, so that the metrics count
-            only once.
+            (1) Metrics over all ranks: `router/aux_loss` (before the coefficient), `router/load_max` (tokens of the
+            busiest expert divided by the mean of its layer; the maximum over layers) and `router/entropy` (of a token's
+            router probabilities, in nats; the mean over layers and targets). (2) The weight of these metrics: the
+            number of targets. Ranks other than 0 return no metrics and a weight of 0, so that the metrics count only
+            once.
         """
         device = self._lm.model.device
-        # float64, because the order of summation depends on packing and ranks, and its rounding error should not show.
+        # The sums are in float64, because the order of summation depends on packing and ranks, and the resulting
+        # rounding error should not show.
         sums = torch.zeros(self._num_layers, sum(self._columns), dtype=torch.float64, device=device)
         weights = [_weights(batch) for batch in batches]
         for batch, weights_T in zip(batches, weights, strict=True):
@@ -120,8 +121,8 @@ class RouterLoss:
     def _attach(
         self, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor, _: Tensor
     ) -> Tensor:
-        """Observe one router: attach the gradient of its part of the loss to the expert weights."""
-        if not torch.is_grad_enabled():  # a pass for logprobs only
+        """Observe one router: attach the gradient of this router's part of the loss to the expert weights."""
+        if not torch.is_grad_enabled():  # this pass computes logprobs only
             return weights_TK
         probabilities_TE = _log_probabilities(logits_TE).exp()
         slope_E = self._slope_LE[router].to(probabilities_TE.dtype)
@@ -180,7 +181,7 @@ def check_router_loss(model_config: Any) -> None:
         model_config: The model's `transformers` configuration.
 
     Raises:
-        ModelError: as `router_loss`.
+        ModelError: as for `router_loss`.
     """
     from transformers import AutoModelForCausalLM
 

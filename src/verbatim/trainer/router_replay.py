@@ -15,11 +15,11 @@ from verbatim.models.experts import Routers, refuse_limited_groups
 
 
 def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, name: str) -> None:
-    """Refuse recorded experts that this model cannot replay.
+    """Refuse samples whose recorded experts this model cannot replay.
 
     Args:
         samples: The samples of a batch.
-        routers: The routers of the model in training; None: it has no routers whose choice can be replayed.
+        routers: The routers of the model in training; None if the model has no routers whose choice can be replayed.
         name: The model's class, for messages.
 
     Raises:

@@ -18,7 +18,7 @@ class Schedule:
 
     Args:
         config: Peak learning rate, warmup and shape.
-        total: Length of the schedule: optimizer steps in the whole run.
+        total: Length of the schedule: the number of optimizer steps in the whole run.
     """
 
     def __init__(self, config: OptimConfig, total: int) -> None:
@@ -38,7 +38,7 @@ class Schedule:
         return self._last_lr
 
     def batch_is_over(self, planned: int) -> None:
-        """Record that a batch with this many planned optimizer steps is over; it may have taken fewer."""
+        """Record that a batch with this many planned optimizer steps is over; the batch may have taken fewer steps."""
         self._num_planned += planned
 
     @property
@@ -59,10 +59,10 @@ class Schedule:
 
         Args:
             before: The saved progress, under the schedule at that time.
-            left: Optimizer steps planned for the remaining batches; None: keep the total.
+            left: Number of optimizer steps planned for the remaining batches; None to keep the total.
 
         Raises:
-            CheckpointError: more steps are completed than the schedule has.
+            CheckpointError: more steps have been completed than the schedule has.
         """
         total = self.total if left is None else before.planned_optimizer_steps + left
         if before.num_optimizer_steps > total:

@@ -18,7 +18,8 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 def numbered(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples, each as its own trajectory with the sample's index as id, by which `by_sample` finds it again."""
+    """The samples, each as a trajectory of its own whose id is the sample's index; `by_sample` finds the sample by this
+    id."""
     return [dataclasses.replace(sample, trajectory_id=str(number)) for number, sample in enumerate(samples)]
 
 
@@ -30,8 +31,9 @@ def target_logprobs(
 
     Args:
         lm: The model in training.
-        own: This rank's micro-batches. If several ranks share a micro-batch, each of them returns all its targets.
-        ranks: The processes of the trainer; None: one process.
+        own: This rank's micro-batches. If several ranks share a micro-batch, each of these ranks returns the logprobs
+            of all its targets.
+        ranks: The processes of the trainer; None for one process.
         rounded: Round each layer's output to bfloat16.
     """
     found = []
@@ -54,7 +56,7 @@ def by_sample(
 
     Args:
         samples: The samples, as given to `numbered`.
-        dealt: Their micro-batches, by rank, or by group of ranks that share micro-batches.
+        dealt: The samples' micro-batches, by rank, or by group of ranks that share micro-batches.
         found: The results of `target_logprobs`, by rank.
     """
     out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
@@ -70,7 +72,8 @@ def by_sample(
 
 @contextmanager
 def _rounded_layers(model: Any) -> Iterator[None]:
-    """Context manager in which a model's decoder layers round their outputs to bfloat16; with None nothing changes.
+    """Context manager in which a model's decoder layers round their outputs to bfloat16. If the model is None, nothing
+    changes.
 
     It measures how far rounding alone moves logprobs. An engine in bfloat16 keeps the residual stream (the sum of all
     layers so far) in 8 bits. A trainer in bfloat16 rounds the factors of its matrix products, but keeps the residual

@@ -59,8 +59,8 @@ def _execute(
     idle: float,
     on_step: Callable[[int, dict[str, float]], None],
 ) -> dict[str, Any]:
-    """The answer to a message. An external fault becomes an error in the answer; a bug in this code ends the process
-    with a traceback."""
+    """Execute a message and return the answer. An external fault becomes an error in the answer; a bug in this code
+    ends the process with a traceback."""
     try:
         if message.kind == "save":
             return {"result": path_to_json(worker.leave_state(message.version), run)}

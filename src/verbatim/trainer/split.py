@@ -8,10 +8,12 @@ from verbatim.core.types import TrainingSample
 
 
 def split_batch(samples: Sequence[TrainingSample], num_parts: int) -> list[list[TrainingSample]]:
-    """At most `num_parts` parts with about the same number of trained tokens; depends on the batch alone.
+    """Split a batch into at most `num_parts` parts with about the same number of trained tokens. The result depends on
+    the batch alone.
 
     Trajectories are assigned, largest first, to the part with the fewest trained tokens so far. Within a part, samples
-    keep the batch's order. Parts without a trained token are dropped: their optimizer step would have no gradient.
+    keep the batch's order. Parts without a trained token are dropped: an optimizer step on such a part would have no
+    gradient.
 
     Example: trajectories of 5, 4, 3 and 2 trained tokens in two parts are (5, 2) and (4, 3).
     """

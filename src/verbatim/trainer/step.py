@@ -30,7 +30,7 @@ from verbatim.trainer.token_values import TokenValues
 logger = logging.getLogger(__name__)
 
 _OBSERVED = ("entropy", "mismatch_kl", "ref_kl")
-"""Metrics measured here, per token and for every loss; a loss's own metrics with these names are dropped."""
+"""Metrics measured here, per token and for every loss. If a loss reports metrics with these names, they are dropped."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class GradientPass:
 
     A token-level loss runs on each chunk of targets as soon as the chunk's logits exist. Any other loss needs whole
     trajectories. Where a trajectory spans several micro-batches, a first forward pass without a graph computes the
-    logprobs, the loss runs on them as leaves, and a second pass backpropagates dL/dlogprob through the model.
+    logprobs, the loss runs on these logprobs as leaves, and a second pass backpropagates dL/dlogprob through the model.
     """
 
     lm: TargetLogprobs
@@ -51,28 +51,29 @@ class GradientPass:
     frozen: Mapping[str, TargetLogprobs] = field(default_factory=dict)
     """Frozen models, by the name of the logprob stream that each provides to the loss."""
     ranks: Ranks | None = None
-    """The processes that share this optimizer step, each with its own micro-batches; None: one process."""
+    """The processes that share this optimizer step, each with its own micro-batches; None for one process."""
     router_loss: RouterLoss | None = None
-    """Load-balancing loss. It adds to the gradient and is reported as a metric; `loss_sum` leaves it out."""
+    """The load-balancing loss. It adds to the gradient and is reported as a metric, but `loss_sum` does not include
+    it."""
     tokens: TokenValues | None = None
-    """Collects each target's logprob and gradient; None: they are not kept."""
+    """Collects each target's logprob and gradient; None to discard them."""
     before_pass: Callable[[], None] = lambda: None
     """Called before the forward pass of each micro-batch."""
     num_trained: int = 0
-    """Targets whose gradient has been taken so far."""
+    """Number of targets whose gradient has been taken so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
-    """The loss value of each call, with a function that lists the responsible trajectories if the value is not
-    finite."""
+    """The loss value of each call of the loss, with a function that lists the responsible trajectories if the value is
+    not finite."""
     _error: Exception | None = None
-    """The first error that the loss raised. With several ranks it is held back until all passes are done: the other
-    ranks would otherwise hang in a collective."""
+    """The first error that the loss raised. With several ranks the error is held back until all passes are done:
+    otherwise the other ranks would hang in a collective."""
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Forward and backward over all micro-batches.
 
         With several ranks, each rank makes as many passes as the rank with the most micro-batches, and gradients are
         summed over ranks. If the loss fails on a rank, that rank still makes all its passes, and `loss_sum` raises the
-        error. Any other error leaves the other ranks waiting in a collective; `Failures` then ends them.
+        error. Any other error leaves the other ranks waiting in a collective; `Failures` then ends these ranks.
 
         Raises:
             ComponentError: in a single-process run, the loss returned something that cannot be minimised.
@@ -97,7 +98,7 @@ class GradientPass:
         """The loss summed over this process's micro-batches, before division by the denominator. Call it after `run`.
 
         Raises:
-            RunStopped: the loss is not finite; names the trajectories.
+            RunStopped: the loss is not finite; the message names the trajectories.
             ComponentError: in a run with several ranks, the loss failed on this rank.
         """
         if self._error is not None:
@@ -128,12 +129,14 @@ class GradientPass:
         num_tokens = at.stop - at.start
         grad_M = self._gradient(inputs, leaf_M, num_tokens, partial(self._culprits, batch, at, inputs))
         if self.tokens is not None:
-            # Recorded before the division, so that a token's gradient does not depend on the size of the batch.
+            # The gradient is recorded before the division, so that a token's gradient does not depend on the size of
+            # the batch.
             self.tokens.add_gradient(batch, at, grad_M * self.denominator)
         return grad_M
 
     def _culprits(self, batch: DeviceBatch, at: slice, inputs: LossInputs) -> list[str]:
-        """The trajectories in a chunk that make its loss non-finite, found by running the loss on each one alone."""
+        """The trajectories in a chunk that make the chunk's loss non-finite, found by running the loss on each
+        trajectory alone."""
         numbers = batch.host.targets.trajectories[at]
         culprits = []
         for number in np.unique(numbers).tolist():
@@ -146,7 +149,8 @@ class GradientPass:
     # ---- losses that see trajectories whole
 
     def _run_whole(self, batches: list[DeviceBatch], cut: list[int], num_idle: int) -> None:
-        """Train batches that share a trajectory with another batch (`cut`) in two passes, all others in one."""
+        """Train batches that share a trajectory with another batch (`cut`) in two passes, and all other batches in one
+        pass."""
         with torch.no_grad():
             logprobs = [self._logprobs(batches[i], self.lm.hidden(batches[i])) for i in cut]
             for _ in range(num_idle):
@@ -156,7 +160,7 @@ class GradientPass:
             grads = self._whole_gradients([batches[i] for i in cut], logprobs)
             for i, grad_M in zip(cut, grads, strict=True):
                 self._carry_back(batches[i], grad_M)
-        for i, batch in enumerate(batches):  # ranks may mix both kinds: each makes a forward and a backward pass
+        for i, batch in enumerate(batches):  # ranks may mix both kinds: each kind makes a forward and a backward pass
             if i not in cut:
                 self._backward_alone(batch)
 
@@ -183,8 +187,8 @@ class GradientPass:
     def _whole_gradients(self, shared: list[DeviceBatch], logprobs: list[Tensor]) -> list[Tensor]:
         """dL/dlogprob of this rank's targets, for trajectories that lie entirely in these batches.
 
-        Ranks that share the batches compute the same loss from the logprobs of all targets. Only one of them adds it to
-        the loss and the metrics; otherwise it would be counted once per rank.
+        Ranks that share the batches compute the same loss from the logprobs of all targets. Only one of these ranks
+        adds it to the loss and the metrics; otherwise it would be counted once per rank.
         """
         batches, speaks = [batch.whole for batch in shared], all(batch.speaks for batch in shared)
         grads = [torch.zeros_like(logprobs_M) for logprobs_M in logprobs]
@@ -241,7 +245,7 @@ class GradientPass:
             if self.ranks is None:
                 raise
             self._error = self._error or error
-            return torch.zeros_like(leaf_M)  # keeps this rank in step; the optimizer step is discarded
+            return torch.zeros_like(leaf_M)  # a zero gradient keeps this rank in step; the optimizer step is discarded
 
     def _checked_gradient(
         self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], counts: bool
@@ -281,7 +285,7 @@ class GradientPass:
         """The sum of all losses.
 
         Raises:
-            RunStopped: one of them is not finite; names the trajectories.
+            RunStopped: a loss is not finite; the message names the trajectories.
         """
         if not self._losses:
             return 0.0

@@ -18,7 +18,7 @@ class TokenValues:
     """Logprobs and gradients of one process's targets. They stay on the device until `read`.
 
     Args:
-        lengths: By trajectory id, the number of tokens in all of the trajectory's samples.
+        lengths: The number of tokens in all samples of each trajectory, by trajectory id.
     """
 
     def __init__(self, lengths: dict[str, int]) -> None:
@@ -41,7 +41,7 @@ class TokenValues:
 
         Args:
             samples: The samples whose `lengths_of` was given to the constructor; unused on ranks other than 0.
-            ranks: The processes of the trainer, all of which call this; None: one process.
+            ranks: The processes of the trainer, all of which call this; None for one process.
         """
         logprobs, gradients = _dense(self._logprobs, self._size), _dense(self._gradients, self._size)
         self._logprobs.clear()
@@ -67,7 +67,7 @@ class TokenValues:
 
 
 def lengths_of(samples: Sequence[TrainingSample]) -> dict[str, int]:
-    """The number of tokens in all of a trajectory's samples, by trajectory id."""
+    """The number of tokens in all samples of each trajectory, by trajectory id."""
     lengths: dict[str, int] = {}
     for sample in samples:
         lengths[sample.trajectory_id] = lengths.get(sample.trajectory_id, 0) + len(sample)
@@ -95,7 +95,7 @@ def in_order(
 
 
 def _dense(found: Sequence[tuple[np.ndarray, Tensor]], size: int) -> Tensor:
-    """Scatter values to their places, with 0 elsewhere: float32 [size], in host memory."""
+    """Scatter values to their places and put 0 everywhere else: float32 [size], in host memory."""
     dense = torch.zeros(size, dtype=torch.float32, device="cpu")
     for places, values in found:
         dense.numpy()[places] = values.float().cpu().numpy()

@@ -1,4 +1,4 @@
-"""The results of each optimizer step on a batch, and the metrics of the whole batch."""
+"""Defines the results of each optimizer step on a batch, and computes the metrics of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TrainedPart:
     """The results of one optimizer step, which trains one part of a batch."""
 
     num_trained: int
-    """Targets whose gradient was taken."""
+    """Number of targets whose gradient was taken."""
     denominator: int
-    """Divisor of the summed loss: trained tokens or trajectories."""
+    """Divisor of the summed loss: the number of trained tokens or of trajectories."""
     loss_sum: float
     """The loss summed over the part, before division."""
     grad_norm: float
@@ -36,7 +36,7 @@ def batch_metrics(samples: Sequence[TrainingSample], parts: Sequence[TrainedPart
 
     Args:
         samples: The batch.
-        parts: Its optimizer steps, which together train each of its trained tokens once.
+        parts: The batch's optimizer steps, which together train each of the batch's trained tokens once.
     """
     packed = [micro_batch for part in parts for micro_batch in part.micro_batches]
     num_trained = sum(part.num_trained for part in parts)

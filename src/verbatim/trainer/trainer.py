@@ -55,7 +55,8 @@ class Trainer:
     Training draws no random numbers: the same weights, state and batch give the same optimizer step.
 
     In a distributed run (`ranks`), each process constructs a `Trainer` with the same arguments. Call the methods on
-    rank 0 only, as if it were alone: each one sends an order to the other ranks, which execute it in `obey`.
+    rank 0 only, as if rank 0 were alone: each method sends an order to the other ranks, which execute the order in
+    `obey`.
     """
 
     def __init__(
@@ -78,15 +79,17 @@ class Trainer:
             model_path: A folder or hub id in Hugging Face format.
             config: The `[trainer]` table. Its `loss` is a name; the `loss` argument is the resolved object.
             loss: The loss to minimise.
-            total_optimizer_steps: Optimizer steps in the whole run; sets the length of the learning-rate schedule.
+            total_optimizer_steps: Number of optimizer steps in the whole run, which is the length of the learning-rate
+                schedule.
             tokenizer: Saved next to the weights, with its chat template.
-            seq_len: Maximum tokens in a sample, 0 if unknown. A model that cannot take that many is refused here.
+            seq_len: Maximum number of tokens in a sample, 0 if unknown. A model that cannot take that many tokens is
+                refused here.
             dtype: Dtype of the master weights. float64 is for gradient tests.
             seed: Seed for the initial values of low-rank adapters.
             frozen: Folders or hub ids of models that are not trained (reference, teacher), by the name of the logprob
                 stream that each provides to the loss. A frozen copy of the base model costs no memory under low-rank
                 adapters.
-            ranks: The processes that train this model together; None: this process trains alone.
+            ranks: The processes that train this model together; None if this process trains alone.
 
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained with this configuration.
@@ -100,14 +103,14 @@ class Trainer:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
-        """The low-rank adapters; None: full fine-tuning."""
+        """The low-rank adapters; None for full fine-tuning."""
         self._load_model(model_path, dtype)
-        # Before the adapters, because the packer checks the model without them.
+        # The packer comes before the adapters, because it checks the model without them.
         self.packer = StepPacker(self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding)
         if self.adapters is not None:
             self.adapters.begin(self.model)
-        # After the adapters, because their layers get kernels too, and the optimizer must only take parameters that
-        # still require a gradient.
+        # These come after the adapters, because the adapters' layers get kernels too, and the optimizer must only take
+        # parameters that still require a gradient.
         choose_kernels(self.model, compiled=config.compile, rounds=self._rounds)
         if config.compile:
             try_compiled(self._targets, self._sharding)
@@ -161,13 +164,13 @@ class Trainer:
     ) -> dict[str, float]:
         """Take `optimizer_steps_per_batch` optimizer steps on disjoint parts of a batch.
 
-        With fewer trajectories than that, it takes fewer steps. A batch without a trained token takes none: weights,
-        optimizer and schedule stay unchanged, because the schedule counts optimizer steps, not batches.
+        With fewer trajectories than that, it takes fewer steps. On a batch without a trained token, it takes no step:
+        weights, optimizer and schedule stay unchanged, because the schedule counts optimizer steps, not batches.
 
         Args:
             samples: The batch.
-            on_tokens: Receives the trainer's logprob and gradient of each trained token in the batch; None: they are
-                not kept.
+            on_tokens: Receives the trainer's logprob and gradient of each trained token in the batch; None to discard
+                them.
 
         Returns:
             `loss`, `grad_norm` (before clipping; mean over the optimizer steps), `lr` (of the last step), `entropy`,
@@ -176,14 +179,14 @@ class Trainer:
             computed), `num_micro_batches`, `num_optimizer_steps`, `packing/sample_tokens` (tokens in the samples, which
             is what rows would compute), `packing/repeated_tokens` (computed more than once because a tree was cut),
             `packing/tree` (share of the computed tokens that were packed in trees), `packing/fallback` (1 if the tree
-            check failed and rows are used instead), `seconds`, `tokens_per_second`, and the loss's own metrics, which
-            have other names than these.
-            Means are over the trained tokens of the whole batch, or over its trajectories for losses that work on whole
-            trajectories. Without a trained token these means are omitted.
+            check failed and rows are used instead), `seconds`, `tokens_per_second`, and the loss's own metrics, whose
+            names differ from those listed here. Means are over the trained tokens of the whole batch, or, for losses
+            that work on whole trajectories, over the batch's trajectories. Without a trained token these means are
+            omitted.
 
         Raises:
-            RunStopped: the loss or a gradient is not finite; names the optimizer step and the trajectories. The weights
-                are those of the last good optimizer step.
+            RunStopped: the loss or a gradient is not finite; the message names the optimizer step and the trajectories.
+                The weights are those of the last good optimizer step.
             UsageError: this loss cannot be computed on these samples.
         """
         began = time.perf_counter()
@@ -231,9 +234,9 @@ class Trainer:
         ranks.
 
         Raises:
-            RunStopped: as `_train_part`.
+            RunStopped: as for `_train_part`.
         """
-        mine = metrics if self.ranks is None else MetricSums()  # `metrics` later gets the parts of all ranks
+        mine = metrics if self.ranks is None else MetricSums()  # the parts of all ranks are added to `metrics` later
         tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
             lm=self._targets,
@@ -274,7 +277,8 @@ class Trainer:
         )
 
     def logprobs(self, samples: Sequence[TrainingSample], *, rounded: bool = False) -> list[Float32]:
-        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its loss mask.
+        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside the sample's loss
+        mask.
 
         Args:
             samples: Samples to score; the loss mask selects the tokens.
@@ -339,7 +343,7 @@ class Trainer:
     # ---- weights and state
 
     def save_weights(self, folder: Path) -> None:
-        """Write the trained weights and the tokenizer, if there is one: the master weights as a folder that
+        """Write the trained weights, and the tokenizer if there is one: the master weights as a folder that
         `from_pretrained` loads, or the adapters as a folder that `peft` loads."""
         with together(self.ranks, "save_weights", folder=str(folder.resolve())):
             self._save_weights(folder)
@@ -367,7 +371,7 @@ class Trainer:
         """Load the adapters that `save_weights` wrote.
 
         Raises:
-            UsageError: as `Adapters.load`; the adapters are then unchanged.
+            UsageError: as for `Adapters.load`; the adapters are then unchanged.
         """
         assert self.adapters is not None
         with together(self.ranks, "load_adapters", folder=str(folder.resolve())):
@@ -402,7 +406,7 @@ class Trainer:
 
         Args:
             folder: The folder that `save_state` wrote.
-            left: Optimizer steps planned for the remaining batches; None: keep the constructor's total.
+            left: Number of optimizer steps planned for the remaining batches; None to keep the constructor's total.
 
         Raises:
             CheckpointError: the state is missing or damaged, or belongs to another model or a longer run.

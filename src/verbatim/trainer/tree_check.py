@@ -1,4 +1,5 @@
-"""The tree check: before a run trains on trees, a few samples must have the same gradient as trees and as rows."""
+"""The tree check: before a run trains on trees, a few samples must give the same gradient when packed as trees and as
+rows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from verbatim.trainer.parallel.sharding import Sharding
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 2048
-"""Maximum tokens in the samples to compare; a single pair may be longer."""
+"""Maximum number of tokens in all samples to compare; a single pair may be longer."""
 ROOM = 1.5
 """In bfloat16, the error of trees may be this many times the error of rows, both relative to the float32 gradient."""
 
@@ -44,10 +45,10 @@ def trees_are_right(
     exact: TargetLogprobs | None = None,
     sharding: Sharding | None = None,
 ) -> bool:
-    """True if the samples have the same gradient packed as trees and packed as rows; logs a warning if not.
+    """True if the samples give the same gradient when packed as trees and as rows; logs a warning if they do not.
 
-    The compared gradient is that of a sum of logprobs with a different weight for every target, not that of the run's
-    loss: the loss may be flat or refuse these samples, and packing only affects what comes before the loss. If the
+    The gradient compared is not that of the run's loss, but that of a sum of logprobs with a different weight for every
+    target: the loss may be flat or refuse these samples, and packing only affects what comes before the loss. If the
     gradient of the rows is not finite, there is nothing to compare, and the result is True.
 
     In bfloat16, rounding errors grow with the depth of a model, beyond any fixed tolerance. Trees may then be up to
@@ -59,7 +60,8 @@ def trees_are_right(
         trees: The same samples as trees.
         tolerance: The largest relative difference that rounding explains in any case.
         exact: The same model without rounding to bfloat16; None if `lm` does not round, or if the model is sharded.
-        sharding: The model's sharding: all its ranks call this, most of them without micro-batches; None: one process.
+        sharding: The model's sharding: all its ranks call this, most of them without micro-batches; None for one
+            process.
     """
     expected, found = (
         gradient(lm.model.model, partial(_backward, lm, micro_batches, sharding)) for micro_batches in (rows, trees)
@@ -88,17 +90,17 @@ def trees_are_right(
 def _beside_float32(
     exact: TargetLogprobs, rows: Sequence[MicroBatch], found: Gradient, expected: Gradient, tolerance: float
 ) -> tuple[float, dict[str, float]]:
-    """The tolerance for trees (`found`), derived from the error of rows (`expected`), and the differences of trees by
-    parameter; all relative to the float32 gradient."""
-    with exact.autocast():  # includes the backward pass, which recomputes layers with checkpointing
+    """Return (1) the tolerance for trees (`found`), derived from the error of rows (`expected`), and (2) the
+    differences of trees by parameter. All are relative to the float32 gradient."""
+    with exact.autocast():  # this includes the backward pass, which recomputes layers with checkpointing
         in_float32 = gradient(exact.model.model, partial(_backward, exact, rows, None))
     of_rows = max(differences(expected, in_float32).values(), default=0.0)
     return max(tolerance, ROOM * of_rows), differences(found, in_float32)
 
 
 def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The shortest pairs of samples that share a prefix, up to `MOST_TOKENS`. Pairs that branch come before pairs in
-    which one sample continues the other, because such a pair is a single path and tests less."""
+    """The shortest pairs of samples that share a prefix, up to `MOST_TOKENS`. Pairs that branch come first. A pair in
+    which one sample continues the other comes later, because it is a single path and tests less."""
     # In token order, the samples with the longest common prefix are neighbours.
     ordered = sorted((sample for sample in samples if sample.num_trained_tokens), key=token_order)
     pairs = []
@@ -116,8 +118,8 @@ def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 
 
 def _differences_of_shards(found: Gradient, expected: Gradient, sharding: Sharding) -> tuple[bool, dict[str, float]]:
-    """Whether the expected gradient is finite, and the relative differences by parameter, over the shards of all
-    ranks."""
+    """Return (1) True if the expected gradient is finite, and (2) the relative differences by parameter, over the
+    shards of all ranks."""
     names = sorted(expected.keys() | found.keys())
 
     def squares(name: str) -> list[float]:

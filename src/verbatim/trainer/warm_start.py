@@ -26,9 +26,9 @@ def warm_start(
         trainer: A trainer with the `sft` loss.
         conversations: The training samples of each conversation.
         steps: Number of optimizer steps.
-        batch_size: Conversations per step; fewer if there are fewer in all.
+        batch_size: Number of conversations per step; fewer if there are fewer conversations in all.
         seed: Seed of the shuffles.
-        on_step: Called after each step with its number, counted from 1, and its metrics.
+        on_step: Called after each step with the step's number, counted from 1, and the step's metrics.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     order: list[int] = []
@@ -36,7 +36,8 @@ def warm_start(
         while len(order) < min(batch_size, len(conversations)):
             order.extend(rng.permutation(len(conversations)).tolist())
         batch, order = order[:batch_size], order[batch_size:]
-        # A batch may span two epochs and contain a conversation twice; the place in the id makes them two trajectories.
+        # A batch may span two epochs and contain a conversation twice; the place in the id makes two trajectories of
+        # it.
         metrics = trainer.train_batch(
             [
                 dataclasses.replace(sample, trajectory_id=f"{place}:{sample.trajectory_id}")

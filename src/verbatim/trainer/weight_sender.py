@@ -28,14 +28,14 @@ class WeightBroadcaster:
         host: An address of this host that the receivers can reach.
 
     Raises:
-        OSError: cannot listen on this address.
+        OSError: the process cannot listen on this address.
     """
 
     def __init__(self, trainer: Trainer, host: str) -> None:
         self._trainer = trainer
         self._group: WeightGroup | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Bound here, because TCPStore would listen on all of the host's addresses.
+        # The socket is bound here, because TCPStore would listen on all of the host's addresses.
         listening = socket.create_server((host, 0), family=family)
         port = listening.getsockname()[1]
         self._server = dist.TCPStore(  # type: ignore[attr-defined]
@@ -75,11 +75,11 @@ class WeightBroadcaster:
         return SendReport(num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began)
 
     def _enter(self, order: SendOrder) -> WeightGroup:
-        """The process group for an order: the existing group if the order names it, otherwise a new group, after all
+        """The process group for an order: the existing group if the order names it, otherwise a new group that all
         receivers have joined.
 
         Raises:
-            GroupOver: the receivers do not join, or one of them failed.
+            GroupOver: the receivers do not join, or a receiver failed.
         """
         if self._group is not None and self._group.name == order.group:
             self._group.begin()
@@ -116,7 +116,7 @@ class _GroupReceivers:
         """Broadcast a tensor.
 
         Raises:
-            SamplerFault: the receivers failed; names the tensor.
+            SamplerFault: the receivers failed; the message names the tensor.
         """
         try:
             self._group.send(tensor)

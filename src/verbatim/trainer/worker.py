@@ -28,28 +28,29 @@ from verbatim.trainer.weight_sender import WeightBroadcaster
 
 @dataclass(eq=False)
 class TrainerWorker:
-    """A `Trainer` with the folders it publishes to and the policy version it holds."""
+    """A `Trainer` with the folders to which it publishes, and the policy version that it holds."""
 
     trainer: Trainer
     _: KW_ONLY
     version: int
-    """The policy version that the trainer holds: the last one published, or the one it started with."""
+    """The policy version that the trainer holds: the last published version, or the version with which it started."""
     weights: WeightFolders
-    """Where versions are published."""
+    """The folders in which policy versions are published."""
     states: Path
-    """Where the trainer's parts of checkpoints are left for the orchestrator to collect."""
+    """The folder in which the trainer's parts of checkpoints are left for the orchestrator to collect."""
     context_length: int
     """The sampler's maximum sequence length in tokens, which bounds the length of probes."""
     keeps_tokens: bool = False
-    """Whether reports include the logprob and gradient of each trained token."""
+    """True if reports include the logprob and gradient of each trained token."""
     memory: DeviceMemory | None = None
-    """Set if the trainer shares its device with a sampler: it occupies the device only while it trains."""
+    """Set if the trainer shares its device with a sampler. The trainer then occupies the device only while it
+    trains."""
     measures_rounding: bool = False
-    """Whether probes include the effect of rounding to bfloat16. Set if trainer or sampler computes in bfloat16."""
+    """True if probes include the effect of rounding to bfloat16. Set if trainer or sampler computes in bfloat16."""
     broadcaster: WeightBroadcaster | None = None
-    """Sends weights to the sampler's servers; None: they load the published folders."""
+    """Sends weights to the sampler's servers; None if the servers load the published folders."""
     _failure: str | None = None
-    """Why a batch failed; every later batch is then refused."""
+    """Why a batch failed. Once this is set, every later batch is refused."""
     _cores: CoreShare | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +74,8 @@ class TrainerWorker:
 
         Raises:
             RunStopped: the loss or gradient is not finite, memory ran out, or the weights could not be written. Every
-                later batch is refused too: the orchestrator may have handed it over before it knew of the failure.
+                later batch is refused too: the orchestrator may have handed over a later batch before it knew of the
+                failure.
         """
         if self._failure is not None:
             raise RunStopped(f"batch {version - 1} was not trained, because an earlier one failed: {self._failure}")
@@ -90,7 +92,7 @@ class TrainerWorker:
             if state is not None:
                 _make_empty(state)
                 self._write(state, folder)
-            probes = self.probe()  # before the trainer leaves the device
+            probes = self.probe()  # this comes before the trainer leaves the device
             moving += self.memory.leave() if self.memory is not None else 0.0
         except VerbatimError as error:
             self._failure = str(error)
@@ -109,7 +111,7 @@ class TrainerWorker:
         finally:
             if self._cores is not None:
                 self._cores.compute(False)
-        # Set only on success, so that `_check_held` notices optimizer steps whose weights were never published.
+        # This is set only on success, so that `_check_held` notices optimizer steps whose weights were never published.
         self.version = version
         self._optimizer_steps = self.trainer.schedule.num_done
         if self.memory is not None:
@@ -144,10 +146,11 @@ class TrainerWorker:
         self._write(folder, None)
 
     def leave_state(self, version: int) -> Path:
-        """Write the same as `save` into a new folder under `states`, as `train` does for a checkpoint. Returns it.
+        """Write the same as `save` into a new folder under `states`, as `train` does for a checkpoint. Returns the
+        folder.
 
         Raises:
-            RunStopped: as `save`.
+            RunStopped: as for `save`.
         """
         self._check_held(version)
         folder = self._state(version)
@@ -156,7 +159,7 @@ class TrainerWorker:
         return folder
 
     def _state(self, version: int) -> Path:
-        """The folder that takes the trainer's part of this version's checkpoint."""
+        """The folder for the trainer's part of this version's checkpoint."""
         return self.states / f"v{version:06d}"
 
     def _check_held(self, version: int) -> None:
@@ -164,7 +167,8 @@ class TrainerWorker:
         holds.
 
         Raises:
-            RunStopped: another version is held, or optimizer steps were taken since it was published.
+            RunStopped: the trainer holds another version, or optimizer steps were taken since this version was
+                published.
         """
         if version != self.version or self.trainer.schedule.num_done != self._optimizer_steps:
             raise RunStopped(

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One group: its rollouts without an error, including those that filters will drop.
+    """One group: the group's rollouts without an error, including those that filters will drop.
 
-    If agents have their own rewards, only one agent's share of each rollout.
+    If agents have their own rewards, the inputs contain only one agent's share of each rollout.
     """
 
     rollouts: Sequence[Trajectory]
@@ -53,13 +53,14 @@ AdvantageFunction = Callable[..., AdvantageOutputs]
 
 @dataclass(frozen=True)
 class Advantage:
-    """An entry of `ADVANTAGES`: the function, and what a run must know about it.
+    """An entry of `ADVANTAGES`: the function, and what a run must know about the function.
 
     A plain function can be used instead; it has the default properties.
     """
 
     function: AdvantageFunction
-    """`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`; `parameters` are set in the file."""
+    """`function(inputs: AdvantageInputs, **parameters) -> AdvantageOutputs`; `parameters` are set in the configuration
+    file."""
     compares_rewards: bool = False
     """True if the function only compares the rewards of a group's rollouts with each other. Then a group of one has the
     advantage 0, and turn rewards are not used."""
@@ -79,27 +80,27 @@ def assign_advantages(
     max_length: int | None = None,
     needs_logprobs: bool = False,
 ) -> Group:
-    """The group with advantages on its completed trajectories.
+    """The group, with advantages added to its completed trajectories.
 
-    If agents have their own rewards, the function is called once for each of these agents, with rollouts that
-    contain only its turns and its reward, and once for all other agents, with `reward`. A length penalty applies to the
-    same rollouts. The advantage returned for a rollout then goes to those turns.
+    If agents have their own rewards, the function is called once for each of these agents, with rollouts that contain
+    only this agent's turns and reward, and once for all other agents together, with `reward`. A length penalty applies
+    to the same rollouts. The advantage returned for a rollout then goes to the turns that this rollout contains.
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
     never reaches the trainer. A bad reward does not count in any baseline. A length penalty changes only the rewards
-    that the function sees, not those of the trajectories. It counts only trained tokens, which it finds with
-    `max_length` and `needs_logprobs`, as in `trajectories.build`.
+    that the function sees, not those of the trajectories. A length penalty counts only trained tokens, which are found
+    with `max_length` and `needs_logprobs`, as in `trajectories.build`.
 
     Raises:
-        ComponentError: the function raised, or did not return for each rollout a number or a list with one number per
+        ComponentError: the function raised, or did not return, for each rollout, a number or a list with one number per
             turn.
     """
-    # Before any call: a NaN reward would make the whole group's baseline NaN.
+    # This comes before any call: a NaN reward would make the whole group's baseline NaN.
     group = _without_bad_rewards(group)
     if not group.completed:
         return group
     where = f"advantage {function_name(function)}, group {group.group_id}"
-    # Keyed by identity, because trajectory ids may be empty outside a run.
+    # The keys are object identities, because trajectory ids may be empty outside a run.
     credited = {id(t): t for t in group.completed}
     for agent in agents_with_rewards(group.completed):
         shares = [s for s in (share_of(t, agent) for t in group.completed) if s is not None]
@@ -139,7 +140,7 @@ def try_advantage(function: AdvantageFunction) -> None:
     try:
         _call(function, rollouts, f"advantage {function_name(function)}, tried on two made-up rollouts")
     except ComponentError as error:
-        if error.__cause__ is None:  # the result was wrong; with a cause, the function itself raised
+        if error.__cause__ is None:  # without a cause, the result was wrong; with a cause, the function itself raised
             raise
         logger.warning("%s; the run will stop with this error if its own rollouts cause it too", error)
         return
@@ -180,8 +181,8 @@ def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: st
 
 
 def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) -> Trajectory:
-    """The trajectory with the advantage of one share of its turns."""
-    # A tensor or array without dimensions is iterable by type, but is a single number.
+    """The trajectory, with the advantage added to one share of its turns."""
+    # By its type, a tensor or array without dimensions is iterable, but it is a single number.
     of_turns = isinstance(advantage, Iterable) and getattr(advantage, "ndim", 1) > 0
     try:
         values = [_number(value) for value in (advantage if of_turns else [advantage])]

@@ -22,7 +22,7 @@ def chunk_returns_advantage(
     """`A_k = G_k` for each turn k, or `G_k` minus the group's mean (chunk returns of IPA, arXiv 2512.24873).
 
     The group's mean is the mean over trajectories of each trajectory's mean G, so long trajectories do not weigh more.
-    An untrained turn, or one without sampled tokens, gets 0.
+    An untrained turn, or a turn without sampled tokens, gets 0.
 
     Example: two rollouts of two turns each with the rewards 1 and 0 and `gamma = 0.5` give `[0.5, 1]` and `[0, 0]`.
     Their means are 0.75 and 0, so `baseline = "group"` gives `[0.125, 0.625]` and `[-0.375, -0.375]`.
@@ -33,7 +33,7 @@ def chunk_returns_advantage(
         baseline: "none" or "group". With rewards of 0 and 1 and no baseline, a failure has G = 0 and teaches nothing.
 
     Raises:
-        ComponentError: `gamma` is outside [0, 1], or `baseline` has another value.
+        ComponentError: `gamma` is outside [0, 1], or `baseline` has a value not listed above.
     """
     if baseline not in ("none", "group"):
         raise ComponentError(f'chunk_returns: baseline = {baseline!r}; expected "none" or "group"')
@@ -58,10 +58,10 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     G_k = r_k + gamma G_{k+1}          in the order of sampling, including sub-agents' turns; 0 after the last turn
     ```
 
-    r_k is the turn's own reward, or 0 if it has none. An untrained turn, or one without sampled tokens, has no return
-    and no discount; its own reward r counts after the trained turn before it, `G_k = r_k + gamma (r + G_{k+1})`. The
-    last trained turn also gets the trajectory's reward; if the environment declares that the turns' rewards sum to it,
-    only the remainder (such as a length penalty).
+    r_k is the turn's own reward, or 0 if it has none. An untrained turn, or a turn without sampled tokens, has no
+    return and no discount. Its own reward r counts after the trained turn before it, `G_k = r_k + gamma (r + G_{k+1})`.
+    The last trained turn also gets the trajectory's reward; but if the environment declares that the turns' rewards sum
+    to the trajectory's reward, it gets only the remainder (such as a length penalty).
 
     Example: three turns, the second of which sampled nothing, a reward of 1 and `gamma = 0.5`: `{0: 0.5, 2: 1.0}`;
     if the second turn has its own reward of 2, `{0: 1.5, 2: 1.0}`.

@@ -20,9 +20,10 @@ def gigpo_advantage(
 ) -> AdvantageOutputs:
     """`A_t = (R - mean_group(R)) / F_group + w_step (G_t - mean_state(G)) / F_state` (GiGPO, arXiv 2505.10978).
 
-    G_t is the turn's return (`turn_returns`). The state's mean is over all turns of the group, in any rollout, with
-    the same `state_key`. F is the standard deviation of the same set, or 1 with `scale = "none"`. A set of equal
-    values, a state seen once and a turn without a state key contribute 0. A turn without sampled tokens gets 0.
+    G_t is the turn's return (`turn_returns`). mean_state is the mean over all turns of the group, in any rollout, with
+    the same `state_key`. F is the standard deviation over the same set as the mean before it, or 1 with `scale =
+    "none"`. A set of equal values, a state seen once and a turn without a state key contribute 0. A turn without
+    sampled tokens gets 0.
 
     Example: two rollouts with the rewards 1 and 0; the first acts in states a and b, the second only in a. With
     `gamma = 0.5` the returns are `[0.5, 1]` and `[0]`. With `scale = "none"` the episodes differ from their mean by 0.5
@@ -36,7 +37,7 @@ def gigpo_advantage(
         scale: "std" or "none".
 
     Raises:
-        ComponentError: a parameter outside its range.
+        ComponentError: a parameter is outside its range.
     """
     if not w_step >= 0:
         raise ComponentError(f"gigpo: w_step = {w_step}; expected a number >= 0, for example 1.0")

@@ -1,4 +1,5 @@
-"""Applies length penalties: advantages see lower rewards for long rollouts, or higher ones for short correct ones."""
+"""Applies length penalties: advantages see lower rewards for long rollouts, or higher rewards for short correct
+rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from verbatim.core.trajectories.samples import turn_outcome
 from verbatim.core.types import Trajectory
 
 SLOPES = {"tokens": 0.001, "turns": 0.05}
-"""Default penalty per token or turn above the target."""
+"""Default penalty for each token or turn above the target."""
 
 
 def penalised(
@@ -27,13 +28,13 @@ def penalised(
 
     Only trained tokens and turns count. Turns that are only context, exceed the maximum length of a sample or lack
     logprobs do not count, nor do tokens outside any turn. A relative bonus compares only rollouts with trained tokens,
-    and only these receive it.
+    and only these rollouts receive it.
 
     Args:
         rollouts: The rollouts with their original rewards.
         penalty: The configured penalty.
-        max_length: Maximum tokens of a sample, or None for no maximum.
-        needs_logprobs: Whether a turn without logprobs is only context.
+        max_length: Maximum number of tokens in a sample, or None for no maximum.
+        needs_logprobs: True if a turn without logprobs is only context.
 
     Example: rewards 1 and 1 for 100 and 700 trained tokens become 1 and 0.5, with a target of 200 and the slope 0.001.
     """
@@ -61,13 +62,13 @@ def penalised(
 def above_target(rewards: Sequence[float], costs: Sequence[int], *, target: int, slope: float) -> list[float]:
     """`s - slope max(0, c - target)` for each reward s and its cost c.
 
-    Example: `s = 1`, `c = 7` turns, `target = 5`, `slope = 0.05`: 0.9.
+    Example: `s = 1`, `c = 7` turns, `target = 5` and `slope = 0.05` give 0.9.
     """
     return [reward - slope * max(0, cost - target) for reward, cost in zip(rewards, costs, strict=True)]
 
 
 def with_relative_bonus(rewards: Sequence[float], costs: Sequence[int]) -> list[float]:
-    """`s (1 + bonus)` for the group's best rollouts that are shorter than the average of the best ones.
+    """`s (1 + bonus)` for those of the group's best rollouts that are shorter than the average of its best rollouts.
 
     ```
     correct = (s = max s)
@@ -76,7 +77,7 @@ def with_relative_bonus(rewards: Sequence[float], costs: Sequence[int]) -> list[
 
     Nothing changes if no reward is above 0, or if the best rollouts have length 0.
 
-    Example: rewards `[1, 1, 0]` with lengths `[2, 6, 1]`: the best ones have length 4 on average, so the first gets
+    Example: rewards `[1, 1, 0]` with lengths `[2, 6, 1]`: the best rollouts have length 4 on average, so the first gets
     1.5, and the others keep 1 and 0.
     """
     best = max(rewards)

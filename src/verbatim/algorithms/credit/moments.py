@@ -11,7 +11,7 @@ from verbatim.core.records.equality import are_equal, deviation
 def mean(values: Sequence[float]) -> float:
     """The mean, or exactly the first value if all values are equal.
 
-    `fmean` of equal values may differ from them by rounding, and an advantage of 1e-17 would count as a signal.
+    `fmean` of equal values may differ from these values by rounding, and an advantage of 1e-17 would count as a signal.
     """
     return values[0] if are_equal(values) else statistics.fmean(values)
 

@@ -30,8 +30,8 @@ def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
 
     None is left out if no turn of the other agents may be trained.
 
-    Example: rollouts with turns of the agents "a" and "b", where "b" has its own reward: `["b", None]`. Without
-    agent rewards: `[None]`.
+    Example: rollouts with turns of the agents "a" and "b", where "b" has its own reward, give `["b", None]`. Rollouts
+    without agent rewards give `[None]`.
     """
     named = sorted({agent for rollout in rollouts for agent in rollout.agent_rewards})
     others = any(
@@ -41,12 +41,12 @@ def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
 
 
 def share_of(rollout: Trajectory, agent: str | None) -> Share | None:
-    """The share of a rollout of one agent, or, for None, of all agents without their own reward.
+    """The part of a rollout that belongs to one agent, or, if `agent` is None, to all agents without their own reward.
 
     Returns None if the agent has no reward in this rollout.
 
-    Example: turns of a, b, a with the rewards `{"a": 1.0}`: the share of "a" has the places (0, 2) and the reward 1,
-    that of None the place (1,) and the trajectory's reward.
+    Example: turns of a, b, a with the rewards `{"a": 1.0}`: the share of "a" has the places (0, 2) and the reward 1;
+    the share of None has the place (1,) and the trajectory's reward.
     """
     own = rollout.agent_rewards
     if not own and agent is None:

@@ -1,4 +1,5 @@
-"""Chooses the next example and finds groups without a gradient. Has its own random generator and `state_dict`."""
+"""Chooses the next example and finds groups without a gradient. It has its own random generator and its own
+`state_dict`."""
 
 from verbatim.algorithms.curriculum.pools import DifficultyPools, Flatness, PoolRules, flatness
 from verbatim.algorithms.curriculum.schedule import ExampleSchedule, ScheduledExample

@@ -1,7 +1,7 @@
-"""Finds what is too easy or too hard.
+"""Finds examples and groups that are too easy or too hard.
 
-Groups with equal rewards have no gradient. Examples that are always or never solved go to a pool and are no longer
-sampled.
+Groups with equal rewards have no gradient. Examples that are always solved or never solved go to a pool and are no
+longer sampled.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PoolRules:
     """The rules by which examples go to pools and return."""
 
     easy_threshold: float | None = None
-    """An example with this mean reward or more is easy; None: never."""
+    """An example with this mean reward or more is easy; None if no example is."""
     hard_threshold: float | None = None
-    """An example with this mean reward or less is hard; None: never."""
+    """An example with this mean reward or less is hard; None if no example is."""
     easy_fraction: float = 0.0
     """Share of the easy examples that return to sampling on resume, or when all examples are pooled."""
     hard_fraction: float = 0.0
-    """Share of the hard examples that return in the same cases."""
+    """Share of the hard examples that return to sampling in the same cases."""
     window: int = 1
     """Number of an example's latest groups over which the mean reward is taken."""
 
@@ -49,11 +49,11 @@ class PoolRules:
 class DifficultyPools:
     """Assigns each example of an environment to exactly one pool: easy, hard or normal.
 
-    Example: with `easy_threshold = 0.95`, an example whose group earned a mean reward of 1.0 becomes easy; one of 0.9
-    stays normal.
+    Example: with `easy_threshold = 0.95`, an example whose group earned a mean reward of 1.0 becomes easy; an example
+    whose group earned 0.9 stays normal.
 
     Args:
-        example_ids: The ids of each environment's examples.
+        example_ids: The ids of the examples, by environment.
         rules: The rules by which examples go to pools and return.
     """
 
@@ -104,7 +104,7 @@ class DifficultyPools:
         """The metrics of the pools, by name.
 
         `pool/{env}/{easy,normal,hard}` are the current shares of the dataset. `evicted_examples/{env}/{easy,hard}` are
-        the shares of the groups since the last call whose example went to that pool.
+        the shares of the groups since the last call whose example went to the easy or hard pool.
         """
         found: dict[str, float] = {}
         for env, ids in self._ids.items():
@@ -145,13 +145,15 @@ class DifficultyPools:
 
 
 def flatness(group: Group) -> Flatness | None:
-    """Why a group has no gradient under a group baseline, or None if it has one.
+    """Why a group has no gradient under a group baseline, or None if it has a gradient.
 
-    Compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
-    rollouts do not count. If agents have their own rewards, the rewards of each agent must be equal as well. Equal
-    rewards are "hard" at 0 or less, "easy" at 1 or more, and otherwise "flat". A group without any reward gives None.
+    The function compares the environment's rewards, before length penalties, of the rollouts that get credit. Failed
+    and unscored rollouts do not count. If agents have their own rewards, the rewards of each agent must be equal as
+    well. Equal rewards are "hard" at 0 or less, "easy" at 1 or more, and otherwise "flat". A group without any reward
+    gives None.
 
-    Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
+    Example: rewards 0 and 0 give "hard"; 1 and 1 give "easy"; 0.5 and 0.5 give "flat"; 0 and 1 give None; 1 and a
+        missing reward give "easy".
     """
     rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
     of_agents: dict[str, list[float]] = {}

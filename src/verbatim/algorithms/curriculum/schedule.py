@@ -21,7 +21,7 @@ class ScheduledExample:
     """The example drawn for one group."""
 
     index: int
-    """Number of the draw, from 0, which is also the group's number."""
+    """Number of the draw, counted from 0; it is also the group's number."""
     env: str
     """The environment's label."""
     example: Example
@@ -31,14 +31,14 @@ class ScheduledExample:
 class ExampleSchedule:
     """An endless, reproducible order of examples.
 
-    Every unpooled example of an environment is drawn once before any is drawn again. An environment is no longer drawn
-    once all its examples are pooled and none return; the others keep their ratios.
+    Every unpooled example of an environment is drawn once before any example is drawn again. An environment is no
+    longer drawn once all its examples are pooled and none of them returns; the other environments keep their ratios.
 
     Args:
         examples: Examples of each environment.
         ratios: Relative number of groups of each environment.
         seed: Seed of all draws.
-        pool_rules: The rules by which examples go to pools; by default they never do.
+        pool_rules: The rules by which examples go to pools; by default no example goes to a pool.
 
     Raises:
         RunStopped: an environment has no examples.
@@ -92,13 +92,13 @@ class ExampleSchedule:
                 f"every example is in a difficulty pool ({sizes}): nothing is left to sample. To continue with some of "
                 "them, resume with orchestrator.buffer.easy_fraction or hard_fraction above 0"
             )
-        if len(envs) == 1:  # consumes no random number
+        if len(envs) == 1:  # this consumes no random number
             return envs[0]
         weights = np.array([self._ratios[env] for env in envs], dtype=np.float64)
         return envs[int(self._rng.choice(len(envs), p=weights / weights.sum()))]
 
     def _draw_example(self, env: str) -> str | None:
-        """The next example of the pass that is not pooled, or None if all are pooled, even after lifting."""
+        """The next example of the pass that is not pooled, or None if all examples are pooled, even after lifting."""
         if (example_id := self._pop(env)) is not None:
             return example_id
         ids = self.pools.members(env, "normal") or self._lift(env)
@@ -124,7 +124,7 @@ class ExampleSchedule:
         return lifted
 
     def lookup(self, env: str, example_id: str, index: int) -> ScheduledExample:
-        """Return an earlier draw, to run it again after a resume.
+        """Return an earlier draw, so that it can run again after a resume.
 
         Raises:
             RunStopped: the environment no longer has this example.
@@ -148,7 +148,7 @@ class ExampleSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. The same draws follow, unless pooled examples return."""
+        """Continue from `state_dict`. The draws that follow are the same, unless pooled examples return."""
         self._rng.bit_generator.state = dict(state["rng"])
         # Without examples that the dataset no longer has. New ones are drawn from the next pass on.
         self._pass = {env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()}

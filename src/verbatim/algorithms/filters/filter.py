@@ -12,7 +12,8 @@ Action = Literal["drop", "monitor"]
 
 
 Reads = Literal["logprobs", "advantages"]
-"""The data that a filter needs, named in its class attribute `reads`. A run without these data skips the filter."""
+"""The data that a filter may need; the filter names them in its class attribute `reads`. A run without these data skips
+the filter."""
 
 
 class Filter(Protocol):
@@ -20,7 +21,7 @@ class Filter(Protocol):
 
     @property
     def action(self) -> Action:
-        """Whether flagged trajectories are dropped ("drop") or only counted ("monitor")."""
+        """What happens to flagged trajectories: they are dropped ("drop") or only counted ("monitor")."""
 
     def __call__(self, trajectory: Trajectory) -> bool:
         """True if this trajectory is flagged."""
@@ -37,7 +38,7 @@ class FilterVerdict:
 
 
 def apply_filters(trajectory: Trajectory, filters: Mapping[str, Filter]) -> FilterVerdict:
-    """Apply all filters to a trajectory; it is dropped if any dropping filter flags it.
+    """Apply all filters to a trajectory; the trajectory is dropped if any dropping filter flags it.
 
     Being flagged by a monitoring filter does not protect a trajectory from a dropping filter.
     """

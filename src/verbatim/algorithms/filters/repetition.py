@@ -44,7 +44,7 @@ class Repetition:
         turns = [turn.completion_ids for turn in trajectory.turns if turn.trained]
         total = sum(max(0, len(ids) - self.ngram + 1) for ids in turns)
         if total >= _WORTH_A_BOUND and not self._is_above(total, _fewest_distinct(turns, self.ngram)):
-            return False  # the common case: the lower bound decides, and exact counting is not needed
+            return False  # in the common case the lower bound decides, and exact counting is not needed
         return self._is_above(total, sum(_num_distinct(ids, self.ngram) for ids in turns))
 
     def _is_above(self, total: int, distinct: int) -> bool:
@@ -60,16 +60,16 @@ def _num_distinct(ids: Int32, ngram: int) -> int:
 _WORTH_A_BOUND = 256
 """Number of n-grams in a trajectory from which on the lower bound is faster than exact counting."""
 _KEY_IDS, _KEY_BITS = 3, np.uint64(21)
-"""Number of ids of an n-gram in its key, and bits per id; 3 x 21 bits fit 64."""
+"""How many ids of an n-gram are in its key, and bits per id; 3 x 21 bits fit into 64."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2^64 divided by the golden ratio: its multiples are spread out, so keys of different turns rarely collide."""
 
 
 def _fewest_distinct(turns: Sequence[Int32], ngram: int) -> int:
-    """A lower bound of the number of n-grams that are distinct within their turn.
+    """A lower bound for the number of n-grams that are distinct within their turn.
 
-    Counts distinct keys, made of the turn and the first ids of the n-gram. Equal n-grams of a turn have equal keys, so
-    collisions can only lower the count.
+    The function counts distinct keys, which are made of the turn and the first ids of the n-gram. Equal n-grams of a
+    turn have equal keys, so collisions can only lower the count.
     """
     turns = [ids for ids in turns if len(ids) >= ngram]
     if not turns:

@@ -14,7 +14,8 @@ Reason = Literal["length", "max_turns", "malformed", "cancelled", "api_error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Truncated:
-    """Flags a truncated trajectory: one whose `truncated` is true (docs/rollouts.md lists the stop reasons).
+    """Flags a truncated trajectory, that is, a trajectory whose `truncated` is true (docs/rollouts.md lists the stop
+    reasons).
 
     A dropped trajectory is not trained on, but its reward still counts in its group's baseline.
 

@@ -1,4 +1,5 @@
-"""Losses: pure tensor functions with their formula and source. Importing this package does not import torch."""
+"""Contains the losses: pure tensor functions with their formula and source. Importing this package does not import
+torch."""
 
 from verbatim.algorithms.losses.cispo import cispo_loss
 from verbatim.algorithms.losses.default import default_loss

@@ -1,4 +1,5 @@
-"""CISPO: a clipped importance weight without gradient, so that every token keeps learning (arXiv 2506.13585)."""
+"""CISPO: the importance weight is clipped and has no gradient, so that every token keeps learning (arXiv
+2506.13585)."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ def cispo_loss(
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        eps_low: The weight is at least 1 - eps_low; 1: no lower bound.
+        eps_low: The weight is at least 1 - eps_low; 1 for no lower bound.
         eps_high: The weight is at most 1 + eps_high.
-        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
-        kl_ref: Estimator of that term.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and as metrics those of `ratio_metrics` (with no masked tokens) and `clipped_{low,high}`, shares of
         the trained tokens.
 
     Raises:
-        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter is outside its range, or `kl_ref_tau` is set without a reference.
     """
     refuse_bad_parameters(cispo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)

@@ -40,18 +40,19 @@ def default_loss(
         dppo_mask_low: Drop tokens with A <= 0 whose probability fell by more than this since sampling.
         dppo_mask_high: Drop tokens with A > 0 whose probability rose by more than this since sampling.
         adv_tau: Weight of the advantage.
-        teacher_tau: Weight of the teacher's log ratio; 0: no teacher is used.
+        teacher_tau: Weight of the teacher's log ratio; 0 to use no teacher.
         kl_tau: Weight of the KL term to the sampling policy.
-        delta: Upper clamp of the importance ratio; `inf`: none.
-        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
-        kl_ref: Estimator of that term.
+        delta: Upper clamp of the importance ratio; `inf` for no clamp.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and as metrics those of `ratio_metrics`, the shares `dppo_dropped_{low,high}`, and `teacher_kl` if
         there is a teacher.
 
     Raises:
-        ComponentError: a parameter outside its range, or `teacher_tau` or `kl_ref_tau` without the needed logprobs.
+        ComponentError: a parameter is outside its range, or `teacher_tau` or `kl_ref_tau` is set without the needed
+            logprobs.
     """
     refuse_bad_parameters(
         default_loss,

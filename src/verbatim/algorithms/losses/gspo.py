@@ -35,15 +35,16 @@ def gspo_loss(
         eps_low: A trajectory with A < 0 has no gradient once its ratio is below 1 - eps_low.
         eps_high: A trajectory with A > 0 has no gradient once its ratio is above 1 + eps_high.
         kl_ref_tau: Weight of the reference KL term (`reference_term`), which is averaged over the trajectory's tokens
-            like the others; 0: no reference is used.
-        kl_ref: Estimator of that term.
+            like the other term; 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and the metrics `sequence_ratio_{mean,min,max}`, `clipped_{low,high}` (shares of the trajectory's
-        tokens) and the count `masked_by_loss`: the clipped tokens, if no other token moves the ratio that they share.
+        tokens) and the count `masked_by_loss`: the clipped tokens, if no other token moves the ratio that all tokens
+        share.
 
     Raises:
-        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter is outside its range, or `kl_ref_tau` is set without a reference.
     """
     refuse_bad_parameters(gspo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)

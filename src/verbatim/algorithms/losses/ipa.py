@@ -23,23 +23,25 @@ def ipa_loss(
 
     G_c is the advantage of the chunk's tokens. Chunks are identified by `chunk_ids` alone: adjacent chunks are not
     merged, and an untrained token does not split a chunk. Good chunks are reinforced with
-    full weight. Bad chunks are suppressed with a weight that decreases as they become less likely.
+    full weight. Bad chunks are suppressed with a weight that decreases as the chunk becomes less likely.
 
-    Example: chunk 0 has tokens with `l - m = log 0.25` and `log 1`, so `rho = 0.5`; chunk 1 has one with `log 3`. With
+    Example: chunk 0 has tokens with `l - m = log 0.25` and `log 1`, so `rho = 0.5`; chunk 1 has a token with `log 3`.
+        With
     `G = -1` for both, the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.
 
     Args:
         inputs: A whole trajectory, float [seq] tensors, with chunk ids; only tokens under `loss_mask` are read.
         max_ratio: Drop chunks whose ratio is above this.
-        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
-        kl_ref: Estimator of that term.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and the metrics `chunk_ratio_{mean,min,max}`, `chunks_dropped` (share of the chunks), `clipped_high`
         (share of the tokens whose weight is clipped to 1), and the count `masked_by_loss`: tokens of dropped chunks.
 
     Raises:
-        ComponentError: a parameter outside its range, no chunk ids, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter is outside its range, there are no chunk ids, or `kl_ref_tau` is set without a
+            reference.
     """
     refuse_bad_parameters(ipa_loss, max_ratio=max_ratio, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     if inputs.chunk_ids is None:
@@ -50,7 +52,7 @@ def ipa_loss(
     ratios_C = log_ratios_C.exp()
     ratios, good = ratios_C[chunks], advantages > 0
     dropped = ratios > max_ratio
-    # Dropped last, so that good chunks with too large a ratio are dropped as well.
+    # Chunks are dropped last, so that good chunks with too large a ratio are dropped as well.
     weights = ratios.clamp(max=1.0).masked_fill(good, 1.0).masked_fill(dropped, 0.0)
 
     metrics = {

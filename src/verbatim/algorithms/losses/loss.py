@@ -24,7 +24,7 @@ class LossInputs:
     The first arguments may be positional, in this order: `trainer_logprobs`, `inference_logprobs`, `teacher_logprobs`
     (the stream "teacher"), `advantages`, `loss_mask`, `chunk_ids`. `logprob_streams` is keyword-only.
 
-    Outside `loss_mask` both logprobs are 0 and have no gradient, so a ratio over the sequence is 1 there.
+    Outside `loss_mask`, trainer and inference logprobs are 0 and have no gradient, so their ratio is 1 there.
     """
 
     trainer_logprobs: Tensor
@@ -34,7 +34,7 @@ class LossInputs:
     advantages: Tensor
     """Advantage of each token: float [seq]."""
     loss_mask: Tensor
-    """Which tokens are trained: bool [seq]."""
+    """True for tokens that are trained: bool [seq]."""
     chunk_ids: Tensor | None = None
     """Turn index of each sampled token: int [seq], -1 outside the mask."""
     logprob_streams: Mapping[str, Tensor] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class LossOutputs:
     """A loss and its metrics."""
 
     loss: Tensor
-    """Scalar sum over the trained tokens; the trainer divides by the normalizer of the optimizer step."""
+    """Scalar sum over the trained tokens; the trainer divides it by the normalizer of the optimizer step."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Scalars. They are averaged over trained tokens (token level) or trajectories; `*_min` and `*_max` are kept as
     minimum and maximum; the counts `num_*` and `masked_by_loss` are added up."""
@@ -85,7 +85,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of `LOSSES`: the function, and what the trainer must know to call it."""
+    """An entry of `LOSSES`: the function, and what the trainer must know to call the function."""
 
     function: Callable[..., LossOutputs]
     """`function(inputs: LossInputs, **parameters) -> LossOutputs`; its keyword arguments are the parameters."""
@@ -96,7 +96,8 @@ class Loss:
     parameters: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments from the configuration file, passed with every call."""
     needs_inference_logprobs: bool = True
-    """If True, a trained token without an inference logprob (NaN) is an error; if False, they are not used."""
+    """If True, a trained token without an inference logprob (NaN) is an error; if False, inference logprobs are not
+    used."""
     training_mode: Literal["rl", "opd", "sft"] = "rl"
     """The `orchestrator.training_mode` that the loss is for; modes other than "rl" have their own loss."""
     reward_weight: str | None = None
@@ -147,9 +148,9 @@ def refuse_bad_parameters(function: Callable[..., LossOutputs], **parameters: Ha
 def _wrong_parameters(
     function: Callable[..., LossOutputs], parameters: tuple[tuple[str, Hashable], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """The (name, message) of each wrong parameter.
+    """A pair (name, message) for each wrong parameter.
 
-    Cached, because losses are called thousands of times with the same parameters.
+    The result is cached, because losses are called thousands of times with the same parameters.
     """
     _, wrong = check_parameters(function, dict(parameters), num_inputs=1, label="loss")
     return tuple(wrong.items())

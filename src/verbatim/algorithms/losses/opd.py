@@ -31,16 +31,17 @@ def opd_loss(
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         kl_tau: Weight of the KL term to the sampling policy.
-        delta: Upper clamp of the importance ratio; `inf`: none.
-        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
-        kl_ref: Estimator of that term.
+        delta: Upper clamp of the importance ratio; `inf` for no clamp.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and as metrics those of `ratio_metrics` (with no masked tokens), `teacher_kl` = mean(l - t), and
         `clipped_high`, the share of tokens whose ratio is clamped.
 
     Raises:
-        ComponentError: a parameter outside its range, no teacher logprobs, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter is outside its range, there are no teacher logprobs, or `kl_ref_tau` is set without
+            a reference.
     """
     refuse_bad_parameters(opd_loss, kl_tau=kl_tau, delta=delta, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, _ = trained_tokens(inputs)

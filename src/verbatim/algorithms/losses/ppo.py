@@ -39,22 +39,24 @@ def ppo_loss(
     have an unbounded gradient.
 
     Example: `l = log 0.5`, `m = log 0.25`: `w = 2`. With `A = 1` it is clipped to 1.28: the loss is -1.28, without
-    gradient. With `A = -1` it is not clipped: loss 2, gradient 2; `dual_clip = 1.5` gives loss 1.5 without gradient.
+    gradient. With `A = -1` it is not clipped: the loss is 2 and the gradient is 2. With `dual_clip = 1.5` the loss is
+    1.5, without gradient.
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
         eps_low: A token with A < 0 has no gradient once its ratio is below 1 - eps_low.
         eps_high: A token with A > 0 has no gradient once its ratio is above 1 + eps_high.
-        dual_clip: A token with A < 0 has no gradient while its ratio is above this; 3 is common. None: off.
-        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
-        kl_ref: Estimator of that term.
+        dual_clip: A token with A < 0 has no gradient while its ratio is above this; 3 is common. None to switch the
+            dual clip off.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and as metrics those of `ratio_metrics`, where clipped tokens count as masked, and
         `clipped_{low,high}`, the shares of tokens clipped on each side.
 
     Raises:
-        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter is outside its range, or `kl_ref_tau` is set without a reference.
     """
     refuse_bad_parameters(
         ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref
@@ -74,7 +76,8 @@ def ppo_loss(
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's term for each token, and masks of the ratios that are clipped below and above: three tensors [M].
+    """Return (1) PPO's term for each token, (2) a mask of the ratios that are clipped below and (3) a mask of those
+    clipped above: three tensors [M].
 
     For a given sign of A, the minimum and maximum in the formula reduce to one bound on each side of the ratio:
     `-A min(w, 1 + eps_high)` where A > 0, `-A min(max(w, 1 - eps_low), c)` where A < 0. Exactly at a bound the gradient

@@ -1,4 +1,4 @@
-"""Helpers for losses: trained tokens, importance ratios that never overflow to NaN, and segment means."""
+"""Contains helpers for losses: trained tokens, importance ratios that never overflow to NaN, and segment means."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
     """The teacher's logprobs of the tokens under the mask: float [M].
 
     Raises:
-        ComponentError: `what` needs them, but the batch has none.
+        ComponentError: `what` needs teacher logprobs, but the batch has none.
     """
     if inputs.teacher_logprobs is None:
         raise ComponentError(f"{what} learns from a teacher, but the batch has no teacher_logprobs")
@@ -33,9 +33,10 @@ def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
 
 
 def clamped_ratio(log_ratio: Tensor, weights: Tensor, delta: float) -> Tensor:
-    """`min(exp(log_ratio), delta)`, without gradient where it is clamped; 1 where the weight is 0.
+    """`min(exp(log_ratio), delta)`, which has no gradient where it is clamped; 1 where the weight is 0.
 
-    Filled and clamped before exp: after an overflow in exp, a gradient of 0 would become 0 * inf = NaN.
+    The log ratio is filled and clamped before exp: after an overflow in exp, a gradient of 0 would become 0 * inf =
+    NaN.
     """
     return log_ratio.masked_fill(weights == 0, 0.0).clamp(max=math.log(delta)).exp()
 
@@ -59,7 +60,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each segment, and for each value the index of its segment in the means.
+    """Return (1) the mean of each segment and (2) for each value the index of its segment in the means.
 
     Values belong to the same segment if their segment numbers are equal; they need not be adjacent.
 
@@ -67,7 +68,8 @@ def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         values: Float [M].
         segments: Number of each value's segment: int [M].
 
-    Example: values `[1, 4, 5]` in segments `[7, 2, 7]`: means `[4, 3]` of segments 2 and 7, and indices `[1, 0, 1]`.
+    Example: values `[1, 4, 5]` in segments `[7, 2, 7]` give the means `[4, 3]` of segments 2 and 7, and the indices
+        `[1, 0, 1]`.
     """
     numbers, places = segments.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     zeros = values.new_zeros(len(numbers))
@@ -76,11 +78,12 @@ def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ratio_metrics(log_ratio: Tensor, masked: Tensor | None = None) -> dict[str, Tensor]:
-    """The metrics of every loss with an importance ratio, over its M tokens.
+    """The metrics that every loss with an importance ratio reports, over its M tokens.
 
     Args:
         log_ratio: `l - m`, float [M].
-        masked: Tokens whose policy gradient the loss removes, bool [M], or None if it removes none.
+        masked: True for tokens whose policy gradient the loss removes, bool [M], or None if the loss removes no
+            gradient.
 
     Returns:
         `mismatch_kl` = mean(w - log w - 1), `importance_ratio_{mean,min,max}`, and the count `masked_by_loss`.

@@ -23,9 +23,9 @@ class ReferenceTerm:
     """The parts of the reference KL term to include in a loss."""
 
     penalty: Tensor | float = 0.0
-    """Subtracted from each token's advantage before anything else: float [M], detached."""
+    """What is subtracted from each token's advantage before anything else: float [M], detached."""
     terms: Tensor | float = 0.0
-    """Added to each token's term: float [M]."""
+    """What is added to each token's term of the loss: float [M]."""
 
 
 def reference_term(
@@ -40,7 +40,7 @@ def reference_term(
     ```
 
     On samples of the current policy, k1 and k2 have the expected gradient of the reverse KL, `E[l - r]`; k3, which is
-    commonly used, does not (arXiv 2510.01555). As a loss term, k1 would have an expected gradient of 0, so it is
+    commonly used, does not (arXiv 2510.01555). As a loss term, k1 would have an expected gradient of 0, so k1 is
     subtracted from the advantage instead. Source of the estimators: Schulman, "Approximating KL divergence" (2020).
 
     Example: `l = m = log 0.5`, `r = log 0.25`, `kl_ref_tau = 1`: k2 is `(log 2)^2 / 2` with the gradient `log 2`, k3 is
@@ -48,7 +48,7 @@ def reference_term(
 
     Args:
         inputs: float [seq] tensors; only the M tokens under `loss_mask` are read.
-        kl_ref_tau: Weight of the term; 0: no reference is used.
+        kl_ref_tau: Weight of the term; 0 to use no reference.
         kl_ref: The estimator.
         delta: Upper clamp of the importance ratio.
 

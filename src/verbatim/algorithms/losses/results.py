@@ -61,7 +61,7 @@ def as_scalar(name: str, value: Any) -> Tensor:
     Out-of-memory errors are re-raised unchanged, because the loss is not at fault.
 
     Raises:
-        ComponentError: the value is not one number.
+        ComponentError: the value is not a single number.
     """
     import torch
 
@@ -87,7 +87,7 @@ def try_loss(loss: Loss, *, streams: Collection[str]) -> None:
         streams: Names of the logprob streams that the run will have, such as "teacher".
 
     Raises:
-        ComponentError: the loss raised, or returned something that cannot be minimised; names the reason.
+        ComponentError: the loss raised, or returned something that cannot be minimised; the message gives the reason.
     """
     import torch
 

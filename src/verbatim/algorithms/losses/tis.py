@@ -22,16 +22,16 @@ def tis_loss(
 
     Args:
         inputs: float [seq] tensors; only tokens under `loss_mask` are read.
-        cap: Upper bound of the weight; `inf`: none.
-        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0: no reference is used.
-        kl_ref: Estimator of that term.
+        cap: Upper bound of the weight; `inf` for no bound.
+        kl_ref_tau: Weight of the reference KL term (`reference_term`); 0 to use no reference.
+        kl_ref: Estimator of the reference KL term.
 
     Returns:
         The loss, and as metrics those of `ratio_metrics` (with no masked tokens) and `clipped_{low,high}`, shares of
         the trained tokens.
 
     Raises:
-        ComponentError: a parameter outside its range, or `kl_ref_tau` without a reference.
+        ComponentError: a parameter is outside its range, or `kl_ref_tau` is set without a reference.
     """
     refuse_bad_parameters(tis_loss, cap=cap, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     return bounded_weights(inputs, 0.0, cap, reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 TOLERANCE = 1e-6
-"""The tolerance; it is multiplied by the largest magnitude of the compared numbers if that is above 1."""
+"""The tolerance; it is multiplied by the largest magnitude of the compared numbers if that magnitude is above 1."""
 
 
 def are_equal(values: Iterable[float]) -> bool:

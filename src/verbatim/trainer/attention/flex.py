@@ -22,8 +22,8 @@ BLOCK = 128
 class FlexPlan:
     """The `AttentionPlan` of a forest in depth-first order: query q sees key k if `k <= q < ends[k]`.
 
-    These intervals determine which blocks are partly or fully visible, so a mask over the whole micro-batch is never
-    materialised.
+    The intervals from k to `ends[k]` determine which blocks are partly or fully visible, so a mask over the whole
+    micro-batch is never materialised.
 
     Legend: U tokens, H query heads, K key/value heads, D head size of queries and keys, E of values.
     """
@@ -74,8 +74,8 @@ class FlexPlan:
         )
 
     def _blocks(self, which_RR: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-        """The number of selected blocks in each row of blocks, int32 [1, 1, R], and the block indices with selected
-        blocks first, int32 [1, 1, R, R]: the format of `BlockMask.from_kv_blocks`."""
+        """Return (1) the number of selected blocks in each row of blocks, int32 [1, 1, R], and (2) the block indices of
+        each row, selected blocks first, int32 [1, 1, R, R]. `BlockMask.from_kv_blocks` expects this format."""
         numbers_RR = np.argsort(~which_RR, axis=1, kind="stable")
         counts_R = which_RR.sum(axis=1)
         return self._ints(counts_R[None, None]), self._ints(numbers_RR[None, None])
@@ -85,7 +85,7 @@ class FlexPlan:
 
     def _mask_mod(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """A function that decides whether a query sees a key. It closes over tensors only: a Python number would be
-        compiled in as a constant, and the kernel recompiled for each micro-batch."""
+        compiled in as a constant, and the kernel would be recompiled for each micro-batch."""
         ends = self._ints(self._ends)
 
         def descends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class FlexPlan:
 
 
 def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """The partly visible and the fully visible blocks of [queries, keys]: bool [R, R] each, never both true for a
-    block. With a window, a block marked as partly visible may contain no visible pair.
+    """Return (1) which blocks of [queries, keys] are partly visible and (2) which are fully visible: bool [R, R] each,
+    never both true for a block. With a window, a block marked as partly visible may contain no visible pair.
 
     Example: a row of 256 tokens: `[[T, F], [F, T]]` and `[[F, F], [T, F]]`.
     """
@@ -125,8 +125,8 @@ def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDAr
 
 @cache
 def _cap(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The score function of a soft cap. Cached, so that each cap has a single function object and is compiled only
-    once."""
+    """The score function of a soft cap. It is cached, so that each cap has a single function object, which is compiled
+    only once."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap

@@ -11,8 +11,8 @@ from verbatim.trainer.attention.tree import TreePlan
 
 
 def forest_plan(position_ids: Int32, ends: Int32, device: torch.device) -> AttentionPlan:
-    """The plan of a forest in depth-first order: `FlexPlan` on CUDA, `TreePlan` elsewhere, because FlexAttention has a
-    backward pass on CUDA only.
+    """The attention plan of a forest in depth-first order: `FlexPlan` on CUDA, `TreePlan` elsewhere, because
+    FlexAttention has a backward pass on CUDA only.
 
     Args:
         position_ids: Depth of each token: int32 [U].

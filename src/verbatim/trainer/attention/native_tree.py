@@ -20,9 +20,9 @@ SOURCE = native.CSource.read(Path(__file__).with_name("tree.c"))
 SIZE_MULTIPLE = 16
 """Head sizes must be a multiple of this: the C functions work on whole vectors of 16 floats."""
 MOST_GROUPS = 96
-"""Maximum query heads per key/value head: `ROWS` in tree.c."""
+"""Maximum number of query heads per key/value head: `ROWS` in tree.c."""
 MOST_KEYS = 2**31 - 1
-"""Maximum keys of all blocks together: tree.c counts them in int32."""
+"""Maximum number of keys in all blocks together: tree.c counts keys in int32."""
 PARTS = 4
 """Minimum number of partial sums for the gradients of keys and values, divided among the threads. With up to this many
 threads, the result does not depend on the number of threads."""
@@ -50,9 +50,9 @@ class NativeForest:
     Args:
         depths: Depth of each token, in depth-first order: int32 [U].
         ends: End of each token's subtree: int32 [U].
-        window: Number of tokens that a query sees, itself included; None: all its ancestors.
+        window: Number of tokens that a query sees, itself included; None if it sees all its ancestors.
         groups: Query heads per key/value head.
-        queries: The tokens that have queries, ascending: int32 [Q]; None: all tokens.
+        queries: The tokens that have queries, ascending: int32 [Q]; None if all tokens have queries.
     """
 
     def __init__(
@@ -100,8 +100,9 @@ class NativeForest:
 
 
 def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window: int | None) -> list[Int32]:
-    """For each block of neighbouring queries, its keys: the path to the block's first query, as far as the window
-    reaches, then all tokens from there to its last query. Depth-first order makes this contain every ancestor.
+    """The keys of each block of neighbouring queries: the path to the block's first query, as far as the window
+    reaches, then all tokens from the first query to the last query. Because of the depth-first order, these include
+    every ancestor of a query.
 
     Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3: `[0, 1, 2]` and all six tokens.
     """

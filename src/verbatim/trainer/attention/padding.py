@@ -21,8 +21,10 @@ class Padding:
         """Build both index maps.
 
         Args:
-            token_of_place: The token that each place holds: int64 [P]. Padding may hold any token.
-            real: True for a token's own place, false for padding: bool [P]. Each token has exactly one such place.
+            token_of_place: The index of the token that each place holds: int64 [P]. A place of padding may hold any
+                token.
+            real: True for a token's own place, false for padding: bool [P]. Each token has exactly one place of its
+                own.
             device: Where the tokens are.
         """
         (places,) = real.nonzero(as_tuple=True)
@@ -36,8 +38,8 @@ class Padding:
         return len(self._place_of_token_U)
 
     def spread(self, x_UHD: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Copy [U, H, D] into one [rows, columns, H, D] per grid. Padding holds copies of arbitrary tokens; its
-        gradient is ignored and must be 0."""
+        """Copy a tensor [U, H, D] into one tensor [rows, columns, H, D] per grid. Padding holds copies of arbitrary
+        tokens; the gradient of padding is ignored and must be 0."""
         x_PHD = x_UHD
         if not self._as_is:
             x_PHD = _Spread.apply(x_UHD, self._token_of_place_P, self._place_of_token_U)  # type: ignore[no-untyped-call]
@@ -45,7 +47,7 @@ class Padding:
         return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
 
     def collect(self, x_PHD: Tensor) -> Tensor:
-        """Copy [P, H, D] back to [U, H, D], without the padding."""
+        """Copy a tensor [P, H, D] of places back to a tensor [U, H, D] of tokens, without the padding."""
         if self._as_is:
             return x_PHD
         out: Tensor = _Collect.apply(x_PHD, self._place_of_token_U)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Computes attention of packed rows: rows of similar length as one padded batch, without a mask over the
+"""Computes attention of packed rows: rows of similar length form one padded batch, without a mask over the
 micro-batch."""
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.padding import Padding
 
 BUCKET_FILL = 0.9
-"""A row joins a bucket if it is at least this fraction of the length of the bucket's longest row, so at most a tenth of
-a bucket is padding."""
+"""A row joins a bucket if its length is at least this fraction of the length of the bucket's longest row, so at most a
+tenth of a bucket is padding."""
 
 
 class RowsPlan:
     """The `AttentionPlan` of concatenated rows: causal attention within each row.
 
     Rows of similar length are gathered into padded buckets. Padding is at the end of a row, where causality hides it
-    from every real token, so no mask is needed and its gradient is 0. The index tensors are built once for all layers.
+    from every real token, so no mask is needed and the padding's gradient is 0. The index tensors are built once for
+    all layers.
 
     Example: rows of lengths 3, 9 and 10 become the buckets `[2, 10]` (one place of padding) and `[1, 3]`.
 
@@ -44,7 +45,7 @@ class RowsPlan:
             real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))
         self.wanted: Any = None
-        """The tokens for which the last layer computes its output (`last_layer.Wanted`); None: all."""
+        """The tokens for which the last layer computes its output (`last_layer.Wanted`); None for all tokens."""
         self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
         self._row_lengths, self._device = row_lengths, torch.device(device)
 

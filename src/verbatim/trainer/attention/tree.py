@@ -30,16 +30,17 @@ class _Block:
     keys_P: Tensor
     """Token indices: the keys that all queries see come first, padding comes last. int64 [P]."""
     mask_Q1M: Tensor
-    """Added to the scores of the last M keys: 0 if the query sees the key, otherwise -inf. float32 [Q, 1, M]."""
+    """What is added to the scores of the last M keys: 0 if the query sees the key, otherwise -inf. float32 [Q, 1,
+    M]."""
 
 
 class TreePlan:
     """The `AttentionPlan` of a forest in depth-first order.
 
     The ancestors of a block's queries lie on the path to its first query or in the block itself. So a block is scored
-    against these tokens only, and the mask covers only keys that some query in the block does not see. Scores exist for
-    one block and one key/value head at a time and are recomputed in the backward pass. Only queries, keys and values
-    are saved, and there is never a mask over the whole micro-batch.
+    against these tokens only, and the mask covers only keys that at least one query in the block does not see. Scores
+    exist for one block and one key/value head at a time and are recomputed in the backward pass. Only queries, keys and
+    values are saved, and there is never a mask over the whole micro-batch.
 
     Example: a path of 3 tokens from the root with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second
     block are all six tokens; the last query does not see the fourth and the fifth.
@@ -55,7 +56,7 @@ class TreePlan:
         self._device = device
         self._blocks: dict[int | None, list[_Block]] = {}
         self.wanted: Any = None
-        """The tokens for which the last layer computes its output (`last_layer.Wanted`); None: all."""
+        """The tokens for which the last layer computes its output (`last_layer.Wanted`); None for all tokens."""
         self._native: dict[tuple[int | None, int, bool], NativeForest] = {}
 
     def attend(
@@ -83,7 +84,7 @@ class TreePlan:
         """The attention output for some tokens only, [1, Q, H, E], for inputs that the C functions accept (`suits`).
 
         Args:
-            tokens: The tokens that have queries, ascending: int32 [Q]; None: all tokens.
+            tokens: The tokens that have queries, ascending: int32 [Q]; None if all tokens have queries.
             query_BHQD: Their queries, [1, H, Q, D].
             key_BKTD: Keys of all tokens, [1, K, U, D].
             value_BKTD: Values of all tokens, [1, K, U, E].
@@ -111,7 +112,7 @@ class TreePlan:
             seen = (keys <= own[:, None]) & (own[:, None] < ends)
             if window is not None:
                 seen &= depths[:, None] - self._depths[keys] < window
-            by_all = int(np.append(seen.all(axis=0), False).argmin())  # leading keys that all queries see: no mask
+            by_all = int(np.append(seen.all(axis=0), False).argmin())  # all queries see the leading keys: no mask
             mask = np.where(seen[:, None, by_all:], np.float32(0), np.float32(-np.inf))
             blocks.append(
                 _Block(
@@ -187,7 +188,7 @@ def _sinks(sinks_KG: Tensor | None, num_kv_heads: int) -> Sequence[Tensor | None
 
 
 def _by_block(x_KUGD: Tensor) -> list[tuple[Tensor, ...]]:
-    """For each key/value head, its blocks of queries: [R, D] each (or [R, E] for outputs)."""
+    """The blocks of queries of each key/value head: [R, D] each (or [R, E] for outputs)."""
     return [x_RD.split(BLOCK * x_KUGD.shape[2]) for x_RD in _exact(x_KUGD).flatten(1, 2)]
 
 
@@ -198,9 +199,9 @@ class _Weights:
     weights_RP: Tensor
     """Softmax of the masked scores; with a sink, scaled down by the sink's share."""
     sink_R: Tensor | None
-    """The sink's share of each query's softmax; None: no sinks."""
+    """The sink's share of each query's softmax; None without sinks."""
     slope_RP: Tensor | None
-    """d(capped score) / d(score); None: no soft cap."""
+    """d(capped score) / d(score); None without a soft cap."""
 
 
 def _weights(

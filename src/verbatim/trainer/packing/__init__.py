@@ -1,4 +1,4 @@
-"""Packs training samples into micro-batches: decides only which samples share a forward pass."""
+"""Packs training samples into micro-batches. Packing decides only which samples share a forward pass."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,12 @@ from verbatim.trainer.packing.rows import pack_rows
 from verbatim.trainer.packing.tree import pack_tree, unique_tokens
 
 WORTH_A_TREE = 0.95
-"""Trees are used if they compute at most this share of the tokens that rows would."""
+"""Trees are used if they compute at most this share of the tokens that rows would compute."""
 
 
 def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """Trees if they save enough tokens (`WORTH_A_TREE`), counting the tokens that cuts repeat; rows otherwise."""
+    """Pack samples as trees if this saves enough tokens (`WORTH_A_TREE`), after counting the tokens that cuts repeat;
+    otherwise as rows."""
     tree, rows = (
         pack(samples, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole) for pack in (pack_tree, pack_rows)
     )

@@ -32,7 +32,8 @@ class CostModel:
     per_target: float = 0.0
     """Cost of the output head for one target."""
     unit: float = 0.0
-    """FLOPs of the forward pass for a cost of 1: 2 per parameter that a token uses in linear layers; 0 if unknown."""
+    """FLOPs of the forward pass that a cost of 1 stands for: 2 per parameter that a token uses in linear layers; 0 if
+    unknown."""
 
     def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:
         """Costs of runs of tokens, each from position `begins` up to but not including `ends`, with `num_targets`
@@ -43,7 +44,7 @@ class CostModel:
         return np.asarray(cost, dtype=np.float64)
 
     def micro_batch(self, micro_batch: MicroBatch) -> float:
-        """Cost of a micro-batch of rows or trees. A token at position p attends to p + 1 tokens in both."""
+        """Cost of a micro-batch of rows or trees. In both, a token at position p attends to p + 1 tokens."""
         seen = micro_batch.position_ids.astype(np.int64) + 1
         attention = sum(weight * float(np.minimum(seen, window or seen).sum()) for window, weight in self.attention)
         return micro_batch.num_tokens + attention + self.per_target * len(micro_batch.targets)

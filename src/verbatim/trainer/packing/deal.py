@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 ALIKE = 1.005
-"""If the times of two deals differ by less than this factor, they count as equal, and the one with fewer passes
+"""If the times of two deals differ by less than this factor, the times count as equal, and the deal with fewer passes
 wins."""
 
 
@@ -24,7 +24,7 @@ class Piece:
     tokens: int
     """Tokens in a micro-batch, at least 1."""
     block: int | None = None
-    """Pieces with the same block number go to the same rank; None: the piece may go to any rank."""
+    """Pieces with the same block number go to the same rank; None if the piece may go to any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Deal:
 
     @property
     def num_passes(self) -> int:
-        """Number of passes of the rank that has the most."""
+        """Number of passes of the rank that has the most passes."""
         return max(map(len, self.pieces))
 
     @property
@@ -48,7 +48,7 @@ class Deal:
 
 
 def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
-    """The time of all ranks in lock step, in the unit of `costs`, which are by rank and pass.
+    """The time of all ranks in lock step, in the unit of `costs`. The costs are by rank and pass.
 
     Example: two ranks with costs `(5, 1)` and `(4, 3)` take `5 + 3 = 8`.
     """
@@ -59,16 +59,16 @@ def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
 def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
     """Assign each piece to one rank and pass; depends only on the pieces and their order.
 
-    Pieces are placed in order of decreasing cost. Each goes to the cheapest rank in the first pass where it fits, that
-    is, where the rank's tokens stay within `most_tokens` and its cost within a limit, the level. The level keeps the
-    first passes from growing so long that not all ranks can fill them. Several levels are tried, and the fastest deal
-    wins.
+    Pieces are placed in order of decreasing cost. Each piece goes to the cheapest rank in the first pass where it fits,
+    that is, where the rank's tokens stay within `most_tokens` and the rank's cost stays within a limit, the level. The
+    level keeps the first passes from growing so long that not all ranks can fill them. Several levels are tried, and
+    the fastest deal wins.
 
     Args:
         pieces: The pieces, any number.
-        num_ranks: Number of ranks, at least 1. With fewer pieces than ranks, some ranks get none.
-        most_tokens: Maximum tokens of a rank in a pass. A larger piece is computed alone; in its pass this piece's size
-            is the limit of the other ranks too, because they would only wait for it.
+        num_ranks: Number of ranks, at least 1. With fewer pieces than ranks, some ranks get no piece.
+        most_tokens: Maximum tokens of a rank in a pass. A larger piece is the only piece of its rank in a pass. In this
+            pass the other ranks may have as many tokens too, because they would only wait for the large piece.
     """
     total, largest = sum(p.cost for p in pieces), max((p.cost for p in pieces), default=0.0)
     # No deal can take less time than `bound`, so a deal within `ALIKE` of it ends the search.
@@ -85,15 +85,16 @@ def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
 
 
 def _is_better(one: Deal, other: Deal) -> bool:
-    """True if `one` is better: with fewer passes it may be slower by up to `ALIKE`, with more it must be faster by
-    `ALIKE`."""
+    """True if `one` is better than `other`: with fewer passes it may be slower by up to `ALIKE`; with more passes it
+    must be faster by `ALIKE`."""
     if one.num_passes < other.num_passes:
         return one.time < other.time * ALIKE
     return one.time * (ALIKE if one.num_passes > other.num_passes else 1) < other.time
 
 
 def _levels(share: float, largest: float) -> Iterator[float]:
-    """Cost limits of a rank per pass to try: none, an even share over 1 to 4 passes, and about the largest piece."""
+    """The cost limits to try, per rank and pass: no limit, an even share over 1 to 4 passes, and about the cost of the
+    largest piece."""
     yield float("inf")
     yield from (share / n * 1.01 for n in range(1, 5) if share / n > largest)
     yield from (largest, 1.02 * largest, 1.1 * largest)
@@ -104,15 +105,15 @@ class _Pass:
     """One pass being filled."""
 
     most_tokens: int
-    """Maximum tokens of a rank; a piece larger than the limit raises it."""
+    """Maximum tokens of a rank; a piece larger than this maximum raises the maximum."""
     order: list[tuple[float, int]]
     """(cost, rank), cheapest first."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens by rank."""
+    """Number of tokens, by rank."""
     pieces: list[list[int]] = field(default_factory=list)
     """Indices of pieces by rank."""
     fewest_tokens: int = 0
-    """Tokens of the rank that has the fewest, for a quick test of whether a piece fits on any rank."""
+    """Number of tokens of the rank that has the fewest, for a quick test of whether a piece fits on any rank."""
 
     @classmethod
     def empty(cls, num_ranks: int, most_tokens: int) -> _Pass:
@@ -127,7 +128,7 @@ class _Pass:
         for at, (cost, rank) in enumerate(self.order):
             free = not self.pieces[rank]
             if cost + piece.cost > level and not free:
-                return None  # the following ranks cost at least as much
+                return None  # the following ranks have at least this cost
             if only not in (None, rank) or not (free or self.tokens[rank] + piece.tokens <= self.most_tokens):
                 continue
             del self.order[at]
@@ -173,8 +174,8 @@ def _deal(pieces: Sequence[Piece], num_ranks: int, most_tokens: int, level: floa
 
 
 def _blocks(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Indices of the pieces of each block, and as the last list the pieces without a block; each list is sorted by
-    decreasing cost."""
+    """One list per block with the indices of its pieces, and a last list with the indices of the pieces without a
+    block; each list is sorted by decreasing cost."""
     blocks: dict[int | None, list[int]] = {}
     for number in sorted(range(len(pieces)), key=lambda i: -pieces[i].cost):  # stable
         blocks.setdefault(pieces[number].block, []).append(number)

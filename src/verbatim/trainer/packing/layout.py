@@ -1,4 +1,5 @@
-"""Shared by the packers: samples with their place in the trajectory, bin packing, and the targets of a micro-batch."""
+"""Contains what the packers share: samples with their place in the trajectory, bin packing, and the targets of a
+micro-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def by_trajectory(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> list[Row]:
-    """A row for each sample with a trained token. Samples without one still count in the offsets.
+    """A row for each sample with a trained token. Samples without a trained token still count in the offsets.
 
     Raises:
         UsageError: two trajectories have the same id, so a loss would treat them as one.
@@ -94,7 +95,7 @@ def experts_of(rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tok
 
     Args:
         rows: The rows of the micro-batch.
-        places: For each row, the indices of its tokens in the micro-batch: int64.
+        places: The indices of each row's tokens in the micro-batch: int64.
         num_tokens: Number of tokens in the micro-batch.
     """
     recorded = [(row.sample.routed_experts, at) for row, at in zip(rows, places, strict=True)]
@@ -114,8 +115,9 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
 
     Args:
         rows: The rows of the micro-batch.
-        sources: For each row, the index in the micro-batch of the token before each trained token.
-        trajectory_ids: The trajectory ids; a target refers to its trajectory by index into this tuple.
+        sources: For each trained token of a row, the index in the micro-batch of the token before it; one array per
+            row.
+        trajectory_ids: The trajectory ids; a target refers to its trajectory by the index in this tuple.
     """
     number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}
     places = [row.sample.trained_places().astype(np.int32) for row in rows]

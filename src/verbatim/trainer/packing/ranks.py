@@ -22,12 +22,13 @@ Costs = tuple[tuple[float, ...], ...]
 _Rows = list[list[list[Row]]]
 """Rows by rank and pass."""
 FORWARD_TWICE = 4 / 3
-"""Cost factor of a micro-batch that needs an extra forward pass for its logprobs (`step.py`): forward, forward and
-backward (which costs two forwards) instead of forward and backward."""
+"""Factor for the cost of a micro-batch that needs an extra forward pass for its logprobs (`step.py`): two forward
+passes and a backward pass, which costs as much as two forward passes, instead of one forward and one backward pass."""
 _PIECES_OF_A_SHARE = (2, 4, 8)
-"""The numbers of pieces to try when cutting a rank's share of a forest; the fastest result is kept."""
+"""How many pieces to cut a rank's share of a forest into: each of these numbers is tried, and the fastest result is
+kept."""
 _HALVINGS = 8
-"""Steps of the binary search for the smallest piece that gives each rank one piece per pass."""
+"""Number of steps of the binary search for the smallest piece size that gives each rank one piece per pass."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +36,7 @@ class DealtStep:
     """An optimizer step, dealt to ranks. In pass k, all ranks compute their k-th micro-batch at the same time."""
 
     lay: Callable[[int], list[MicroBatch]]
-    """Builds the micro-batches of a rank, in the order of its passes; [] for a rank without work."""
+    """Builds the micro-batches of a rank, in the order of the rank's passes; returns [] for a rank without work."""
     costs: Costs
     """Predicted cost of each micro-batch, by rank and pass."""
 
@@ -61,7 +62,7 @@ class _Terms:
 
         Args:
             items: Groups of rows that stay together.
-            sizes: Tokens of each item.
+            sizes: Number of tokens of each item.
             cost: The cost of rows that form one micro-batch.
         """
         blocks = _linked([{row.sample.trajectory_id for row in item} for item in items], self.keep_whole)
@@ -70,7 +71,7 @@ class _Terms:
         rows = [[[row for i in numbers for row in items[i]] for numbers in mine] for mine in dealt.pieces]
 
         def batch_cost(numbers: Sequence[int], batch: Sequence[Row]) -> float:
-            # Not the sum over pieces: pieces in one micro-batch may share a prefix.
+            # The cost is not the sum over pieces, because pieces in one micro-batch may share a prefix.
             return cost(batch) * (FORWARD_TWICE if any(blocks[i] is not None for i in numbers) else 1.0)
 
         return rows, tuple(
@@ -98,8 +99,8 @@ def deal_samples(
         samples: All samples of the optimizer step.
         packing: A packer's name or import path.
         num_ranks: Number of ranks, at least 1. With a small batch, some ranks may get nothing.
-        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample gets a micro-batch of its own, and in its
-            pass the other ranks may have the same number of tokens.
+        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample gets a micro-batch of its own; in the pass
+            that computes it, the other ranks may have as many tokens.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit, otherwise on one rank.
         cost: Predicts the cost of micro-batches.
 
@@ -122,11 +123,11 @@ def _deal_rows(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
 
 def _deal_trees(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
     """Cut the forest into pieces of several sizes and keep the fastest deal: small pieces can be dealt more evenly,
-    large ones repeat fewer tokens."""
+    large pieces repeat fewer tokens."""
     rows = in_order(rows_of(samples, keep_whole=terms.keep_whole))
     forest = _Forest(rows, terms)
     tried = [_cut_forest(forest, limit, terms) for limit in _limits(forest, terms)]
-    batches, costs = min(tried, key=lambda found: lock_step_time(found[1]))  # ties: larger pieces
+    batches, costs = min(tried, key=lambda found: lock_step_time(found[1]))  # on a tie, prefer larger pieces
     flat = iter(repeated_tokens([batch for mine in batches for batch in mine]))
     repeated = [[next(flat) for _ in mine] for mine in batches]
     return DealtStep(
@@ -183,13 +184,14 @@ class _Forest:
         self.num_tokens = int(self._lengths.sum() - self.shared.sum())
 
     def pieces(self, piece_tokens: int) -> list[tuple[list[Row], int]]:
-        """The forest cut into pieces of at most `piece_tokens` tokens where possible, and the tokens of each piece."""
+        """Cut the forest into pieces of at most `piece_tokens` tokens where possible. Returns (1) the pieces and (2)
+        the number of tokens of each piece."""
         return tree_pieces(self.rows, self.shared, piece_tokens=piece_tokens, whole_tokens=self._whole_tokens)
 
     def cost(self, rows: Sequence[Row]) -> float:
         """The cost of these rows as one micro-batch, without laying them out.
 
-        In sorted order, the length shared by two rows is the minimum of the lengths that neighbouring rows between them
+        In sorted order, two rows share a prefix as long as the shortest prefix that neighbouring rows between them
         share.
         """
         places = np.sort(np.array([self._place[row] for row in rows], dtype=np.int64))
@@ -200,8 +202,8 @@ class _Forest:
 
 
 def _limits(forest: _Forest, terms: _Terms) -> list[int]:
-    """Maximum piece sizes in tokens to try, largest first: a full micro-batch, the smallest size that gives each rank
-    at most one piece per pass, and fractions of a rank's share."""
+    """The maximum piece sizes to try, in tokens, largest first: a full micro-batch, the smallest size that gives each
+    rank at most one piece per pass, and fractions of a rank's share."""
     most = terms.micro_batch_tokens
     num_passes = -(-forest.num_tokens // (terms.num_ranks * most))
     least, even = forest.num_tokens // max(1, terms.num_ranks * num_passes), most
@@ -216,7 +218,8 @@ def _limits(forest: _Forest, terms: _Terms) -> list[int]:
 
 
 def _cut_forest(forest: _Forest, piece_tokens: int, terms: _Terms) -> tuple[_Rows, Costs]:
-    """The rows (in the order of `in_order`) and costs by rank and pass, for pieces of at most `piece_tokens` tokens."""
+    """Deal pieces of at most `piece_tokens` tokens. Returns (1) the rows, in the order of `in_order`, and (2) the
+    costs, both by rank and pass."""
     pieces = forest.pieces(piece_tokens)
     batches, costs = terms.deal([piece for piece, _ in pieces], [size for _, size in pieces], forest.cost)
     return [[in_order(batch) for batch in mine] for mine in batches], costs

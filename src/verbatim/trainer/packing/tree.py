@@ -30,10 +30,10 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     """Pack samples as prefix trees: each (prefix, token) is computed once, and every trained token is a target exactly
     once.
 
-    The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each shares a path from the
-    root with the sample before it, and adds the rest of its tokens. Samples of different trajectories and groups share
-    too, because equal tokens are an equal context. A forest above the budget is cut between samples, where the fewest
-    shared tokens have to be repeated. Small pieces are combined into one micro-batch.
+    The samples, sorted by their tokens, are the leaves of a forest in depth-first order: each sample shares a path from
+    the root with the sample before it, and adds the rest of its tokens. Samples of different trajectories and groups
+    share too, because equal tokens are an equal context. A forest above the budget is cut between samples, where the
+    fewest shared tokens have to be repeated. Small pieces are combined into one micro-batch.
 
     Example: the samples `[1, 2, 3]` and `[1, 2, 4, 5]` give `input_ids = [1, 2, 3, 4, 5]`,
     `position_ids = [0, 1, 2, 2, 3]`, `starts = [0, 1, 2, 3, 4]`, `ends = [5, 5, 3, 5, 5]`; token 1 (the 2 of both) is
@@ -41,7 +41,7 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     repeats 2 tokens.
 
     Args:
-        samples: As for `pack_rows`.
+        samples: Same as for `pack_rows`.
         micro_batch_tokens: Maximum distinct tokens in a micro-batch; a longer sample gets a micro-batch of its own.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
@@ -60,8 +60,8 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 def tree_pieces(
     rows: Sequence[Row], shared: Int64, *, piece_tokens: int, whole_tokens: int = 0
 ) -> list[tuple[list[Row], int]]:
-    """Cut a forest between samples so that the pieces repeat the fewest tokens. Returns the rows of each piece and its
-    number of distinct tokens.
+    """Cut a forest between samples so that the pieces repeat the fewest tokens. Returns the rows and the number of
+    distinct tokens of each piece.
 
     Args:
         rows: Rows in the order of `in_order`.
@@ -82,8 +82,8 @@ def tree_pieces(
 
 
 def unique_tokens(samples: Sequence[TrainingSample]) -> int:
-    """Distinct tokens in the uncut forest of all samples with a trained token: the fewest that `pack_tree` can
-    compute."""
+    """Number of distinct tokens in the uncut forest of all samples with a trained token: the fewest tokens that
+    `pack_tree` can compute."""
     rows = in_order(rows_of(samples))
     return int(lengths_of(rows).sum() - shared_tokens(rows).sum())
 
@@ -141,7 +141,7 @@ def shared_tokens(rows: Sequence[Row]) -> Int64:
     """Number of tokens that each row shares with the row before it; 0 for the first: int64.
 
     Tokens with recorded experts are shared only if the experts are equal. No experts are recorded for a sample's last
-    token, from which nothing is predicted, so that token can be shared regardless.
+    token, from which nothing is predicted, so the last token can be shared even then.
     """
     samples = [row.sample for row in rows]
     return np.array([0, *map(_shared, samples, samples[1:])][: len(rows)], dtype=np.int64)
@@ -157,7 +157,8 @@ def _shared(one: TrainingSample, other: TrainingSample) -> int:
 
 
 def _between_trajectories(rows: Sequence[Row], lengths: Int64, shared: Int64, budget: int) -> list[bool]:
-    """For each row, whether the forest may be cut before it: not inside a trajectory that fits into the budget."""
+    """For each row, True if the forest may be cut before that row. A trajectory that fits into the budget is not
+    cut."""
     names = [row.sample.trajectory_id for row in rows]
     firsts = [i for i, (before, name) in enumerate(zip([None, *names], names, strict=False)) if before != name]
     may_cut = [True] * len(rows)
@@ -200,8 +201,7 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
 
 
 def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
-    """For each batch, the number of its tokens that an earlier batch also computes. Rows are in the order of
-    `in_order`.
+    """The number of tokens in each batch that an earlier batch also computes. Rows are in the order of `in_order`.
 
     Among all earlier rows, a neighbour in sorted order shares the longest prefix; `bisect` finds it.
     """

@@ -24,9 +24,9 @@ from verbatim.core.errors import ComponentError, RunStopped, SamplerFault, Usage
 from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory
 
 GRACE = 10.0
-"""Seconds that the other ranks have to report their own failures once a rank has failed."""
+"""Time in seconds that the other ranks have to report their own failures once a rank has failed."""
 _LEAVE_SECONDS = 3.0
-"""Seconds that the other ranks have to end once they know of the failure."""
+"""Time in seconds that the other ranks have to end once they know of the failure."""
 _POLL = 0.05
 """Seconds between two polls of the store while this rank waits for an answer."""
 _LOOK_SECONDS = 0.5
@@ -88,7 +88,7 @@ class Failures:
         """Register this process in the store, and wait until all ranks have done so.
 
         Raises:
-            VerbatimError: a rank failed, ended, or did not register within the deadline; names the rank.
+            VerbatimError: a rank failed, ended, or did not register within the deadline; the message names the rank.
         """
         self._store.set(_key("process", self._rank), f"{os.getpid()} on {socket.gethostname()}")
         until = time.monotonic() + self._deadline
@@ -191,9 +191,10 @@ class Failures:
         """Context manager: while the block runs, a thread polls for failures of other ranks.
 
         Args:
-            end: Ends this process. Its arguments are the failure to end for (None: the store is gone, and with it rank
-                0 or the launcher), and `Failures` on the thread's own connection.
-            patience: Seconds that the block has to end on its own once another rank has failed or the store is gone.
+            end: Ends this process. Its arguments are (1) the failure to end for, None if the store is gone, and with it
+                rank 0 or the launcher, and (2) `Failures` on the thread's own connection.
+            patience: Time in seconds that the block has to end on its own once another rank has failed or the store is
+                gone.
         """
         over = threading.Event()
         # The thread needs its own connection: the block may be waiting on the other one.
@@ -220,25 +221,26 @@ class Failures:
             over.set()
 
     def _of_another(self) -> Failure | None:
-        """A failure of another rank: its process has ended, or it recorded the first failure; None if there is none."""
+        """The failure of a rank other than this one, whose process has ended or which recorded the first failure; None
+        if there is none."""
         for rank, how in self._ended().items():
             return Failure(rank=rank, said=f"it {how}", kind="run")
         first = self.first()
         return first if first is not None and first.rank != self._rank else None
 
     def _reported(self, rank: int) -> dict[str, Any] | None:
-        """The record that a rank made with `tell`; None if it made none."""
+        """The record that a rank made with `tell`; None if the rank made no record."""
         key = _key("fault", rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def named(self, ended: Mapping[int, str]) -> str:
-        """Text for a message that lists the ranks that have ended and how they ended."""
+        """A list, for a message, of the ranks that have ended and how they ended."""
         return "; ".join(f"{self.name(rank)} {how}" for rank, how in ended.items())
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The key in `KINDS` with which other ranks raise an error. As for a command's exit status, a fault of the machine
-    (a full disk) does not count as the user's mistake, even if it is a `UsageError`."""
+    """The key in `KINDS` of the error type with which other ranks raise this error. As for a command's exit status, a
+    fault of the machine (a full disk) does not count as the user's mistake, even if the error is a `UsageError`."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, SamplerFault):
@@ -252,7 +254,7 @@ def is_lost(error: BaseException) -> bool:
     """True if an error means that other ranks did not answer, and so is only a consequence of another failure."""
     if isinstance(error, dist.DistError):
         return True
-    # gloo raises bare RuntimeErrors: only their text shows where they come from.
+    # gloo raises bare RuntimeErrors: only the text of such an error shows that it comes from gloo.
     said = str(error).lower()
     signs = ("gloo", "nccl", "closed by peer", "connection reset")
     return isinstance(error, RuntimeError) and not is_out_of_memory(error) and any(sign in said for sign in signs)

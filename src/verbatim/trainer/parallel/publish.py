@@ -62,7 +62,7 @@ def save_sharded(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None
 
 
 class Receivers(Protocol):
-    """The receivers of a broadcast: each of them gets every tensor."""
+    """The receivers of a broadcast. Each receiver gets every tensor."""
 
     def send(self, name: str, tensor: Tensor) -> None:
         """Send a whole tensor. Calls come in the order of `published_layout`. The tensor may be overwritten after the
@@ -74,8 +74,8 @@ class Receivers(Protocol):
 
 
 def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks | None) -> None:
-    """Send the weights to vLLM's workers, with the names and shapes that `save_sharded` would write. All ranks call it
-    and take part in gathering. Only rank 0 has receivers, and it holds one layer at a time.
+    """Send the weights to vLLM's workers, with the names and shapes that `save_sharded` would write. All ranks call
+    this and take part in gathering. Only rank 0 has receivers, and rank 0 holds one layer at a time.
 
     If the receivers fail, sending stops, but the ranks gather the rest of the weights to stay in step.
 
@@ -101,8 +101,8 @@ def send_sharded(model: Any, receivers: Receivers | None, ranks: Ranks | None) -
 
 
 def _send(receivers: Receivers | None, name: str, tensor: Tensor) -> SamplerFault | None:
-    """Send a tensor; returns the fault if that fails. It is not raised here: the other ranks are still gathering, and
-    an error on rank 0 alone would leave them waiting."""
+    """Send a tensor. If sending fails, the fault is returned, not raised: the other ranks are still gathering, and an
+    error on rank 0 alone would leave them waiting."""
     assert receivers is not None
     try:
         receivers.send(name, tensor.contiguous())
@@ -114,7 +114,8 @@ def _send(receivers: Receivers | None, name: str, tensor: Tensor) -> SamplerFaul
 
 
 def published_layout(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor that `send_sharded` sends, in its order. Computed without gathering."""
+    """Name, dtype and shape of each tensor that `send_sharded` sends, in the order of sending. Computed without
+    gathering."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for unit in _units(model):
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in unit.items()}
@@ -123,7 +124,8 @@ def published_layout(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]
 
 
 def _as_published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A unit's tensors with the names of a saved folder, sorted by name, because the order in `transformers` varies."""
+    """The tensors of one unit under their names in a saved folder. They are sorted by name, because the order in
+    `transformers` varies."""
     return dict(sorted(revert_weight_conversion(model, tensors).items()))
 
 
@@ -131,7 +133,7 @@ def _gathered(
     model: Any, parts: Sequence[Mapping[str, Tensor]], ranks: Ranks | None
 ) -> Iterator[dict[str, Tensor] | None]:
     """An iterator that gathers one part at a time. On rank 0 it returns the part's whole tensors by their published
-    names, on other ranks None; they must iterate too, because gathering is collective."""
+    names, on other ranks None. The other ranks must iterate too, because gathering is collective."""
 
     def gather(part: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         gathered = {name: whole(tensor.detach()) for name, tensor in part.items()}

@@ -28,7 +28,7 @@ class Ranks:
     """The ranks of one trainer, seen from one of them.
 
     All ranks must call the collective methods, in the same order. If a rank keeps the others waiting for longer than
-    the deadline, they fail.
+    the deadline, the waiting ranks fail.
 
     Args:
         store: The rendezvous store, served by rank 0's process or by a launcher.
@@ -61,10 +61,10 @@ class Ranks:
         self.failures = Failures(store, rank, size, deadline=deadline, ended=ended)
         if use_cuda:
             torch.cuda.set_device(local_rank)
-        # Before the process group is set up: during its setup, a rank that never starts could only be reported as a
-        # timeout.
+        # This comes before the process group is set up: during its setup, a rank that never starts could only be
+        # reported as a timeout.
         self.failures.introduce()
-        # gloo also on CUDA, because orders, small values and micro-batches are on the CPU.
+        # gloo is used on CUDA too, because orders, small values and micro-batches are on the CPU.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             store=store,
@@ -93,11 +93,11 @@ class Ranks:
 
         Args:
             do: The name of the order, which the other ranks get from `next_order`.
-            what: Its arguments, plain JSON values.
+            what: The arguments of the order, plain JSON values.
 
         Raises:
-            RunStopped: another rank failed, is gone, or keeps the others waiting; names it. The ranks can no longer
-                work together, and every later order raises the same error.
+            RunStopped: another rank failed, is gone, or keeps the others waiting; the message names that rank. The
+                ranks can no longer work together, and every later order raises the same error.
             VerbatimError: an error that all ranks raised together (`agree`); they can continue.
         """
         if self._broken is not None:
@@ -132,14 +132,14 @@ class Ranks:
             try:
                 obey(order)
             except VerbatimError:
-                if not self._in_step:  # otherwise rank 0 raised it too, and decides what happens
+                if not self._in_step:  # otherwise rank 0 raised this error too, and decides what happens
                     raise
 
     def look(self) -> None:
         """On rank 0, between two orders: check that all other ranks are still running.
 
         Raises:
-            VerbatimError: a rank has ended or failed; names the rank.
+            VerbatimError: a rank has ended or failed; the message names the rank.
         """
         if ended := self._ended():
             self._broken = self.failures.named(ended)
@@ -213,7 +213,7 @@ class Ranks:
         return values
 
     def anywhere(self, flags: Tensor) -> Tensor:
-        """For each flag, whether it is set on any rank: uint8, in place."""
+        """Set each flag that is set on any rank: uint8, in place."""
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return flags
 
@@ -247,7 +247,7 @@ class Ranks:
 
 
 def together(ranks: Ranks | None, do: str, **what: Any) -> contextlib.AbstractContextManager[None]:
-    """`Ranks.lead` if there are several processes; otherwise a context manager that does nothing."""
+    """Same as `Ranks.lead` if there are several processes; otherwise a context manager that does nothing."""
     return contextlib.nullcontext() if ranks is None else ranks.lead(do, **what)
 
 

@@ -45,7 +45,7 @@ class SequenceGroup:
 
     @property
     def leads(self) -> bool:
-        """True on the one rank of the group that reports the results, which all its ranks have."""
+        """True on the one rank of the group that reports the results. All ranks of the group have the results."""
         return self.rank == 0
 
     def slice(self, num_tokens: int) -> slice:
@@ -76,8 +76,8 @@ class SequenceGroup:
         ]
 
     def to_tokens(self, heads_BUhd: Tensor) -> Tensor:
-        """The inverse, for attention outputs: some heads of all tokens, [1, U, h / S, d], to all heads of this rank's
-        tokens, [1, T, h, d]."""
+        """The inverse of `to_heads`, for attention outputs: turn some heads of all tokens, [1, U, h / S, d], into all
+        heads of this rank's tokens, [1, T, h, d]."""
         _, num_tokens, heads, size = heads_BUhd.shape
         mine = heads_BUhd[0].reshape(self.size, num_tokens // self.size, heads * size)
         exchanged = self._exchange(mine).view(*mine.shape[:2], heads, size)

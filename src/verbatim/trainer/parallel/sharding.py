@@ -24,8 +24,8 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class _Root(nn.Module):
-    """Wraps the model so that any of its functions can run as a forward pass of this module, between the FSDP hooks
-    that gather and release the root group's parameters."""
+    """Wraps the model so that any function of the model can run as a forward pass of this module, between the FSDP
+    hooks that gather and release the root group's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class AddedModules(Protocol):
         """Add the modules to a model whose parameters are on the meta device."""
 
     def hide(self) -> None:
-        """Remove the modules, so that the model's parameter names and logits match its folder."""
+        """Remove the modules, so that the model's parameter names and logits match those of its folder."""
 
 
 class Sharding:
@@ -56,7 +56,7 @@ class Sharding:
         dtype: "bfloat16" computes with bfloat16 copies of the layers' parameters, and still reduces in float32. The
             root group is gathered in float32, because the chunks accumulate its gradient on the gathered copy.
         trained: True if the model is trained; otherwise its parameters have no gradients.
-        added: Modules to add before sharding; they are hidden when `apply` returns. None: none.
+        added: Modules to add before sharding; they are hidden when `apply` returns. None to add no modules.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, *, trained: bool = True, added: AddedModules | None = None) -> None:

@@ -2,7 +2,7 @@
 published weights.
 
 With each version, the trainer publishes its own logprobs of a few fixed sequences. The sampler must compute the same
-ones, bypassing any prefix cache, before it samples with that version.
+logprobs, bypassing any prefix cache, before it samples with that version.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import numpy as np
 from verbatim.core.types import Float32, Int32
 
 NUM_PROBES = 4
-"""Number of short probes; one long probe is added for the prefix cache."""
+"""Number of short probes. In addition, there is one long probe for the prefix cache."""
 PROBE_LENGTH = 32
-"""Tokens in a short probe."""
+"""Number of tokens in a short probe."""
 CACHED_LENGTH = 288
-"""Tokens in the long probe, the last one. An engine caches prefixes in blocks of 16 to 256 tokens; the probe is longer
-than a block by more than `NUM_CACHED` tokens, so that its beginning is cached."""
+"""Number of tokens in the long probe, which is the last probe. An engine caches prefixes in blocks of 16 to 256 tokens;
+the long probe is longer than a block by more than `NUM_CACHED` tokens, so that its beginning is cached."""
 NUM_CACHED = 4
-"""Tokens at the end of the long probe whose logprobs are requested through the prefix cache."""
+"""Number of tokens at the end of the long probe whose logprobs are requested through the prefix cache."""
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest mean absolute difference of logprobs, by the less precise dtype of trainer and sampler. Rounding alone gives
 about 1e-6 in float32 and a few hundredths in bfloat16; deep models have larger rounding errors, which `Probes.rounding`
 measures."""
 MISMATCH = 4.0
-"""If trainer or sampler computes in bfloat16, their logprobs may differ by this many times `Probes.rounding`."""
+"""If trainer or sampler computes in bfloat16, the logprobs of the two may differ by up to this many times
+`Probes.rounding`."""
 
 NEARER = 2.0
 """The sampler's logprobs may be at most this many times closer to those of the old weights than to those of the new
@@ -52,9 +53,9 @@ class Probes:
     token_ids: tuple[Int32, ...]
     """Token ids of each sequence: int32 [L] each."""
     logprobs: tuple[Float32, ...]
-    """Logprob of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
+    """Logprob of each token except the first, given the tokens before it, at temperature 1: float32 [L - 1] each."""
     rounding: float | None = None
-    """Mean absolute change of these logprobs if each layer's output is rounded to bfloat16; None: not measured. The
+    """Mean absolute change of these logprobs if each layer's output is rounded to bfloat16; None if not measured. The
     trainer measures it on its own weights, so it does not depend on the sampler's weights."""
 
 
@@ -62,8 +63,8 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
     """The probe sequences: random ids, the same in every run with this vocabulary size.
 
     Random ids pass through every layer like text does, and no cache contains them. The last sequence is longer than a
-    block of a prefix cache. Each sequence leaves room for one more token in the context; without it, vLLM would not
-    score the sequence.
+    block of a prefix cache. Each sequence leaves room for one more token in the context; without this room, vLLM would
+    not score the sequence.
     """
     rng = np.random.default_rng(20_26)  # an arbitrary seed
     lengths = [*[PROBE_LENGTH] * NUM_PROBES, CACHED_LENGTH]
@@ -73,8 +74,8 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
 
 
 def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
-    """The prefixes of the last probe that end at each of its last `NUM_CACHED` tokens, shortest first, which are
-    requested through the prefix cache.
+    """The prefixes of the last probe to request through the prefix cache, shortest first: one prefix that ends at each
+    of the probe's last `NUM_CACHED` tokens.
 
     Example: for a last probe of 288 ids, the prefixes of 285, 286, 287 and 288 ids.
     """
@@ -90,7 +91,7 @@ def tolerance_of(*dtypes: str) -> float:
 def allowed_difference(tolerance: float, probes: Probes | None) -> float:
     """The largest allowed mean difference: the tolerance or, if larger, `MISMATCH` times the measured rounding.
 
-    Example: a tolerance of 0.1 and a rounding of 0.05: 0.2. With a rounding of 0.02: 0.1.
+    Example: a tolerance of 0.1 and a rounding of 0.05 give 0.2; with a rounding of 0.02, they give 0.1.
     """
     if probes is None or probes.rounding is None:
         return tolerance
@@ -100,7 +101,8 @@ def allowed_difference(tolerance: float, probes: Probes | None) -> float:
 def find_mismatch(
     published: Probes, found: Sequence[Float32], *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """For a message: why a sampler's logprobs show that it does not hold the published version; None if it does.
+    """Explain, for an error message, why a sampler's logprobs show that the sampler does not hold the published
+    version; None if the sampler holds it.
 
     With a small learning rate, a step changes logprobs by less than any tolerance. So logprobs that are more than
     `NEARER` times closer to those of the previous version are refused too.
@@ -111,7 +113,7 @@ def find_mismatch(
         before: The trainer's logprobs of the previous version; None at the start.
         tolerance: Largest mean absolute difference.
 
-    Example: published [-1.0, -2.0], found [-1.0, -2.5]: a mean difference of 0.25.
+    Example: published [-1.0, -2.0] and found [-1.0, -2.5] have a mean difference of 0.25.
     """
     difference = mean_difference(published, found)
     if not difference <= tolerance:  # NaN is a mismatch too
@@ -129,10 +131,10 @@ def find_mismatch(
 def find_stale_prefix(
     published: Probes, cached: Sequence[float], whole: Float32, *, before: Probes | None, tolerance: float
 ) -> str | None:
-    """For a message: why an engine's logprobs show that its prefix cache is stale (filled by old weights); None if it
-    is not.
+    """Explain, for an error message, why an engine's logprobs show that the engine's prefix cache is stale (filled by
+    old weights); None if the cache is not stale.
 
-    The same engine computes the same tokens twice, through its prefix cache and bypassing it. The two differ by
+    The same engine computes the same tokens twice, through its prefix cache and bypassing it. The two results differ by
     rounding only, unless the cache is stale. They may differ by `STALE_SHARE` of the change that the step made to these
     logprobs, plus rounding, which is estimated from the difference between engine and trainer, but never by more than
     the tolerance.
@@ -144,7 +146,7 @@ def find_stale_prefix(
         before: The trainer's logprobs of the previous version; None at the start.
         tolerance: Largest mean absolute difference.
 
-    Example: through the cache [-1.0, -2.5], bypassing it [-1.0, -2.0]: a mean difference of 0.25.
+    Example: [-1.0, -2.5] through the cache and [-1.0, -2.0] bypassing it have a mean difference of 0.25.
     """
     past = whole[-len(cached) :].astype(np.float64)
     difference = float(np.abs(np.asarray(cached, np.float64) - past).mean())

@@ -31,7 +31,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.001, 0.02
 
 
 class Exchange:
-    """One session of one trainer and one orchestrator. The module `trainer_messages` lists its files."""
+    """One session of one trainer and one orchestrator. The module `trainer_messages` lists the session's files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,19 +50,20 @@ class Exchange:
 
     @classmethod
     def open(cls, root: Path, session: str | None = None) -> Exchange:
-        """Start a session as the only trainer of a run. Removes everything that an earlier session left."""
+        """Start a session as the only trainer of a run, after removing everything that an earlier session left."""
         shutil.rmtree(root, ignore_errors=True)
         if root.is_file():
             root.unlink()
         exchange = cls(root / (session or secrets.token_hex(8)))
         for folder in (exchange.messages, exchange.answers, exchange.states):
             folder.mkdir(parents=True)
-        # Written last, so that an orchestrator that finds the session also finds its folders.
+        # The name of the session is written last, so that an orchestrator that finds the session also finds its
+        # folders.
         publish_bytes(root / _CURRENT, exchange.folder.name.encode())
         return exchange
 
     def ready(self, ready: TrainerReady) -> None:
-        """Publish the trainer's state; from now on it accepts messages."""
+        """Publish the trainer's state; from now on the trainer accepts messages."""
         publish_json(self.folder / READY, to_json(ready, self.run))
 
     def wait_for_message(self, number: int, look: Callable[[], None]) -> TrainerMessage:
@@ -95,7 +96,7 @@ class Exchange:
 
     @classmethod
     def current(cls, root: Path) -> Exchange | None:
-        """The session of the most recent trainer; None if there is none yet, or it is still being set up.
+        """The session of the most recent trainer; None if there is no session yet, or if it is still being set up.
 
         After a power loss, the file that names the session may be empty or garbage; it then counts as missing.
         """
@@ -117,7 +118,7 @@ class Exchange:
 
     @property
     def is_attached(self) -> bool:
-        """True if an orchestrator has attached to this session, even if it has ended since."""
+        """True if an orchestrator has attached to this session, even if the orchestrator has ended since."""
         return self._attached.exists()
 
     def attach(self) -> bool:
@@ -132,7 +133,7 @@ class Exchange:
         """Send a message.
 
         Raises:
-            OSError: the system refused to write; the number can be used again.
+            OSError: the system refused to write; the message number can be used again.
         """
         publish_bytes(self.messages / message_name(number), message_parts(message))
 

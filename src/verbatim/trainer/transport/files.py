@@ -1,4 +1,4 @@
-"""Writes files for other processes atomically: a reader sees the complete file or none."""
+"""Writes files for other processes atomically: a reader sees either the complete file or no file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BUFFER = 2**18
 
 
 def publish_bytes(path: Path, data: bytes | Iterable[memoryview], *, private: bool = False) -> None:
-    """Write under a temporary name, then rename. The file is not synced to disk, because nobody reads it again after a
-    crash of the machine.
+    """Write a file under a temporary name, then rename it. The file is not synced to disk, because nobody reads it
+    again after a crash of the machine.
 
     Args:
         path: The file.

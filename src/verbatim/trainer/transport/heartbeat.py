@@ -21,10 +21,10 @@ BEAT_SECONDS = 0.5
 """Seconds between two beats."""
 
 FIRST_BEAT = 120.0
-"""Minimum timeout in seconds for the first beat: the process imports its libraries before it, which takes long on a
-busy machine."""
+"""Minimum timeout in seconds for the first beat: before this beat the process imports its libraries, which takes long
+on a busy machine."""
 _ATTENTION = 1.0
-"""Seconds expected between two checks of the other side. If a check comes later, the excess does not count as
+"""Expected time in seconds between two checks of the other side. If a check comes later, the excess does not count as
 silence."""
 
 
@@ -91,7 +91,7 @@ class Heartbeat:
             try:
                 self._beat()
             except MemoryError:
-                continue  # there may be enough memory again for the next beat
+                continue  # the next beat may have enough memory again
 
     def _beat(self) -> None:
         self._beats += 1
@@ -114,9 +114,9 @@ class PeerWatch:
     Args:
         path: The other side's heartbeat file.
         name: Its name in messages: "the trainer".
-        heartbeat_timeout: Seconds without a beat until its process counts as dead or frozen; at least `FIRST_BEAT` for
-            the first beat.
-        stall_timeout: Seconds without progress until it counts as stuck.
+        heartbeat_timeout: Seconds without a beat until the other process counts as dead or frozen; at least
+            `FIRST_BEAT` for the first beat.
+        stall_timeout: Seconds without progress until the other process counts as stuck.
         clock: A monotonic clock, in seconds.
     """
 
@@ -139,8 +139,8 @@ class PeerWatch:
         """True if the other side was asked to end."""
 
     def fault(self) -> str | None:
-        """For a message: what is wrong with the other side; None if nothing is wrong. Call it at least once a
-        second."""
+        """Say, for an error message, what is wrong with the other side; None if nothing is wrong. Call this at least
+        once a second."""
         now = self._clock()
         # Time during which this process itself was stopped does not count: a frozen container or a debugger may have
         # stopped both sides.

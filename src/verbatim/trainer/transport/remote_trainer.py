@@ -1,4 +1,5 @@
-"""The orchestrator's side of a trainer in another process, which it reaches through an exchange folder."""
+"""The orchestrator's side of a trainer in another process, which the orchestrator reaches through an exchange
+folder."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class RemoteTrainer:
         await asyncio.to_thread(_move_content, left, folder)
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Have the trainer send its weights, after it has trained the batches handed over so far."""
+        """Have the trainer send its weights after it has trained on the batches handed over so far."""
         message = TrainerMessage(kind="send", version=order.version, order=order)
         return SendReport(**await self._execute(message))
 
@@ -66,14 +67,14 @@ class RemoteTrainer:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self) -> None:
-        """Tell the trainer to end. The code that started it has to wait for its end."""
+        """Tell the trainer to end. The code that started the trainer has to wait for its end."""
         with contextlib.suppress(OSError):  # if the disk fails, the trainer still notices that heartbeats stop
             await self._send(TrainerMessage(kind="stop"))
 
     async def _execute(self, message: TrainerMessage) -> Any:
         number = await self._send(message)
-        # Answers are polled often, for low latency; the trainer's health only 4 times a second, because that reads
-        # files.
+        # Answers are polled often, for low latency; the trainer's health is checked only 4 times a second, because that
+        # reads files.
         seconds, unobserved = FIRST_WAIT, 0.0
         while (answer := self._exchange.take_answer(number)) is None:
             if unobserved >= _LOOK_SECONDS and (fault := self._fault()) is not None:
@@ -89,7 +90,8 @@ class RemoteTrainer:
         return answer["result"]
 
     def _check_state_folder(self, state: Path) -> None:
-        """Refuse a state outside the exchange: its content is moved away, which would empty any folder named here."""
+        """Refuse a state folder outside the exchange: the folder's content is moved away, which would empty any folder
+        named here."""
         states = self._exchange.states.resolve()
         if state.parent.resolve() != states:
             raise RunStopped(f"the trainer reports that it left its state in {state}, expected a folder in {states}")

@@ -1,7 +1,7 @@
 """Serializes the samples of a batch to tensors and back, bit for bit.
 
-Samples built from spans travel as spans: token ids, the logprobs of trained tokens, and a few numbers per span; at most
-8 bytes per token. Samples built from arrays travel as these arrays, at 25 bytes per token.
+Samples built from spans are sent as spans: token ids, the logprobs of trained tokens, and a few numbers per span, which
+take at most 8 bytes per token. Samples built from arrays are sent as these arrays, which take 25 bytes per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Parts = Sequence[NDArray[Any]]
 
 _ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
 _STREAM = "_logprobs"
-"""Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
+"""Suffix of a logprob stream's tensor name: the stream "teacher" is stored in the tensor "teacher_logprobs"."""
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
 """Recorded experts, concatenated over the samples that have them."""
 _KEPT_IDS, _KEPT_COUNTS = "kept_ids", "kept_counts"
@@ -34,7 +34,7 @@ _COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span
 
 
 def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Parts], dict[str, Any]]:
-    """The tensors, and a header of plain JSON values that belongs to them."""
+    """Return (1) the tensors and (2) a header of plain JSON values that describes them."""
     of_arrays = [sample for sample in samples if sample.spans is None]
     spans = [span for sample in samples for span in sample.spans or ()]
     tensors: dict[str, Parts] = {
@@ -63,7 +63,7 @@ def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Par
 
 
 def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str, Any]) -> tuple[TrainingSample, ...]:
-    """The inverse of `samples_to_tensors`, given concatenated tensors; empty ones may be missing.
+    """The inverse of `samples_to_tensors`, given concatenated tensors; empty tensors may be missing.
 
     Raises:
         KeyError, ValueError, TypeError: tensors and header do not describe samples.
@@ -114,7 +114,7 @@ def _read_spans(tensors: Mapping[str, NDArray[Any]]) -> list[list[Span]]:
 def _read_experts(
     tensors: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], routed: Sequence[bool]
 ) -> list[RoutedExperts | None]:
-    """The recorded experts of each sample, or None."""
+    """The recorded experts of each sample; None for a sample without recorded experts."""
     if not any(routed):
         return [None] * len(routed)
     own = lengths[np.array(routed)]
@@ -127,7 +127,7 @@ def _read_experts(
 def _read_kept(
     tensors: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], has: Sequence[bool]
 ) -> list[KeptSets | None]:
-    """The kept sets of each sample, or None."""
+    """The kept sets of each sample; None for a sample without kept sets."""
     if not any(has):
         return [None] * len(has)
     counts = _split(tensors[_KEPT_COUNTS], lengths[np.array(has)])

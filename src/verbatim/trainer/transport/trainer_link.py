@@ -18,15 +18,16 @@ class TrainerReady:
     """The state of a trainer before its first batch."""
 
     version: int
-    """The policy version it holds, which is the number of steps completed so far."""
+    """The policy version that the trainer holds, which is the number of steps completed so far."""
     weights: str
     """The folder (or hub id) of that version's weights."""
     checkpoint: Path | None
-    """The checkpoint that it resumes from; None: a new run."""
+    """The checkpoint that the trainer resumes from; None for a new run."""
     probes: Probes | None = None
-    """That version's logprobs of the fixed probes; None: this trainer does not compute probes."""
+    """The logprobs of the fixed probes under `version`; None if this trainer does not compute probes."""
     store: WeightStore | None = None
-    """Rendezvous store through which trainer and servers broadcast weights; None: weights are published as folders."""
+    """Rendezvous store through which trainer and servers broadcast weights; None if weights are published as
+    folders."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,17 +37,17 @@ class StepReport:
     version: int
     """The new policy version: the number of batches trained and published."""
     weights: Path
-    """The complete folder of its weights."""
+    """The complete folder of the new version's weights."""
     num_trained_tokens: int
     """Number of tokens that were targets of an optimizer step."""
     metrics: Mapping[str, float]
     """The metrics of `Trainer.train_batch` and of publishing."""
     probes: Probes | None = None
-    """The new version's logprobs of the fixed probes; None: this trainer does not compute probes."""
+    """The logprobs of the fixed probes under the new version; None if this trainer does not compute probes."""
     state: Path | None = None
     """The folder with the trainer's part of a checkpoint, if one was requested. The caller moves it away."""
     tokens: TrainedTokens | None = None
-    """The trainer's logprob and gradient of each trained token; None: they are not kept."""
+    """The trainer's logprob and gradient of each trained token; None if they are not kept."""
 
 
 class TrainerLink(Protocol):
@@ -86,7 +87,7 @@ class TrainerLink(Protocol):
         """Watch the trainer; never returns normally.
 
         Raises:
-            RunStopped: the trainer is gone or stuck; gives its last known activity.
+            RunStopped: the trainer is gone or stuck; the message gives the trainer's last known activity.
         """
 
     async def close(self) -> None:

@@ -57,19 +57,19 @@ class TrainerMessage:
     """A request to the trainer."""
 
     kind: Literal["train", "save", "send", "stop"]
-    """What to do: train on a batch; save state; send weights to the sampler's servers; end."""
+    """What to do: train on a batch, save the state, send weights to the sampler's servers, or end."""
     version: int = 0
     """For "train", the policy version after the batch; for "save" and "send", the version to save or send."""
     samples: tuple[TrainingSample, ...] = ()
-    """For "train": the batch."""
+    """The batch, for "train"."""
     checkpoint: bool = False
-    """For "train": also write the trainer's part of a checkpoint."""
+    """True to also write the trainer's part of a checkpoint, for "train"."""
     order: SendOrder | None = None
-    """For "send": the receivers."""
+    """The receivers of the weights, for "send"."""
 
 
 def message_to_bytes(message: TrainerMessage) -> bytes:
-    """`message_parts`, concatenated."""
+    """The `message_parts` of a message, concatenated."""
     return b"".join(message_parts(message))
 
 
@@ -87,7 +87,7 @@ def message_parts(message: TrainerMessage) -> Iterator[memoryview]:
 
 
 def read_message(path: Path) -> TrainerMessage:
-    """Read a message from a file that holds its `message_parts`.
+    """Read a message from a file that holds the message's `message_parts`.
 
     Raises:
         RunStopped: the file is damaged.
@@ -204,14 +204,15 @@ def _probes(value: Mapping[str, Any] | None) -> Probes | None:
 
 def _tensor_file(tensors: Mapping[str, Sequence[NDArray[Any]]], metadata: Mapping[str, str]) -> Iterator[memoryview]:
     """The content of a safetensors file, in parts. Tensors are given in parts too and are never concatenated in memory,
-    which safetensors' own writer would require.
+    although safetensors' own writer would require that.
 
     The format: the header's length as uint64, the header as JSON (dtype, shape and offsets of each tensor, and
     metadata), then the bytes of all tensors (https://huggingface.co/docs/safetensors).
 
     Args:
-        tensors: By name, the arrays to concatenate along the first dimension to get the tensor; at least one.
-        metadata: Strings by name.
+        tensors: For each tensor name, the arrays to concatenate along the first dimension to get the tensor; at least
+            one array.
+        metadata: The metadata, as strings by name.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # Tensors with the largest items come first, so that every tensor is aligned to its item size without padding in

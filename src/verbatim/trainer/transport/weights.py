@@ -1,4 +1,5 @@
-"""Publishes weights as one folder per policy version, complete or absent, from which the sampler loads them."""
+"""Publishes weights as one folder per policy version, from which the sampler loads them. A folder is either complete or
+absent."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 _TEMPORARY = ".tmp??????"
-"""Pattern of safetensors' temporary files. If a published version contains one, a power loss undid its rename."""
+"""Pattern of safetensors' temporary files. If a published version contains such a file, a power loss undid the file's
+renaming."""
 
 
 class WeightFolders:
@@ -17,8 +19,8 @@ class WeightFolders:
 
     Args:
         folder: The parent folder. Incomplete versions, left by a killed process or a power loss, are removed.
-        keep: Number of newest versions to keep. A sampler that may be k versions behind needs k + 2: the version that
-            it reads is k behind the newest, and one more is being written.
+        keep: Number of newest versions to keep. A sampler that may be k versions behind needs k + 2 versions: the
+            version that it reads is k behind the newest, and one more version is being written.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -48,7 +50,7 @@ class WeightFolders:
             number = int(stale.name[1:])
             if number >= version or number <= version - self._keep:
                 shutil.rmtree(stale)
-        # Atomic: a sampler never sees part of a version.
+        # The renaming is atomic: a sampler never sees part of a version.
         os.rename(partial, target)
         return target
 
