@@ -18,9 +18,10 @@ from verbatim.core.named_values import HEADERS, LINES, SETTINGS
 
 REDACTED = "[redacted]"
 SHORTEST = 6
-"""Minimum length of a key's value in characters; a shorter value would match in any text."""
+"""Minimum length of a key's value in characters; a shorter value would match in almost any string."""
 SHORTEST_OF_VARIABLE = 8
-"""Minimum length of an environment variable's value; it is higher because only the variable's name suggests a key."""
+"""Minimum length of an environment variable's value. It is higher, because only the variable's name suggests that the
+value is a key."""
 
 _NO_KEY = frozenset({
     "", "-", "0", "1", "always", "default", "disabled", "dummy", "empty", "enabled", "false", "never", "no", "none",
@@ -39,12 +40,12 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
 _MAYBE_FORMS = re.compile(r"(?<=://)[^/\s@]+(?=@)|\b(?:local-)?[0-9a-f]{40}\b")
-"""Forms that are redacted in texts, but are no reason to refuse a setting: the user in a URL, a commit id."""
+"""Forms that are redacted in strings, but are not a reason to refuse a setting: the user in a URL, a commit id."""
 _OPTION = re.compile(r"--?[A-Za-z][\w\-.]*")
 _PASSWORD = "password"
 _LOGGED, _ACROSS = 32_768, 4096
-"""Number of characters kept at each end of a long log record, and number of characters beyond them that are also
-searched for keys."""
+"""(1) Number of characters kept at each end of a long log record, and (2) number of characters beyond the kept ones
+that are also searched for keys."""
 
 Place = tuple[str | int, ...]
 """Keys and indices that lead to a value in tables and lists."""
@@ -59,7 +60,7 @@ def hide(value: str | None) -> None:
 
 
 def hide_in(name: str, value: str) -> None:
-    """Call `hide` for a setting that is a key, or for the keys in it."""
+    """Call `hide` for a setting's value if it is a key, or for the keys in the value."""
     if _is_under(name, value):
         hide(value)
         hide(value.rpartition(" ")[2])  # "Bearer ..."
@@ -81,7 +82,7 @@ def hide_in(name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """A text with all keys redacted: those that this process was given, and everything that looks like a key.
+    """A string with all keys redacted: the keys that this process was given, and everything that looks like a key.
 
     >>> without_secrets("GET http://me:secret@host failed: Bearer abc")
     'GET http://[redacted]@host failed: Bearer [redacted]'
@@ -90,7 +91,7 @@ def without_secrets(text: str) -> str:
 
 
 def is_key(name: str, value: str) -> bool:
-    """True if a setting is a key by its name or value, or contains one.
+    """True if a setting is a key, judged by its name or value, or contains a key.
 
     >>> is_key("MY_PASS", "hunter2"), is_key("key", "answer"), is_key("command", "agent --api-key 1234abcd")
     (True, False, True)
@@ -99,7 +100,8 @@ def is_key(name: str, value: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A configuration without secrets, both under names of keys (as in `is_key`) and inside other texts.
+    """A configuration without secrets: they are redacted both under names of keys (as in `is_key`) and inside other
+    strings.
 
     Args:
         value: Tables, lists and plain values.
@@ -132,7 +134,7 @@ def redacted_at(key: str, value: Any) -> Any:
 
 
 def named_texts(value: Any, path: Place = (), name: str = "") -> Iterator[tuple[Place, str, str]]:
-    """Each text of a configuration: its place, its name, and the text.
+    """Each string of a configuration, as (place, name, string).
 
     Args:
         value: Tables, lists and plain values.
@@ -153,7 +155,8 @@ def named_texts(value: Any, path: Place = (), name: str = "") -> Iterator[tuple[
 
 
 def named_within(text: str) -> Iterator[tuple[str, str]]:
-    """Names and values of settings and options in a text, and of HTTP headers with the last word of their value.
+    """Names and values of settings and options in a string, and names of HTTP headers with the last word of their
+    value.
 
     >>> list(named_within("agent --api-key abc")), list(named_within("Authorization: Digest c"))
     ([('api-key', 'abc')], [('Authorization', 'c')])
@@ -170,32 +173,33 @@ def is_placeholder(value: str) -> bool:
 
 
 def variable_in(text: str) -> str | None:
-    """The name of an environment variable whose key occurs in a text, or None."""
+    """The name of an environment variable whose key occurs in a string, or None."""
     found = (name for name, value in _key_variables().items() if _any_of(frozenset(_quoted(value))).search(text))
     return next(found, None)
 
 
 def given_in(text: str) -> bool:
-    """True if a text contains a key that this process was given; keys that are words or numbers do not count."""
+    """True if a string contains a key that this process was given; keys that are words or numbers do not count."""
     return any(_is_telling(value) and _any_of(frozenset(_quoted(value))).search(text) for value in _hidden)
 
 
 class WithoutSecrets(logging.Formatter):
-    """Formats log records without keys, also in tracebacks. Only the beginning and end of a very long record are kept;
-    a user's exception may have such a text."""
+    """Formats log records without keys, also in tracebacks. Only the beginning and end of a very long record are kept,
+    because a user's exception may have a text of any length."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         left_out = len(text) - 2 * _LOGGED
         if left_out <= 0:
             return without_secrets(text)
-        # Search more than is kept, because a key may lie across the cut.
+        # More is searched than is kept, because a key may lie across the cut.
         begin, end = without_secrets(text[: _LOGGED + _ACROSS])[:_LOGGED], without_secrets(text[-_LOGGED - _ACROSS :])
         return f"{begin}\n[cut: {left_out:,} of {len(text):,} characters]\n{end[-_LOGGED:]}"
 
 
 def _without_keys(text: str) -> str:
-    # Known values first: a later pattern might redact only part of one, and the rest would no longer match.
+    # Known values come first: a later pattern might redact only part of a known value, and the rest would no longer
+    # match.
     text = _any_of(_values()).sub(REDACTED, text)
     text = _FORMS.sub(REDACTED, text)
     text = _cut(text, keys_of_services(text))
@@ -209,7 +213,7 @@ def _without_keys(text: str) -> str:
 
 
 def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
-    """The text with these places (start, end) redacted, except places that already contain a redaction."""
+    """The string with these places (start, end) redacted, except places that already contain a redaction."""
     parts, done = [], 0
     for start, end in sorted(places):
         if start >= done and REDACTED not in text[start:end]:
@@ -219,7 +223,7 @@ def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
 
 
 def _values() -> frozenset[str]:
-    """The keys known to this process, in every form in which texts may quote them."""
+    """The keys known to this process, in every form in which strings may quote them."""
     return frozenset(form for value in _hidden.union(_key_variables().values()) for form in _quoted(value))
 
 
@@ -229,15 +233,16 @@ def _key_variables() -> dict[str, str]:
 
 
 def _is_telling(value: str) -> bool:
-    """True if finding this value in a text means something: not for short values, numbers and words, which occur in
-    many texts."""
+    """True if finding this value in a string means something; False for short values, numbers and words, which occur in
+    many strings."""
     is_word = value.isdecimal() or (value.isalpha() and value.islower()) or value.lower() in _NO_KEY
     return len(value) >= SHORTEST_OF_VARIABLE and not is_word
 
 
 @lru_cache(256)
 def _any_of(values: frozenset[str]) -> re.Pattern[str]:
-    """A pattern for any of the texts, the longest first; texts that do not look random match as whole words only."""
+    """A pattern for any of the strings, the longest first; strings that do not look random match as whole words
+    only."""
     longest_first = sorted(values, key=lambda value: (-len(value), value))
     return re.compile("|".join(map(_found_as, longest_first)) or "(?!)")
 
@@ -257,14 +262,15 @@ def _looks_random(value: str) -> bool:
 
 @lru_cache(4096)
 def _quoted(value: str) -> tuple[str, ...]:
-    """All forms of a text: unchanged, as quoted in Python, JSON and URLs, and in base64."""
+    """All forms of a string: unchanged, as quoted in Python, JSON and URLs, and in base64."""
     data = value.encode(errors="surrogateescape")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return value, repr(value)[1:-1], escaped, quote(data, safe=""), base64.b64encode(data).decode()
 
 
 def _is_under(name: str, value: str) -> bool:
-    """True if a text with this name is a key: always for an unambiguous name, otherwise if it looks like a key."""
+    """True if a string with this name is a key: always for an unambiguous name, otherwise if the string looks like a
+    key."""
     if not names_key(name) or is_placeholder(value):
         return False
     if is_sure_name(name) or (name.isupper() and len(value) >= SHORTEST):
@@ -278,7 +284,8 @@ def _is_number_of_key(name: str, value: object) -> bool:
 
 
 def _name_of(table: Mapping[Any, Any], key: object) -> str:
-    """The name of a value: its key, or the name next to it in {name = "API_KEY", value = "..."} and {key = ...}."""
+    """The name of a value: the value's key, or the name next to the value in {name = "API_KEY", value = "..."} and {key
+    = ...}."""
     if str(key).lower() == "value":
         names = [str(name) for word, name in table.items() if str(word).lower() in ("name", "key")]
         return names[0] if names else str(key)
@@ -286,8 +293,8 @@ def _name_of(table: Mapping[Any, Any], key: object) -> str:
 
 
 def _optioned(values: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Each element of a list, with the name that may show that it is a key: the command-line option before it
-    (`["--api-key", "..."]`), the first of a pair (`["API_KEY", "..."]`), or "password" for a login."""
+    """Each element of a list, with the name that may show that the element is a key: the command-line option before it
+    (`["--api-key", "..."]`), the first element of a pair (`["API_KEY", "..."]`), or "password" for a login."""
     before = ""
     words: set[str] = set()
     is_pair = is_login_pair(name, values)

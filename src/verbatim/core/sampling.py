@@ -1,5 +1,5 @@
-"""Defines the sampling parameters with their defaults and limits, shared by configuration files, the Python API and
-requests to servers."""
+"""Defines the sampling parameters, their defaults and their limits, which configuration files, the Python API and
+requests to servers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INT32_END = 2**31
 COLDEST, HOTTEST = 1e-6, 1e6
 """Lowest and highest temperature above 0; beyond these, divided logits leave the range of float32."""
 LEAST_NUCLEUS = 1e-30
-"""Minimum `top_p`; float32 may round smaller values to 0, which would keep no token."""
+"""Minimum `top_p`; float32 may round smaller values to 0, and then no token would be kept."""
 TEMPERATURES = f"0, or a number from {COLDEST} to {HOTTEST:.0f}"
 """The temperatures that `is_temperature` accepts, for messages."""
 MOST_STOP_IDS = 4096
@@ -23,7 +23,7 @@ _NOT_TEXT = "\ufffd"
 
 
 def stop_problem(stop: object) -> str | None:
-    """Why a value cannot be a stop string, as the end of a sentence, or None if it can.
+    """Why a value cannot be a stop string, as the end of a sentence; None if it can be one.
 
     >>> stop_problem("</answer>"), stop_problem("")
     (None, 'is empty, which every text contains')
@@ -40,10 +40,10 @@ def stop_problem(stop: object) -> str | None:
 
 
 def stop_strings(stops: object) -> tuple[str, ...]:
-    """One text or several as stop strings, without duplicates.
+    """One string or several strings as stop strings, without duplicates.
 
     Raises:
-        ValueError: one of them cannot be a stop string, or there are too many.
+        ValueError: a value cannot be a stop string, or there are too many values.
     """
     given = (stops,) if isinstance(stops, str) else stops
     if not isinstance(given, (list, tuple)):
@@ -69,18 +69,18 @@ class SamplingParams:
     """Divisor of the logits, from 1e-6 to 1e6; 0 takes the most likely token (for evaluation only: training refuses
     it)."""
     max_tokens: int = 512
-    """Maximum tokens of one completion, including the stop token."""
+    """Maximum number of tokens in one completion, including the stop token."""
     top_p: float = 1.0
-    """Nucleus sampling: keep the smallest set of tokens with this total probability, at least 1e-30. 1: off."""
+    """Nucleus sampling: keep the smallest set of tokens with this total probability, at least 1e-30; 1 to keep all."""
     top_k: int = 0
-    """Keep the k most likely tokens. 0: off."""
+    """Keep the k most likely tokens; 0 to keep all."""
     min_p: float = 0.0
-    """Keep tokens with at least this share of the most likely token's probability. 0: off."""
+    """Keep tokens with at least this share of the most likely token's probability; 0 to keep all."""
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends with the first of these ids, which is part of the completion. At most 4096."""
     stop: tuple[str, ...] = ()
-    """Stop strings: a turn ends with the token that completes one. Samplers see only ids and refuse stop strings; turns
-    are ended by the code that has the tokenizer (`AgentLoop`), or by a chat server. At most 16."""
+    """Stop strings: a turn ends with the token that completes a stop string. Samplers see only ids and refuse stop
+    strings; turns are ended by the code that has the tokenizer (`AgentLoop`), or by a chat server. At most 16."""
     return_kept_sets: bool = False
     """Return the kept set of each token, if `top_p`, `top_k` or `min_p` cut the distribution."""
 

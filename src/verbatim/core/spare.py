@@ -1,8 +1,8 @@
 """Keeps a forked copy of this process, made after its imports and before any work, until a child is needed.
 
-Importing PyTorch and transformers takes seconds of CPU time, which a child started as a new program pays again. A fork
-is safe only before any library has begun to compute, because threads of OpenMP and CUDA do not survive it. So only a
-command that has a process to itself forks a copy (`allow`), as its first step.
+Importing PyTorch and transformers takes seconds of CPU time, which a child started as a new program spends again. A
+fork is safe only before any library has begun to compute, because threads of OpenMP and CUDA do not survive a fork. So
+only a command that has a process to itself forks a copy (see `allow`), as its first step.
 
 ```
 command                                   its copy
@@ -63,15 +63,15 @@ class Spare:
 
         Args:
             arguments: The arguments after `verbatim`.
-            quiet: Whether to discard its standard output.
-            errors: The file for its standard error.
+            quiet: True to discard the command's standard output.
+            errors: The file for the command's standard error.
         """
         order = {"arguments": list(arguments), "quiet": quiet, "errors": errors.name, "folder": os.getcwd()}
         with open(self._writes, "wb") as pipe:
             pipe.write(json.dumps(order).encode())
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal, or None while it runs."""
+        """The exit status, negative for a signal; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -91,7 +91,7 @@ class Spare:
         return status
 
     def become(self, imports: Sequence[str]) -> NoReturn:
-        """In the copy: import the modules, wait for the command, and exit if none arrives.
+        """In the copy: import the modules, wait for the command, and exit if no command arrives.
 
         Raises:
             Become: with the command's arguments.
@@ -99,7 +99,7 @@ class Spare:
         os.setsid()  # a session of its own, as for every child
         end_with_parent(self._parent)
         for module in imports:
-            with contextlib.suppress(ImportError):  # reported later by the code that needs the module
+            with contextlib.suppress(ImportError):  # the code that needs the module reports this later
                 importlib.import_module(module)
         with open(self._reads, "rb") as pipe:
             received = pipe.read()
@@ -133,13 +133,14 @@ def is_allowed() -> bool:
 
 
 def keep(imports: Sequence[str] = ()) -> None:
-    """Fork this process, and keep the copy for the next `take`. Does nothing if the system allows no further process.
+    """Fork this process, and keep the copy for the next `take`. Does nothing if the system does not allow another
+    process.
 
     Args:
         imports: Modules that the copy imports before it is needed.
 
     Raises:
-        Become: in the copy, when it is started.
+        Become: raised in the copy, when it is started.
     """
     with contextlib.suppress(OSError):
         _kept.append(Spare())
@@ -148,6 +149,6 @@ def keep(imports: Sequence[str] = ()) -> None:
 
 
 def take() -> Spare | None:
-    """Hand out the waiting copy, at most once; None if there is none or it has ended."""
+    """Hand out the waiting copy, at most once; None if there is no copy or if the copy has ended."""
     spare = _kept.pop() if _kept else None
     return spare if spare is not None and spare.poll() is None else None

@@ -14,9 +14,9 @@ from verbatim.core.redaction import without_secrets
 
 _MOST_SHOWN = 10_000
 MOST_READ = 65_536
-"""Maximum characters of a text that are searched for keys; a megabyte would take a second."""
+"""Maximum number of characters of a string that are searched for keys; searching a megabyte would take a second."""
 LONGEST_ERROR = 2000
-"""Maximum characters kept of an exception's text."""
+"""Maximum number of characters kept of an exception's text."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
@@ -26,7 +26,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 
 
 def cut(text: str, limit: int = LONGEST_ERROR) -> str:
-    """The beginning of a text, with a note of how much was cut.
+    """The beginning of a string, with a note of how much was cut.
 
     >>> cut("abcdef", 4)
     'abcd [cut: 2 of 6 characters]'
@@ -51,7 +51,7 @@ def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
 
 
 def cut_without_secrets(text: str, limit: int = LONGEST_ERROR) -> str:
-    """The beginning of a text as from `cut`, without keys. Only the beginning of a long text is searched.
+    """Same as `cut`, but with keys redacted. Only the beginning of a long string is searched for keys.
 
     >>> cut_without_secrets("Bearer abc failed", 17)
     'Bearer [redacted] [cut: 7 of 24 characters]'
@@ -75,7 +75,7 @@ def shown(value: object, limit: int = 200) -> str:
 
 
 def brief(value: object) -> str:
-    """A short quote of an untrusted value for a message; takes constant time in the size of the value.
+    """A short quote of an untrusted value for a message; the time taken does not depend on the size of the value.
 
     >>> brief("hot"), len(brief([[0] * 10**6] * 10))
     ("'hot'", 80)
@@ -84,7 +84,8 @@ def brief(value: object) -> str:
 
 
 def _is_vast(value: object) -> bool:
-    """True if nested lists and dicts hold more than `_MOST_SHOWN` values; a value counts every time it occurs."""
+    """True if nested lists and dicts hold more than `_MOST_SHOWN` values in all; a value counts every time it
+    occurs."""
     waiting, count = [value], 0
     while waiting and count <= _MOST_SHOWN:
         inner = waiting.pop()
@@ -97,7 +98,7 @@ def _is_vast(value: object) -> bool:
 
 
 def number(value: float, *, signed: bool = False) -> str:
-    """A measured value as text: three decimals below 10, two below 100, none above that; `-` for NaN.
+    """A measured value as text: with three decimals below 10, two below 100, and none above that; `-` for NaN.
 
     >>> [number(x) for x in (float("nan"), 0.5, 12.346, 786.23, 1234.5, -0.0002)], number(0.25, signed=True)
     (['-', '0.500', '12.35', '786', '1,234', '-0.000'], '+0.250')
@@ -149,7 +150,7 @@ def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
     Args:
         path: The file.
         since: Number of bytes to skip at the beginning.
-        most: Maximum number of bytes to read; a line that begins before them is left out.
+        most: Maximum number of bytes to read from the end; a line that begins before these bytes is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -157,7 +158,7 @@ def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         begin = max(since, size - most)
-        # Read the byte before as well: it tells whether the first line is complete.
+        # The byte before is read as well: it tells whether the first line is complete.
         file.seek(max(0, begin - 1))
         before, data = (file.read(1) if begin else b""), file.read(most)
     if begin > since and before != b"\n":
@@ -166,8 +167,8 @@ def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character except tab and newline escaped, so that a terminal shows them instead of
-    acting on them.
+    r"""The text with every control character except tab and newline escaped, so that a terminal shows these characters
+    instead of acting on them.
 
     >>> printable("\x1b[31mred")
     '\\x1b[31mred'

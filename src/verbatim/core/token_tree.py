@@ -47,13 +47,14 @@ class TokenPath:
 
     def __init__(self, tree: object, segment: Segment | None, length: int, added: Int32 | None = None) -> None:
         self.tree = tree
-        """Identifies the tree. It is not the tree itself, so that a path does not keep the tree alive."""
+        """An object that identifies the tree. It is not the tree itself, so that a path does not keep the tree
+        alive."""
         self.segment = segment
         """The segment with the last token, or None for the empty sequence."""
         self.length = length
         """Number of tokens."""
         self.added = added
-        """The completion with which the path was created, which is the end of the sequence."""
+        """The completion with which the path was created; the sequence ends with it."""
 
     def __len__(self) -> int:
         return self.length
@@ -84,7 +85,7 @@ class TokenPath:
         return segment
 
     def starts_with(self, other: TokenPath) -> bool:
-        """True if the other sequence, of the same tree, is a prefix of this one or equal to it."""
+        """True if the other sequence, of the same tree, is a prefix of this sequence or equal to it."""
         return other.length <= self.length and self.segment_at(other.length) is other.segment
 
     def ends_with(self, ids: Int32) -> bool:
@@ -104,8 +105,8 @@ class TokenPath:
         return next((min(depth, depths[segment]) for segment, depth in other._walk() if segment in depths), 0)
 
     def _walk(self) -> Iterator[tuple[Segment, int]]:
-        """The segments from the end to the root, each with the number of this sequence's tokens up to and including
-        that segment."""
+        """The segments from the end to the root, each with the number of this sequence's tokens up to and including the
+        segment."""
         segment, length = self.segment, self.length
         while segment is not None:
             yield segment, length
@@ -113,7 +114,7 @@ class TokenPath:
 
 
 class PathReader:
-    """Reads sequences of one tree as arrays. A prefix that was read before is copied from the earlier array in one
+    """Reads sequences of one tree as arrays. If a prefix was read before, it is copied from the earlier array in one
     step.
 
     Reading each sequence on its own would join all its segments every time, and a conversation with a break at every
@@ -122,7 +123,8 @@ class PathReader:
 
     def __init__(self) -> None:
         self._read: dict[Segment, tuple[int, Int32]] = {}
-        """By segment: the length of a prefix that ends in it, and an array that begins with that prefix."""
+        """For each segment, the length of a prefix that ends in the segment, and an array that begins with this
+        prefix."""
 
     def ids(self, path: TokenPath) -> Int32:
         """The tokens of a sequence as a read-only int32 array."""
@@ -144,14 +146,15 @@ class PathReader:
 
 
 class TokenTree:
-    """Adds prompts with their completions; stores the new part of each, and compares the known part with the tree.
+    """A tree to which prompts are added with their completions: it stores the new part of each sequence, and compares
+    the known part with what it holds.
 
     A prompt that extends the last added sequence, the common case, costs one memory comparison. Any other prompt is
-    compared with that sequence up to the first difference, and from there with the branch that continues in the same
-    way: one comparison per token, for any number of branches.
+    compared with the last added sequence up to the first difference, and from there with the branch that continues in
+    the same way: one comparison per token, for any number of branches.
 
     Example: after `add([1, 2], [3])` and `add([1, 2, 3, 4], [5])` the tree holds the segments `[1, 2, 3]` and `[4, 5]`;
-    after `add([1, 2, 9], [6])` also `[9, 6]`, which follows the first two tokens of the first.
+    after `add([1, 2, 9], [6])` it also holds `[9, 6]`, which follows the first two tokens of the first segment.
 
     Args:
         vocab_size: Ids must be below this.
@@ -165,9 +168,10 @@ class TokenTree:
         self._last: Int32 | bytes = b""
         """The beginning of the last added sequence: the prompt array itself if it can be kept, otherwise its bytes."""
         self._tail = _NONE
-        """The end of that sequence; `_last` has everything before it."""
+        """The end of the last added sequence; `_last` has everything before it."""
         self._last_is_new = False
-        """True if part of that sequence was newly stored; its segment then ends there and has no branches yet."""
+        """True if part of the last added sequence was newly stored; its segment then ends where the sequence ends and
+        has no branches yet."""
         self._last_path = self.root
 
     @property
@@ -179,14 +183,14 @@ class TokenTree:
         """Add a prompt and its completion.
 
         Args:
-            prompt: int32 [P]; kept without a copy only if it owns its memory and is read-only.
+            prompt: int32 [P]; kept without a copy only if the array owns its memory and is read-only.
             completion: int32 [C]; copied.
 
         Returns:
-            The path of the whole sequence, and the stored completion.
+            (1) The path of the whole sequence and (2) the stored completion.
 
         Raises:
-            RecordError: an id outside the vocabulary; names its position. Nothing is added.
+            RecordError: an id is outside the vocabulary; the message names its position. Nothing is added.
         """
         num_prompt = len(prompt)
         total = num_prompt + len(completion)
@@ -218,8 +222,8 @@ class TokenTree:
         return self._last_path, stored
 
     def foresee(self, prompt: Int32) -> None:
-        """If a prompt that will be added later extends the last added sequence, compare it now: `add` need not compare
-        it again, and the memory held for the comparison is freed."""
+        """If a prompt that will be added later extends the last added sequence, compare the two now: `add` need not
+        compare them again, and the memory held for the comparison is freed."""
         if _is_kept(prompt) and self._extends_last(prompt):
             self._last, self._tail = prompt, _NONE
 
@@ -250,7 +254,7 @@ class TokenTree:
         else:
             head = length - len(tail)
             known = head if starts else common_prefix_length(np.frombuffer(last, _INT32)[:head], ids)
-            if known == head:  # the prompt may repeat part of the completion, e.g. one shown without its thinking
+            if known == head:  # the prompt may repeat part of the completion, e.g. if it omits the thinking
                 known += common_prefix_length(tail, ids[head:])
             segment = self._last_path.segment_at(known)
         return self._descend(segment, known, ids, 0)
@@ -322,10 +326,10 @@ def common_prefix_length(a: Int32, b: Int32) -> int:
 
 
 def as_ids(values: Any, what: str) -> Int32:
-    """Token ids as an int32 array; an int32 array is returned as it is.
+    """Token ids as an int32 array; an int32 array is returned unchanged.
 
     Raises:
-        RecordError: not a flat list of integers that fit 32 bits; names the position.
+        RecordError: the values are not a flat list of integers that fit into 32 bits; the message names the position.
     """
     if isinstance(values, np.ndarray) and values.dtype == _INT32 and values.ndim == 1:
         return values
@@ -348,7 +352,7 @@ def as_ids(values: Any, what: str) -> Int32:
 
 
 def of_list(values: list[Any]) -> Int32 | None:
-    """A list of integers as an int32 array, or None if not all are 32-bit integers."""
+    """A list of integers as an int32 array, or None if not all of them are 32-bit integers."""
     for kind in "Ii":  # "I" (unsigned) takes half the time, but refuses negative numbers
         try:
             found: Int32 = np.frombuffer(array(kind, values), _INT32)

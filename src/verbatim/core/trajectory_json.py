@@ -1,7 +1,8 @@
-"""Writes trajectories as JSON values and reads them back, exact to the last bit of every logprob.
+"""Writes trajectories as JSON values and reads them back, exactly, to the last bit of every logprob.
 
-A prompt is written in the way it is stored: the number of ids it shares with the context (prompt and completion) of an
-earlier turn, followed by the new ids. So a trajectory of L tokens and T turns takes O(L), not O(T L).
+A prompt is written in the way in which it is stored: the number of ids that it shares with the context (prompt and
+completion) of an earlier turn, followed by the new ids. So a trajectory of L tokens and T turns takes O(L) space, not
+O(T L).
 
 Example, two turns of prompts `[1, 2]` and `[1, 2, 3, 4]` with completions `[3]` and `[5]`:
 
@@ -29,7 +30,8 @@ from verbatim.core.user_values import as_atom, why_refused
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 """Types that JSON represents directly."""
 NOT_WRITTEN = "not_written"
-"""The only key in the `info` of a trajectory that was stored without its messages; its value is the reason."""
+"""The only key in the `info` of a trajectory that was stored without its messages; the value of this key is the
+reason."""
 
 
 def trajectory_to_json(trajectory: TrajectoryRecord) -> dict[str, Any]:
@@ -58,12 +60,12 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 
 def was_cut(trajectory: TrajectoryRecord) -> bool:
     """True if a trajectory was stored without messages, tools and info, because these were not JSON. An environment's
-    own `info` may have the same key, but then the trajectory has messages too, or had none to lose."""
+    own `info` may have the same key, but then the trajectory has messages too, or had no messages to lose."""
     return not (trajectory.messages or trajectory.tools) and list(trajectory.info) == [NOT_WRITTEN]
 
 
 def plain(value: Any) -> Any:
-    """A value with arrays as lists, and non-finite numbers as the texts "NaN", "Infinity" and "-Infinity", which
+    """A value with arrays as lists, and non-finite numbers as the strings "NaN", "Infinity" and "-Infinity", which
     `float()` reads back."""
     kind = type(value)
     if kind in _AS_THEY_ARE or (kind is float and math.isfinite(value)):
@@ -85,10 +87,11 @@ def plain(value: Any) -> Any:
 
 
 def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
-    """A turn's prompt as `of_turn` and `shared` (what it shares with an earlier turn's context), and `new_ids`."""
+    """A turn's prompt as `of_turn` and `shared` (which earlier turn's context it shares ids with, and how many), and
+    `new_ids`."""
     prompt = turn.num_prompt_tokens
     best, shared = None, 0
-    if earlier and turn.extends(earlier[-1]):  # the common case: no other turn shares more
+    if earlier and turn.extends(earlier[-1]):  # this is the common case: no other turn shares more
         best, shared, earlier = len(earlier) - 1, len(earlier[-1].path), ()
     for index in range(len(earlier) - 1, -1, -1):
         context = earlier[index].path
@@ -98,7 +101,7 @@ def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
         if length > shared:
             best, shared = index, length
         if length == len(context):
-            break  # an exact extension: no earlier turn shares more
+            break  # this is an exact extension: no earlier turn shares more
     return {"of_turn": best, "shared": shared, "new_ids": turn.path.ids(prompt, start=shared)}
 
 
@@ -150,4 +153,4 @@ def _turn_from_json(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
 
 
 def _number(value: float | str | None) -> float | None:
-    return None if value is None else float(value)  # NaN and infinities are stored as texts
+    return None if value is None else float(value)  # NaN and infinities are stored as strings

@@ -1,4 +1,4 @@
-"""The records passed between stages, from example to micro-batch; import them from this module."""
+"""Exports the records that are passed between stages, from example to micro-batch. Import them from this module."""
 
 from verbatim.core.records.experts import Experts, RoutedExperts
 from verbatim.core.records.fields import Bool, Float32

@@ -1,5 +1,5 @@
-"""Handles exceptions raised by a user's code: whether their task is still running, and the memory that tracebacks keep
-alive."""
+"""Handles exceptions raised by a user's code: tells whether their task is still running, and frees the memory that
+tracebacks keep alive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drop_tracebacks(error: BaseException | None) -> None:
         found = left.pop()
         if found is not None and id(found) not in seen:
             seen.add(id(found))
-            # Not an assignment: an exception that is a frozen dataclass refuses it.
+            # This is not an assignment, because an exception that is a frozen dataclass refuses assignments.
             BaseException.with_traceback(found, None)
             left += [found.__cause__, found.__context__]
             left += found.exceptions if isinstance(found, BaseExceptionGroup) else ()

@@ -16,21 +16,22 @@ DEEPEST = 100
 MOST_VALUES = 1_000_000
 """Maximum number of values; a value that occurs twice counts twice, because it would be written twice."""
 MOST_CHARACTERS = 64 * 2**20
-"""Maximum number of characters of all texts together."""
+"""Maximum number of characters of all strings together."""
 EXPECTED = "texts, numbers, booleans, None, lists and mappings"
 ATOMS = frozenset({str, int, float, bool, NoneType})
-"""Python's own types for the JSON values that contain no others."""
+"""Python's own types for the JSON values that contain no other values."""
 _MOST_BITS = 14_000
 """2^14000 has 4,215 digits, below Python's limit of 4,300; larger integers are tested by converting them."""
 
 
 def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> str | None:
-    """Why a user's value is refused, or None if it is not.
+    """Why a user's value is refused, or None if it is not refused.
 
     Args:
         value: Any value. Each part is checked once, however often it occurs.
-        of_json: Whether it may contain only JSON types and numpy numbers; otherwise values of other types are skipped.
-        of_info: Whether numpy arrays and keys of any type are allowed too, because `info` is only written, not read.
+        of_json: True if the value may contain only JSON types and numpy numbers; otherwise values of other types are
+            skipped.
+        of_info: True if numpy arrays and keys of any type are allowed too, because `info` is only written, not read.
 
     >>> loop = {"role": "user"}
     >>> loop["self"] = loop
@@ -51,7 +52,7 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
 
 
 def _is_texts(value: Any) -> bool:
-    """True for a mapping of a few texts, like most messages: a fast path without a traversal."""
+    """True for a mapping of a few strings, which most messages are: a fast path without a traversal."""
     return (
         type(value) is dict
         and len(value) < MOST_VALUES
@@ -72,7 +73,8 @@ def is_short(number: int) -> bool:
 
 
 def as_atom(value: Any) -> Any:
-    """A JSON value without inner values, as exactly Python's own type: a subclass may override any method.
+    """Convert a JSON value without inner values to exactly Python's own type, because a subclass may override any
+    method.
 
     Other values are returned unchanged.
 
@@ -110,7 +112,7 @@ class _Look:
         """Ids of the containers that hold the current value, to detect cycles."""
         self._known: dict[int, tuple[Any, int, int, int]] = {}
         """Containers already checked, by id, with their number of values, characters and levels. The container itself
-        is kept so that no other object can get its id."""
+        is kept, too, so that no other object can get its id."""
 
     def size(self, value: Any, path: tuple[Any, ...]) -> tuple[int, int, int]:
         """Number of values, characters and levels."""

@@ -181,7 +181,7 @@ class TrainerWorker:
         logprobs = [values[1:] for values in self.trainer.logprobs(self._probe_samples)]
         rounding = None
         if self.measures_rounding:
-            short = self._probe_samples[:NUM_PROBES]  # without the long probe: the short ones are enough for a mean
+            short = self._probe_samples[:NUM_PROBES]  # no long probe: short probes are enough for a mean
             rounded = np.concatenate([values[1:] for values in self.trainer.logprobs(short, rounded=True)])
             rounding = float(np.abs(rounded - np.concatenate(logprobs[:NUM_PROBES])).mean())
         return Probes(

@@ -28,14 +28,14 @@ class RoutedExperts:
     experts: Experts
     """uint8 or uint16 [N, D, K]; 0 where unknown."""
     known: Bool
-    """bool [N]; whether the token's experts were recorded."""
+    """bool [N]; True for tokens whose experts were recorded."""
 
     def __len__(self) -> int:
         return len(self.known)
 
     @staticmethod
     def of_none(count: int, like: Experts) -> RoutedExperts:
-        """A record of `count` tokens whose experts are all still unknown."""
+        """A record of `count` tokens, for all of which the experts are still unknown."""
         return RoutedExperts(
             experts=np.zeros((count, *like.shape[1:]), dtype=like.dtype), known=np.zeros(count, dtype=np.bool_)
         )
@@ -45,7 +45,7 @@ class RoutedExperts:
 
         Args:
             at: Indices of the tokens: int64 [n].
-            experts: Their experts: [n, D, K].
+            experts: The experts of these tokens: [n, D, K].
         """
         new = ~self.known[at]
         self.experts[at[new]] = experts[new]
@@ -54,10 +54,10 @@ class RoutedExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The sizes of a model's mixture of experts, which a record must match."""
+    """The sizes of a model's mixture of experts. A record of experts must match them."""
 
     num_layers: int
-    """D, the number of decoder layers, including those without experts."""
+    """D, the number of decoder layers, including layers without experts."""
     num_experts: int
     """E, the number of experts in each layer that has experts."""
     experts_per_token: int | None
@@ -84,7 +84,7 @@ class Routing:
 
 
 def as_experts(values: Any, most: int) -> Experts:
-    """Expert numbers as a read-only array; a fitting array is not copied.
+    """Expert numbers as a read-only array; an array that already has the right form is not copied.
 
     Args:
         values: [N, D, K].
@@ -118,7 +118,7 @@ def experts_from_text(text: str) -> Experts:
     """The inverse of `experts_to_text`.
 
     Raises:
-        ValueError: the text is not such a file in base64.
+        ValueError: the text is not a file in numpy's format, encoded in base64.
     """
     try:
         found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
@@ -135,7 +135,7 @@ def experts_from_text(text: str) -> Experts:
 
 def same_routing(one: RoutedExperts | None, other: RoutedExperts | None, count: int) -> int:
     """The number of leading tokens, up to `count`, that were processed by the same experts in two sequences. A token
-    whose experts are known in only one of them counts as different.
+    whose experts are known in only one of the two sequences counts as different.
 
     >>> a = RoutedExperts(experts=np.array([[[4, 1]], [[0, 3]]], dtype=np.uint8), known=np.array([True, True]))
     >>> b = RoutedExperts(experts=np.array([[[4, 1]], [[0, 2]]], dtype=np.uint8), known=np.array([True, True]))

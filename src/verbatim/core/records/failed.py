@@ -7,9 +7,11 @@ MAX_FAILED = 0.1
 
 
 def too_many_failed(num_failed: int, num_episodes: int, most: float = MAX_FAILED) -> str | None:
-    """A clause that says how many episodes failed, if more than the share `most` or all of them did; otherwise None.
+    """A clause that says how many episodes failed, if the failed share is more than `most` or if all episodes failed;
+    otherwise None.
 
-    Such an evaluation measures only the survivors: long or hard episodes may be missing.
+    An evaluation with that many failures measures only the episodes that survived: long or hard episodes may be
+    missing.
 
     >>> too_many_failed(7, 8), too_many_failed(1, 10), too_many_failed(0, 0)
     ('7 of 8 episodes failed', None, None)

@@ -1,4 +1,4 @@
-"""Helpers for records: array types, checks of numbers, and a way to set the fields of a frozen record."""
+"""Contains helpers for records: array types, checks of numbers, and a way to set the fields of a frozen record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEACHER = "teacher"
 REFERENCE = "reference"
 """Name of the logprob stream of the frozen reference model."""
 NO_STREAMS: MappingProxyType[str, Any] = MappingProxyType({})
-"""No logprob streams."""
+"""An empty mapping: no logprob streams."""
 
 
 def fill(record: object, **values: Any) -> None:
@@ -27,14 +27,14 @@ def fill(record: object, **values: Any) -> None:
 
 
 def as_number(value: Any, name: str, hint: str = "") -> float | None:
-    """One number as a float. NaN and infinity are accepted: they are found and counted where credit is assigned.
+    """One number as a float. NaN and infinity are accepted here: they are found and counted where credit is assigned.
 
     Raises:
-        RecordError: a list, a text, an array with several elements, or an integer too large for a float.
+        RecordError: the value is a list, a string, an array with several elements, or an integer too large for a float.
     """
     if value is None or type(value) is float:
         return value
-    # numpy's strings, dates and complex numbers also have a __float__.
+    # numpy's strings, dates and complex numbers also have a `__float__`.
     is_number = hasattr(type(value), "__float__") and not getattr(value, "ndim", None) and not isinstance(value, str)
     if is_number and getattr(getattr(value, "dtype", None), "kind", "f") not in "cmMOSU":
         try:

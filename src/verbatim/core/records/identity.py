@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutIdentity:
-    """Names one rollout: its run, environment, example, group, place in the group, and seed."""
+    """Identifies one rollout by its run, environment, example, group, place in the group, and seed."""
 
     example_id: str
-    """Id of its example."""
+    """Id of the rollout's example."""
     trajectory_id: str = ""
-    """Unique within the run."""
+    """Id of the rollout, unique within the run."""
     run_id: str = ""
     """The run, by the name of its folder; empty outside of a run."""
     env: str = ""
-    """The name of its environment."""
+    """The name of the rollout's environment."""
     group_id: str = ""
-    """Id of its group."""
+    """Id of the rollout's group."""
     sample_index: int = 0
-    """Its index in the group."""
+    """The rollout's index in the group."""
     seed: int | None = None
-    """The seed of its sampling, or None if it has none."""
+    """The seed for sampling the rollout, or None if it has no seed."""

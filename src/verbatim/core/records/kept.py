@@ -1,5 +1,5 @@
-"""Defines the record of kept sets: the ids that each token was sampled from, if top-p, top-k or min-p cut the
-distribution."""
+"""Defines the record of kept sets. A token's kept set contains the ids that the token was sampled from, if top-p, top-k
+or min-p cut the distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verbatim.core.token_tree import LARGEST_ID, Int32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptSets:
-    """The kept sets of N tokens, concatenated; an empty set means that nothing was cut.
+    """The kept sets of N tokens, concatenated. An empty set means that the token's distribution was not cut.
 
     Example: of three tokens, the first was sampled from the ids 3 and 7, the second from all ids, and the third could
     only be 7: `ids = [3, 7, 7]`, `offsets = [0, 2, 2, 3]`.
@@ -29,7 +29,7 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int] | Int32]) -> KeptSets:
-        """The record of these sets, whose ids may be in any order.
+        """Make a record from sets of ids; the ids of a set may be in any order.
 
         Raises:
             RecordError: an element is not a token id.
@@ -48,7 +48,7 @@ class KeptSets:
 
     @classmethod
     def of_counts(cls, ids: Int32, counts: Sequence[int] | NDArray[np.integer]) -> KeptSets:
-        """The record of sets with these numbers of ids."""
+        """Make a record from concatenated ids and the number of ids in each set."""
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         assert offsets[-1] == len(ids), f"{len(ids)} ids for sets of {offsets[-1]}"
@@ -56,7 +56,7 @@ class KeptSets:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """The size of each set, 0 if nothing was cut: int64 [N]."""
+        """The size of each set, 0 where nothing was cut: int64 [N]."""
         counts: NDArray[np.int64] = np.diff(self.offsets)
         return counts
 
@@ -80,7 +80,7 @@ class KeptSets:
         return KeptSets.of_counts(self.ids[at], counts)
 
     def spread(self, places: NDArray[np.integer], length: int) -> KeptSets:
-        """The sets moved to these ascending indices of `length` tokens; at all others nothing was cut."""
+        """The sets, moved to these ascending indices of `length` tokens; at all other indices nothing was cut."""
         counts = np.zeros(length, dtype=np.int64)
         counts[places] = self.counts
         return KeptSets.of_counts(self.ids, counts)
@@ -90,8 +90,8 @@ class KeptSets:
         """The sets of several runs of tokens, concatenated, or None if nothing was cut in any run.
 
         Args:
-            parts: The sets of each run, or None if nothing was cut in it.
-            lengths: Number of tokens of each run.
+            parts: The sets of each run, or None for a run in which nothing was cut.
+            lengths: Number of tokens in each run.
         """
         known = [part for part in parts if part is not None]
         if not known:
@@ -104,7 +104,8 @@ class KeptSets:
 
 
 def as_kept_sets(given: KeptSets | Sequence[Sequence[int]], completion_ids: Int32) -> KeptSets:
-    """The kept sets of a completion, checked: every set that is not empty contains the sampled id.
+    """Check the kept sets of a completion and return them as a record: every set that is not empty contains the sampled
+    id.
 
     Raises:
         RecordError: the number of sets is wrong, or a set is not ascending or does not contain the sampled id.

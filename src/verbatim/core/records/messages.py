@@ -1,4 +1,4 @@
-"""Defines messages in OpenAI's chat format, tool calls, and the examples that conversations start from."""
+"""Defines messages in OpenAI's chat format, tool calls, and the examples from which conversations start."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StopReason(StrEnum):
 
     @property
     def truncated(self) -> bool:
-        """True if something was cut off, which is the case for every reason except a natural stop."""
+        """True if something was cut off; this holds for every reason except a natural stop."""
         return self is not StopReason.STOP
 
 
@@ -58,7 +58,7 @@ PARSE_STATUSES: tuple[str, ...] = get_args(ParseStatus)
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One attempt of the model to call a tool, whether well-formed or not."""
+    """One attempt of the model to call a tool, well-formed or not."""
 
     name: str | None
     """The function's name, or None if it could not be parsed."""
@@ -77,12 +77,12 @@ class Example:
     """One row of a dataset: the task of a rollout, and what its environment needs to start it."""
 
     id: str
-    """Unique within its environment."""
+    """Id of the example, unique within its environment."""
     env: str = ""
-    """The name of its environment."""
+    """The name of the example's environment."""
     messages: tuple[Message, ...] = ()
     """Opening messages, if the dataset has them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tool schemas, if the dataset has them."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values for the environment (the secret, the answer, ...)."""
+    """JSON values that the environment needs (the secret, the answer, ...)."""

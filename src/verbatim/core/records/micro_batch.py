@@ -1,4 +1,4 @@
-"""Defines the micro-batch: the tokens of one forward pass and its prediction targets."""
+"""Defines the micro-batch: the tokens of one forward pass and the targets predicted in it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Targets:
     temperatures: Float32
     """Temperature at which each target was sampled: float32 [M]."""
     inference_logprobs: Float32
-    """Logprobs of the engine that sampled: float32 [M]; NaN: missing (sft only)."""
+    """Logprobs of the engine that sampled the targets: float32 [M]; NaN where the logprob is missing (sft only)."""
     advantages: Float32
     """Advantage of each target: float32 [M]."""
     chunk_ids: Int32
     """Turn index of each target: int32 [M]."""
     trajectories: Int32
-    """Index into `MicroBatch.trajectory_ids`: int32 [M]."""
+    """Index of the target's trajectory in `MicroBatch.trajectory_ids`: int32 [M]."""
     offsets: Int32
-    """Index of the target in its trajectory's samples, concatenated: int32 [M]."""
+    """Index of the target in the concatenated samples of its trajectory: int32 [M]."""
     logprob_streams: Mapping[str, Float32] = field(default_factory=dict)
     """Logprobs of other models, by the model's role ("teacher"): float32 [M]."""
     kept_sets: KeptSets | None = None
@@ -47,7 +47,7 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One forward pass in gather form, so that rows and trees have the same type.
+    """The tokens and targets of one forward pass, in a form that is the same for rows and trees.
 
     Token u attends to the tokens k with `starts[k] <= starts[u] < ends[k]` and k <= u (Euler-tour intervals of
     a forest in depth-first order). Rows are the special case of a forest of paths: then `starts` counts up and
@@ -62,7 +62,7 @@ class MicroBatch:
     position_ids: Int32
     """Depth of each token in its row or tree: int32 [U]."""
     starts: Int32
-    """Euler-tour entry of each token: int32 [U]; equals its index, in depth-first order."""
+    """Euler-tour entry of each token: int32 [U]; in depth-first order it equals the token's index."""
     ends: Int32
     """Euler-tour exit of each token: int32 [U]."""
     targets: Targets
@@ -72,11 +72,12 @@ class MicroBatch:
     trajectory_lengths: Int32
     """Length of each of these trajectories, counting the tokens of all its samples: int32 [len(trajectory_ids)]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that must process the U tokens, or None if none were recorded."""
+    """The experts of a mixture that must process the U tokens, or None if no experts were recorded."""
     is_rows: bool = True
-    """Whether every tree is a path; attention kernels for rows rely on it."""
+    """True if every tree is a path; attention kernels for rows rely on this."""
     num_repeated_tokens: int = 0
-    """Tokens that an earlier micro-batch of the same optimizer step also computes, because the forest was cut."""
+    """Number of tokens that an earlier micro-batch of the same optimizer step also computes, because the forest was
+    cut."""
 
     @property
     def num_tokens(self) -> int:

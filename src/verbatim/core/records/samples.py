@@ -48,18 +48,18 @@ class TrainingSample:
     logprob_streams: Mapping[str, Float32]
     """Logprobs of other models for the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that processed the L tokens during sampling, or None if not recorded."""
+    """The experts of a mixture that processed the L tokens during sampling, or None if they were not recorded."""
     kept_sets: KeptSets | None = None
     """The kept sets of the L tokens, empty outside the mask, or None if nothing was cut."""
     trajectory_id: str = ""
-    """Id of its trajectory."""
+    """Id of the sample's trajectory."""
     group_id: str = ""
-    """Id of that trajectory's group."""
+    """Id of the trajectory's group."""
     env: str = ""
-    """Name of its environment."""
+    """Name of the sample's environment."""
     part: int = -1
-    """Index of this sample among those of its trajectory; -1: unknown. Two samples with equal `trajectory_id` and part
-    belong to different trajectories."""
+    """Index of this sample among the samples of its trajectory; -1 if unknown. Two samples with the same
+    `trajectory_id` and the same part belong to different trajectories."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class TrainingSample:
         env: str = "",
         part: int = -1,
     ) -> Self:
-        """The sample with these spans of trained tokens, in ascending order. Its arrays are built when they are first
-        read and are parallel by construction; everything else that `__init__` checks is checked here."""
+        """Make a sample from spans of trained tokens, in ascending order. The sample's arrays are built when they are
+        first read and are parallel by construction; everything else that `__init__` checks is checked here."""
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids)), "spans outside of the sample"
-        if len(spans) > 1:  # skips the loop: after breaks, most samples have a single span
+        if len(spans) > 1:  # this skips the loop: after breaks, most samples have a single span
             assert all(one.end <= other.start for one, other in pairwise(spans)), "spans that overlap"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
@@ -176,7 +176,8 @@ class TrainingSample:
         return of_trained(self.spans, name)
 
     def trained_chunks(self) -> Iterator[tuple[int, int]]:
-        """Turn index and number of tokens of each turn with trained tokens, in the order of the tokens.
+        """For each turn with trained tokens, the pair (turn index, number of trained tokens), in the order of the
+        tokens.
 
         Example: chunk ids `[-1, 0, 0, -1, 1]` give (0, 2) and (1, 1).
         """

@@ -19,7 +19,7 @@ OUTSIDE: dict[str, tuple[type, float]] = {
     "policy_versions": (np.int32, -1),
     "temperatures": (np.float32, 1.0),
 }
-"""The arrays of a sample that are built from its spans: dtype, and value outside all spans."""
+"""The dtype of each array of a sample that is built from its spans, and the array's value outside all spans."""
 
 
 class Span(NamedTuple):
@@ -35,11 +35,11 @@ class Span(NamedTuple):
     chunk: int
     """The turn's index."""
     version: int
-    """The policy version; -1: unknown."""
+    """The policy version; -1 if unknown."""
     advantage: float
     temperature: float
     logprobs: Float32 | None
-    """Inference logprobs, float32 [end - start], or None if missing."""
+    """Inference logprobs, float32 [end - start], or None if they are missing."""
 
 
 _INSIDE: dict[str, Callable[[Span], Any]] = {
@@ -50,7 +50,7 @@ _INSIDE: dict[str, Callable[[Span], Any]] = {
     "policy_versions": attrgetter("version"),
     "temperatures": attrgetter("temperature"),
 }
-"""The value of each array of `OUTSIDE` within the span; None: the same as outside."""
+"""The value of each array of `OUTSIDE` within the span; None if it is the same as outside."""
 
 
 def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:

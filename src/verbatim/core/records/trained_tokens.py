@@ -20,11 +20,11 @@ class TrainedTokens:
     """
 
     logprobs: Float32
-    """The trainer's logprob of the token at its sampling temperature, before the optimizer step on it: float32
-    [T]."""
+    """The trainer's logprob of each token at the token's sampling temperature, before the optimizer step on the token:
+    float32 [T]."""
     gradients: Float32
-    """Derivative of the summed loss (not yet normalised) by that logprob: negative if the optimizer step makes the
-    token more likely, about 0 if the loss masks it: float32 [T]."""
+    """Derivative of the summed loss (not yet normalised) with respect to that logprob: negative if the optimizer step
+    makes the token more likely, about 0 if the loss masks the token: float32 [T]."""
 
     def __post_init__(self) -> None:
         assert self.logprobs.shape == self.gradients.shape, f"{self.logprobs.shape} != {self.gradients.shape}"
@@ -40,7 +40,8 @@ class TrainedTokens:
         )
 
     def by_turn(self, samples: Sequence[TrainingSample]) -> Iterator[tuple[TrainingSample, int, Float32, Float32]]:
-        """Sample, turn index, logprobs and gradients of each trained turn. All tokens of a turn are in the same sample.
+        """The sample, the turn index, the logprobs and the gradients of each trained turn. All tokens of a turn are in
+        the same sample.
 
         Args:
             samples: The batch.

@@ -21,21 +21,22 @@ from verbatim.core.records.messages import ParseStatus, StopReason, ToolCall
 from verbatim.core.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids, of_list
 
 MAX_POSITIVE_LOGPROB = 1e-4
-"""A logprob up to this far above 0 is taken as a rounding error and stored as 0. Larger values are refused."""
+"""A logprob that exceeds 0 by at most this is treated as a rounding error and stored as 0. Larger values are
+refused."""
 _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 _SMALLEST = int(np.float32(np.finfo(np.float32).min).view(np.int32))
-"""The bits of the smallest finite float32 as an integer. Compared as integers, all other finite negative floats are
-smaller, and every value that needs a closer check is larger: -inf, NaN, 0 and positive numbers."""
+"""The bits of the smallest finite float32, read as an integer. Compared as integers, all other finite negative floats
+are smaller, and every value that needs a closer check is larger: -inf, NaN, 0 and positive numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTiming:
-    """Wall-clock seconds of one turn."""
+    """How long the parts of one turn took, in wall-clock seconds."""
 
     queued: float = 0.0
     """Time from the request to the processing of the first prompt token."""
     generated: float = 0.0
-    """Time from then to the last sampled token."""
+    """Time from the processing of the first prompt token to the last sampled token."""
     tools: float = 0.0
     """Time in tools and the environment after the completion."""
 
@@ -44,8 +45,8 @@ class TurnTiming:
 class Turn:
     """One model request and its response, as exact ids.
 
-    It is created from `prompt_ids` and `completion_ids`, or from `completion_ids` and a `path` of a `TokenTree` that
-    ends with them.
+    A turn is created from `prompt_ids` and `completion_ids`, or from `completion_ids` and a `path` of a `TokenTree`
+    that ends with these ids.
 
     Raises:
         RecordError: lengths that do not match, numbers that are not ids, a logprob that is NaN, infinite or above 0, a
@@ -62,15 +63,15 @@ class Turn:
     """The policy version that sampled each completion id, int32 [C], or None if unknown."""
     routed_experts: Experts | None = None
     """The experts that processed the last N tokens, not counting the final token, which was sampled but not processed:
-    [N, D, K]. Earlier turns have the experts of earlier tokens. None: not recorded."""
+    [N, D, K]. Earlier turns have the experts of earlier tokens. None if no experts were recorded."""
     kept_sets: KeptSets | None = None
-    """The kept sets of the C completion ids, or None if nothing was cut or it is unknown."""
+    """The kept sets of the C completion ids, or None if nothing was cut or if this is unknown."""
     stop_reason: StopReason = StopReason.STOP
     """Why the completion ended."""
     temperature: float = 1.0
     """The sampling temperature."""
     reward: float | None = None
-    """The turn's own reward, or None if it has none."""
+    """The turn's own reward, or None if it has no reward of its own."""
     advantage: float | None = None
     """The advantage of this turn's tokens, or None to use the trajectory's advantage."""
     state_key: str | None = None
@@ -84,9 +85,10 @@ class Turn:
     timing: TurnTiming | None = None
     """Time spent on the turn."""
     trained: bool = True
-    """Whether its tokens may be trained. An untrained turn is only context, and is counted as `untrained`."""
+    """True if the turn's tokens may be trained. An untrained turn is only context, and its tokens are counted as
+    `untrained`."""
     attachments: None = None
-    """Reserved: turns are text only for now."""
+    """Reserved for later: turns contain only text for now."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class Turn:
 _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
-"""Setters of the fields, used to construct a turn: several times as fast as `object.__setattr__` by name."""
+"""Setters of the fields, used to construct a turn; they are several times as fast as `object.__setattr__` by name."""
 (_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_kept_sets,
  _set_stop_reason, _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status,
  _set_tool_calls, _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
@@ -200,7 +202,7 @@ def _as_logprobs(values: object, expected: int) -> Float32:
         ) from None
     if given.ndim != 1 or len(given) != expected:
         raise RecordError(f"logprobs: {given.size} for {expected} completion ids")
-    # A copy that is read-only, because bytes are immutable.
+    # This makes a copy that is read-only, because bytes are immutable.
     logprobs: Float32 = np.frombuffer(given.tobytes(), _FLOAT32)
     if expected:
         bits = logprobs.view(_INT32)

@@ -1,4 +1,4 @@
-"""Builds training samples from trajectories with pure functions over records; no torch, no asyncio."""
+"""Builds training samples from trajectories with pure functions over records, without torch and asyncio."""
 
 from verbatim.core.trajectories.age import age, first_version
 from verbatim.core.trajectories.ledger import Ledger

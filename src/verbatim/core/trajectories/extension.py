@@ -13,12 +13,12 @@ class Extension:
     """How a prompt relates to the open samples."""
 
     sample: int | None
-    """Number of the open sample that is the longest exact prefix of the prompt, or None at a break."""
+    """The number of the open sample that is the longest exact prefix of the prompt, or None at a break."""
     shared: int
     """Number of ids that the prompt shares with the sample it extends (the sample's whole length), or, at a break, with
     the closest sample."""
     closest: int | None
-    """Number of the sample that `shared` refers to, or None if no sample is open."""
+    """The number of the sample to which `shared` refers, or None if no sample is open."""
 
 
 class SampleEnds:
@@ -31,14 +31,14 @@ class SampleEnds:
 
     def __init__(self) -> None:
         self._ends: dict[Segment, list[tuple[int, int]]] = {}
-        """By segment: (length, number) of each sample that ends in it."""
+        """For each segment, (length, number) of each sample that ends in it."""
         self._count = 0
 
     def longest(self, turn: Turn) -> tuple[int, int] | None:
         """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None at a break.
 
-        A shorter sample must not win over a longer one, because the sampled tokens of the longer one would then count
-        as tokens of the environment. Of equally long samples the earliest wins.
+        A shorter sample must not win over a longer one, because the sampled tokens of the longer sample would then
+        count as tokens of the environment. Among equally long samples the earliest wins.
         """
         ends, length = self._ends, turn.path.length - len(turn.completion_ids)
         segment = turn.path.segment_at(length)
@@ -72,16 +72,17 @@ class SampleEnds:
 
 
 class OpenSamples(SampleEnds):
-    """Like `SampleEnds`, and also finds the closest sample at a break.
+    """Same as `SampleEnds`, but also finds the closest sample at a break.
 
-    Example: with the samples `[1, 2]` and `[1, 2, 3]`, the prompt `[1, 2, 3, 9]` extends the second; `[1, 5]` extends
-    none and shares 1 id with the first.
+    Example: with the samples `[1, 2]` and `[1, 2, 3]`, the prompt `[1, 2, 3, 9]` extends the second sample; the prompt
+    `[1, 5]` extends no sample and shares 1 id with the first.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._reach: dict[Segment, tuple[int, int]] = {}
-        """By segment: the largest length that a sample reaches in it, and the number of the first that reaches it."""
+        """For each segment, the largest length that a sample reaches in it, and the number of the first sample that
+        reaches this length."""
 
     def find(self, turn: Turn) -> Extension:
         """The sample that the turn extends, or the closest one."""
@@ -100,7 +101,7 @@ class OpenSamples(SampleEnds):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all samples; shared prefixes count once."""
+        """Number of tokens in all samples together; shared prefixes count once."""
         return sum(length - segment.start for segment, (length, _) in self._reach.items())
 
     def _mark(self, path: TokenPath, number: int) -> None:

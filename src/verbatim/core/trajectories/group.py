@@ -13,15 +13,15 @@ class Group:
     """The trajectories of one example, within which advantages are computed."""
 
     group_id: str
-    """Unique within the run."""
+    """Id of the group, unique within the run."""
     example_id: str
     """Id of the example."""
     env: str
-    """The name of their environment."""
+    """The name of the example's environment."""
     trajectories: tuple[Trajectory, ...]
     """The trajectories, ordered by `sample_index`, including failed ones."""
     index: int = -1
-    """Number of the group in the run, in the order in which groups were started; -1: unknown."""
+    """Number of the group in the run, in the order in which groups were started; -1 if unknown."""
 
     def __post_init__(self) -> None:
         fill(self, trajectories=tuple(self.trajectories))
@@ -34,5 +34,5 @@ class Group:
     @property
     def scored(self) -> tuple[Trajectory, ...]:
         """The completed trajectories whose rewards are present and finite. Baselines and the difficulty of the example
-        are computed from these only, because a missing reward is not 0."""
+        are computed from these trajectories only, because a missing reward is not 0."""
         return tuple(t for t in self.completed if t.bad_reward is None)

@@ -1,4 +1,4 @@
-"""Token accounting: every sampled token is trained, pending, or dropped for one counted reason."""
+"""Accounts for tokens: every sampled token is trained, pending, or dropped for one counted reason."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Ledger:
     """Cumulative token counts of a run: `sampled = trained + dropped + pending`, checked at every step.
 
     Tokens are counted when they appear (a sampler returned them) and when they end (in an optimizer step, or dropped
-    for a reason). `pending` is not derived from the other counts, because the sum would then always hold. Instead,
-    everything that holds tokens counts its own, and `check` compares the sums.
+    for a reason). `pending` is not derived from the other counts, because the equation would then always hold. Instead,
+    everything that holds tokens counts its own tokens, and `check` compares the sums.
 
     Example:
         >>> ledger = Ledger()
@@ -41,8 +41,8 @@ class Ledger:
         self.masked_by_loss = 0
         self.dropped: Counter[str] = Counter()
         self._settled_below = 0
-        # The settled groups are all below this bound, plus those in the set, so that memory stays bounded in a long
-        # run.
+        # The settled groups are all groups below this bound and those in the set, so that memory stays bounded in a
+        # long run.
         self._settled_above: set[int] = set()
 
     def sampled_tokens(self, count: int) -> None:
@@ -84,7 +84,7 @@ class Ledger:
             pending: Tokens of episodes in flight and of groups waiting to be trained.
 
         Raises:
-            AssertionError: the sum does not hold.
+            AssertionError: the counts do not add up.
         """
         total = self.trained + sum(self.dropped.values()) + pending
         assert self.sampled == total, (

@@ -1,4 +1,4 @@
-"""Finds breaks: turns that open a training sample although their agent had sampled before.
+"""Finds breaks: turns that open a training sample although their agent has sampled before.
 
 Metrics, files, the viewer, alarms, the doctor and `on_break = "error"` all use this definition.
 """
@@ -16,9 +16,10 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
     """The indices of the turns with a break, in order.
 
     A turn without sampled tokens is in no sample. An agent's first turn is not a break, because it has no history that
-    could have changed. Computed with the interleaved strategy, also in runs with another one.
+    could have changed. Breaks are computed with the interleaved strategy, even in runs with another strategy.
 
-    Example: `main, sub/1, main`, where the last turn extends the first: `[]`. If it extends neither: `[2]`.
+    Example: turns of `main, sub/1, main`, where the last turn extends the first, give `[]`. If the last turn extends
+        neither of the others, they give `[2]`.
     """
     kept = [place for place, turn in enumerate(turns) if len(turn.completion_ids)]
     samples = interleaved([turns[place] for place in kept])
@@ -26,7 +27,7 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
 
 
 def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
-    """The indices in `openings` whose turn's agent also sampled in an earlier turn, in order."""
+    """Those of the indices in `openings` for which the turn's agent also sampled in an earlier turn, in order."""
     found, agents, opens = [], set[str](), set(openings)
     for place, turn in enumerate(turns):
         if place in opens and turn.agent in agents:

@@ -12,8 +12,8 @@ from verbatim.core.trajectories.record import TrajectoryRecord
 TRAINED = "trained"
 """The outcome of tokens on which an optimizer step is taken."""
 EVALUATION = "evaluation"
-"""The outcome of tokens that were sampled for an evaluation, which are never trained and not in the ledger. Every other
-outcome is a reason of the `Ledger`."""
+"""The outcome of tokens that were sampled for an evaluation. These tokens are never trained and are not in the ledger.
+Every other outcome is a reason of the `Ledger`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class TrajectoryOutcome:
     turns: tuple[str, ...]
     """The outcome of each turn's completion, in order."""
     unrecorded: str | None = None
-    """The outcome of the sampled tokens that are in no turn, or None if there are none."""
+    """The outcome of the sampled tokens that are in no turn, or None if there are no such tokens."""
     reason: str | None = None
     """Why the whole trajectory is not trained, or None if each turn has an outcome of its own."""
     flags: tuple[str, ...] = ()
@@ -44,10 +44,10 @@ class TrajectoryOutcome:
     """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if they were
     not kept."""
     gradients: tuple[Float32 | None, ...] = ()
-    """Derivative of the loss (not yet normalised) by each of these logprobs: float32 [C]."""
+    """Derivative of the loss (not yet normalised) with respect to each of these logprobs: float32 [C]."""
     teacher_logprobs: tuple[Float32 | None, ...] = ()
-    """The teacher's logprobs of each turn's completion, float32 [C], or None for a turn that it did not score. Empty
-    without a teacher."""
+    """The teacher's logprobs of each turn's completion, float32 [C], or None for a turn that the teacher did not score.
+    Empty without a teacher."""
 
     def __post_init__(self) -> None:
         assert len(self.turns) == len(self.trajectory.turns), "each turn needs an outcome"

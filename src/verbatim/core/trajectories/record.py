@@ -22,13 +22,13 @@ class TrajectoryRecord:
     """The fields of a `Trajectory` and their properties; `Trajectory` adds the mapping view.
 
     Raises:
-        RecordError: a reward, a part of it or an advantage that is not a single number.
+        RecordError: a reward, a part of a reward or an advantage is not a single number.
     """
 
     example_id: str
     """Id of the example."""
     turns: tuple[Turn, ...] = ()
-    """All requests with their responses, in the order of sampling, including those of sub-agents."""
+    """All requests with their responses, including those of sub-agents, in the order of sampling."""
     messages: tuple[Message, ...] = ()
     """The conversation of the main agent (or of the first agent, if there is no main agent), for people and tools;
     never the source of ids."""
@@ -39,26 +39,26 @@ class TrajectoryRecord:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, if the environment gives them."""
     agent_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of single agents, if the environment gives them. The turns of these agents get credit from them, all
-    other turns from `reward`."""
+    """Rewards of single agents, if the environment gives them. The turns of these agents get credit from these rewards,
+    all other turns from `reward`."""
     env: str = ""
-    """The name of its environment."""
+    """The name of the episode's environment."""
     trajectory_id: str = ""
-    """Unique within the run."""
+    """Id of the trajectory, unique within the run."""
     run_id: str = ""
     """The run, by the name of its folder; empty outside of a run."""
     group_id: str = ""
-    """Id of its group."""
+    """Id of the trajectory's group."""
     sample_index: int = 0
-    """Its index in the group."""
+    """The trajectory's index in the group."""
     seed: int | None = None
-    """The seed of its sampling, or None if it has none."""
+    """The seed for sampling the episode, or None if it has no seed."""
     advantage: float | None = None
-    """The advantage of its sampled tokens, except in turns with an advantage of their own."""
+    """The advantage of the episode's sampled tokens, except in turns with an advantage of their own."""
     stop_reason: StopReason | None = None
     """Why the episode ended."""
     truncated: bool = False
-    """Whether something was cut off."""
+    """True if something was cut off."""
     error: str | None = None
     """The error message of a failed episode, or None. A trajectory with an error is never trained on."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +68,8 @@ class TrajectoryRecord:
     """Number of sampled tokens that are in no turn, because their completion was cut off or could not be recorded
     (`error` then has the reason)."""
     num_unrecorded_turns: int = 0
-    """Number of turns that a server answered without token ids; they are in `messages`, but are never trained."""
+    """Number of turns that a server answered without token ids. These turns are in `messages`, but are never
+    trained."""
 
     def __post_init__(self) -> None:
         fill(
@@ -120,17 +121,17 @@ class TrajectoryRecord:
 
     @property
     def num_breaks(self) -> int:
-        """Number of turns whose prompt extends no open sample exactly although their agent had sampled before."""
+        """Number of turns whose prompt extends no open sample exactly although their agent has sampled before."""
         return len(breaks(self.turns))
 
     @classmethod
     def of(cls, identity: RolloutIdentity, **fields: Any) -> Self:
-        """The trajectory of this rollout, with the given other fields."""
+        """The trajectory of the rollout with this identity; `fields` are the other fields."""
         return cls(**vars(identity), **fields)
 
     @property
     def identity(self) -> RolloutIdentity:
-        """The identity of its rollout."""
+        """The identity of the trajectory's rollout."""
         return RolloutIdentity(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RolloutIdentity)})
 
     def replace(self, **changes: Any) -> Self:

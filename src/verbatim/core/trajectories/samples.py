@@ -28,18 +28,19 @@ from verbatim.core.trajectories.strategies import branching, interleaved
 Strategy = Callable[[Sequence[Turn]], list[list[int]]]
 
 STRATEGIES: dict[str, Strategy] = {"interleaved": interleaved, "branching": branching}
-"""`strategy(turns) -> samples`: for each sample, the indices of its turns in order. Each prompt after the first must
-extend the turn before it exactly; a strategy only chooses which turns to join into one sample."""
+"""`strategy(turns) -> samples`: for each sample, the indices of its turns in order. In a sample, the prompt of each
+turn after the first must extend the turn before it exactly; a strategy only chooses which turns to join into one
+sample."""
 
 OnBreak = Literal["split", "error"]
 
 _SHOWN = 8
-"""Number of ids shown in a message, starting at the first difference."""
+"""Number of ids that a message shows, starting at the first difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltSamples:
-    """The samples of one trajectory, and the outcome of each of its sampled tokens."""
+    """The samples of one trajectory, and the outcome of each of the trajectory's sampled tokens."""
 
     samples: list[TrainingSample]
     """The samples, each with at least one trained token."""
@@ -58,16 +59,16 @@ def build_samples(
 ) -> list[TrainingSample]:
     """The training samples of a trajectory; a failed trajectory has none.
 
-    A turn that is marked untrained, or that has no logprobs, is only context. A token's advantage is that of its turn,
-    or else that of its trajectory, or else 0.
+    A turn that is marked untrained, or that has no logprobs, is only context. A token's advantage is that of its turn
+    if the turn has one, else that of its trajectory if there is one, else 0.
 
     Args:
         trajectory: The trajectory, with its advantages.
         strategy: A name from `STRATEGIES`, or an import path.
-        include_failed: Also build samples from a trajectory with an `error`, from the turns before it.
+        include_failed: Also build samples from a trajectory with an `error`, using the turns before the error.
 
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: the strategy is unknown.
 
     Example:
         >>> from verbatim import Trajectory
@@ -93,23 +94,23 @@ def build(
 ) -> BuiltSamples:
     """The training samples of a trajectory, and the outcome of all its tokens.
 
-    A trajectory with an `error` gives no samples. Sampled tokens that are in no turn are dropped as `cancelled`: their
-    completion was cut off.
+    A trajectory with an `error` gives no samples. Sampled tokens that are in no turn are dropped as `cancelled`,
+    because their completion was cut off.
 
     Args:
         trajectory: The trajectory, with its advantages.
         strategy: A name from `STRATEGIES`, or an import path.
         on_break: What happens at a prompt that extends no sample: "split" opens a new sample, "error" stops the run.
-        max_length: Maximum tokens of a sample. A turn that ends beyond it is dropped whole, as `over_length`, so that
-            samples are cut at turn boundaries only.
+        max_length: Maximum number of tokens in a sample. A turn that ends beyond this maximum is dropped whole, as
+            `over_length`, so that samples are cut at turn boundaries only.
         needs_logprobs: False for supervised training, where recorded text has no logprobs.
         include_failed: Also build samples from the completed turns of a trajectory with an `error`; its sampled tokens
             that are in no turn are dropped as `error`.
 
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: the strategy is unknown.
         ComponentError: a user's own strategy cannot be imported, or joins turns that do not extend each other.
-        RunStopped: a break, with `on_break = "error"`; the message names its position.
+        RunStopped: there is a break, and `on_break` is "error"; the message names the position of the break.
     """
     group = find_strategy(strategy)
     failed = trajectory.error is not None
@@ -127,7 +128,8 @@ def build(
     if on_break == "error" and strategy != "branching":
         _refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
-    # One sample needs no reader; with several, the reader copies shared prefixes instead of joining them every time.
+    # A single sample needs no reader; with several samples, the reader copies shared prefixes instead of joining them
+    # every time.
     ids_of = TokenPath.ids if len(runs) == 1 else PathReader().ids
     has_experts = any([turn.routed_experts is not None for turn in trajectory.turns])
     for run in runs:
@@ -152,7 +154,7 @@ def find_strategy(name: str) -> Strategy:
     """The strategy with this name, or at this import path.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
         ComponentError: the strategy cannot be imported.
     """
     if name in STRATEGIES:
@@ -206,7 +208,7 @@ def _sample(
 ) -> TrainingSample:
     """One sample: the tokens up to the end of its last trained turn, with all trained turns marked.
 
-    Untrained turns after that are left out, because they are not context for any trained token.
+    Untrained turns after the last trained turn are left out, because they are not context for any trained token.
     """
     spans: list[Span] = []
     for index, turn in trained:
@@ -228,7 +230,7 @@ _span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
 
 
 def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | None) -> None:
-    """Add the trained tokens of a turn, as one span for each policy version that sampled some of them."""
+    """Add the trained tokens of a turn, as one span for each policy version that sampled some of these tokens."""
     end, versions, logprobs = turn.path.length, turn.policy_versions, turn.logprobs
     start, advantage = end - len(turn.completion_ids), advantage or 0.0
     if versions is None or versions.strides == (0,):
@@ -255,8 +257,9 @@ def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | N
 
 
 def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:
-    """The experts that processed the tokens of a sample: as recorded by its own turns, then by other turns, as far as
-    these share its context. If several turns recorded a token, the sample's own turns have priority, in order.
+    """The experts that processed the tokens of a sample, as recorded by the sample's own turns, and then by other turns
+    as far as these share the sample's context. If several turns recorded a token, the sample's own turns have priority,
+    in order.
 
     Args:
         trained: The trained turns of the sample, each with its index.
@@ -285,7 +288,7 @@ def _refuse_breaks(
         runs: For each sample, the indices of its turns in `kept`.
 
     Raises:
-        RunStopped: names trajectory, turn and position, and shows the ids on both sides.
+        RunStopped: there is a break; the message names trajectory, turn and position, and shows the ids on both sides.
     """
     for first in spoken_before((run[0] for run in runs), [turn for _, turn in kept]):
         raise RunStopped(
@@ -295,7 +298,7 @@ def _refuse_breaks(
 
 
 def _explain_break(index: int, turn: Turn, earlier: Sequence[tuple[int, Turn]]) -> str:
-    """Where a turn's prompt leaves the closest earlier turn, and the ids on both sides.
+    """Explain where a turn's prompt first differs from the closest earlier turn, and show the ids on both sides.
 
     Example: `turn 1 (main) does not extend turn 0: of its 3 prompt ids the first 1 are the same; at position 1 it has
     [9, 7], turn 0 has [2]`.

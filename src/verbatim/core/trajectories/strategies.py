@@ -11,8 +11,8 @@ from verbatim.core.trajectories.extension import SampleEnds
 def branching(turns: Sequence[Turn]) -> list[list[int]]:
     """One sample per turn: the prompt is untrained, the completion is trained.
 
-    It makes no assumptions about prompts, so it works with any chat template. A trajectory of T turns costs the sum of
-    its prompts, unless shared prefixes are computed once (packing "tree").
+    This strategy makes no assumptions about prompts, so it works with any chat template. A trajectory costs as many
+    tokens as all its prompts and completions together, unless shared prefixes are computed once (packing "tree").
 
     Returns:
         For each sample, the indices of its turns.
@@ -24,7 +24,7 @@ def branching(turns: Sequence[Turn]) -> list[list[int]]:
 
 
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:
-    """A turn joins the sample that its prompt extends exactly, or opens a new one.
+    """A turn joins the sample that its prompt extends exactly, or opens a new sample.
 
     All samples stay open, so agents that alternate, and a parent that continues after a sub-agent, can each continue
     their own sample.

@@ -27,10 +27,10 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
     Its keys are all fields by name, the keys documented for rollouts (`messages`, `input_ids`, `labels`, `logprobs`,
     `turns` as a count, `samples`), `id` for the example's id, and what the caller of a rollout passed next to
     `messages`. With a break, or without token ids (some servers return none), the flat lists `input_ids`, `labels` and
-    `logprobs` are not among the keys, and reading one raises `NoFlatList`.
+    `logprobs` are not among the keys, and reading any of them raises `NoFlatList`.
 
     Raises:
-        RecordError: a reward, a part of it or an advantage that is not a single number.
+        RecordError: a reward, a part of a reward or an advantage is not a single number.
 
     Example:
         >>> from verbatim import Turn
@@ -68,7 +68,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         yield from (name for name in self._beside_messages() if name not in TRAJECTORY_KEYS)
 
     def __contains__(self, key: object) -> bool:
-        # Mapping's own method would compute the value, such as all samples.
+        # Mapping's own method would compute the value: for example, all samples.
         return any(key == name for name in self)
 
     def __len__(self) -> int:
@@ -80,7 +80,8 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         task = self.info.get("task", {})
         return task if isinstance(task, Mapping) else {}
 
-    # Compared by identity, like the other records. Mapping would compare contents, and so would not be hashable.
+    # Trajectories are compared by identity, like the other records. Mapping would compare contents, and so would not be
+    # hashable.
     def __hash__(self) -> int:
         return id(self)
 
@@ -129,7 +130,8 @@ TRAJECTORY_KEYS = frozenset({*_FIELDS, *_FLAT, "samples", "id"})
 
 
 def _plain(value: Any) -> Any:
-    """Records and arrays as dicts and lists, texts and numbers as Python's own types; other values unchanged."""
+    """Convert records and arrays to dicts and lists, and strings and numbers to Python's own types; other values are
+    unchanged."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
