@@ -1,6 +1,7 @@
 """Typed, frozen records of a run's configuration file.
 
-In: TOML and command-line options. Out: frozen records, or a `UsageError` that says what to type instead. Read first:
+Input: TOML and command-line options. Output: frozen records, or a `UsageError` that says what to type instead. Read
+    first:
 `schema.py`. Imports `core`, and no torch.
 """
 

@@ -17,8 +17,9 @@ class AlarmConfig(ComponentConfig):
 
 
 class AlarmsConfig(NamedComponents):
-    """The alarms of a run. Every other key is an alarm: `NAME = false` switches it off, a table
-    `[monitor.alarms.NAME]` sets its parameters, and a table with a `type` adds an alarm of your own."""
+    """The alarms of a run. Every key other than the fields below is the name of an alarm: `NAME = false` switches the
+    alarm off, a table `[monitor.alarms.NAME]` sets its parameters, and a table with a `type` adds an alarm of your
+    own."""
 
     __pydantic_extra__: dict[str, AlarmConfig] = Field(init=False)
 
@@ -30,7 +31,7 @@ class AlarmsConfig(NamedComponents):
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        # `NamedComponents` passes Python values on, and strict validation of those rejects a list for a tuple.
+        # `NamedComponents` passes Python values on, and strict validation of Python values rejects a list for a tuple.
         return tuple(value) if isinstance(value, list) else value
 
     @classmethod

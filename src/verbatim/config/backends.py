@@ -1,7 +1,7 @@
 """Finds a backend by the name or import path in a section's `backend`, and the class of its settings.
 
-A backend is a function or class, called as `backend(inputs, settings)`. The annotation of `settings` defines the
-keys of its table, for example [inference.torch]. Importing the module of a backend must not load heavy packages.
+A backend is a function or class, called as `backend(inputs, settings)`. The annotation of `settings` defines the keys
+of the backend's table, for example [inference.torch]. Importing the module of a backend must not load heavy packages.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Backend:
     function: Callable[..., Any]
     """`function(inputs, settings)`."""
     settings: type[BackendSettings]
-    """The record that its own table is parsed into."""
+    """The record into which the backend's own table is parsed."""
 
 
 def find_backend(name: str, table: Table, *, what: str) -> Backend:
-    """Find a backend by its name in the table, or import it by its path.
+    """Find a backend by its name in the table, or import it by its import path.
 
     Args:
         name: "torch", or "my_module.MySampler".
@@ -46,7 +46,7 @@ def find_backend(name: str, table: Table, *, what: str) -> Backend:
         what: The kind of backend, for errors: "inference backend".
 
     Raises:
-        ComponentError: no such name or module, or the object cannot be called as `backend(inputs, settings)`.
+        ComponentError: there is no such name or module, or the object cannot be called as `backend(inputs, settings)`.
     """
     entry = name if is_import_path(name) else table.get(name)
     if entry is None:
@@ -59,7 +59,7 @@ def _settings_of(function: Any, named: str) -> type[BackendSettings]:
     """The class with which the parameter `settings` is annotated.
 
     Raises:
-        ComponentError: the signature or the annotation is not that of a backend.
+        ComponentError: the signature or the annotation does not fit a backend.
     """
     expected = "expected a function or class that can be called as backend(inputs, settings)"
     try:
@@ -94,10 +94,11 @@ def settings_for(section: BackendSection, name: str, backend: Backend) -> Backen
 
 
 def schema_with_backends(document: Mapping[str, Any], tables: ComponentTables) -> tuple[type[RunConfig], list[Problem]]:
-    """The schema of a document, in which each backend's table is a key of its section, and problems with import paths.
+    """Return (1) the schema of a document, in which each backend's table is a key of its section, and (2) problems with
+    import paths.
 
-    Backends are those named in the tables, and those that the document gives by import path. The table of the backend
-    in use gets its defaults. Tables of other backends are validated if present, and otherwise ignored.
+    The backends are those named in the tables and those that the document names by import path. The table of the
+    backend in use gets its defaults. Tables of other backends are validated if present, and otherwise ignored.
     """
     inference, wrong = _tables_of(document, ("inference",), InferenceConfig, tables.samplers)
     rollout, also_wrong = _tables_of(document, ("orchestrator", "rollout"), RolloutConfig, tables.runners)
@@ -122,7 +123,7 @@ def _tables_of(
         given = given.get(part) if isinstance(given, Mapping) else None
     if given is None:
         given = section.model_fields["backend"].default
-    if not isinstance(given, str):  # validation refuses it later, like any key of the wrong type
+    if not isinstance(given, str):  # validation refuses this later, like any key of the wrong type
         return _Tables(tuple(found.items()), ""), []
     known = _Tables(tuple(found.items()), given if given in table else "")
     if given in table:
@@ -138,7 +139,7 @@ def _tables_of(
     return _Tables(tuple({**found, name: settings}.items()), name), []
 
 
-# Cached: building the pydantic models takes several times as long as validating a file.
+# The result is cached: building the pydantic models takes several times as long as validating a file.
 @functools.cache
 def _schema(inference: _Tables, rollout: _Tables) -> type[RunConfig]:
     with_rollout = _with(OrchestratorConfig, rollout=_with_tables(RolloutConfig, rollout))

@@ -25,7 +25,7 @@ Table = Mapping[str, Any]
 import path ("module:name") of one of these. An import path defers a slow import until the component is used."""
 
 Problem = tuple[KeyPath, str]
-"""(path of the wrong key, message with what was found and what was expected)."""
+"""A problem: (path of the wrong key, message with what was found and what was expected)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class ComponentTables:
     strategies: Table
     """For orchestrator.trajectory_strategy."""
     environments: Table
-    """For the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
+    """The environments, for the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     environment_arguments: Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]] | None = None
     """Checks the arguments of an environment's class or function. Default: `check_parameters`."""
     monitors: Table
-    """For the tables below [monitor]."""
+    """The monitors, for the tables below [monitor]."""
     alarms: Table = field(default_factory=dict)
-    """For the tables below [monitor.alarms]."""
+    """The alarms, for the tables below [monitor.alarms]."""
     packers: Table
     """For trainer.packing."""
     samplers: Table
@@ -55,15 +55,16 @@ class ComponentTables:
     runners: Table
     """For orchestrator.rollout.backend."""
     renderers: Collection[str]
-    """For the name of [orchestrator.renderer]. Names only: a renderer can be built only for a given tokenizer."""
+    """The names of the renderers, for the name of [orchestrator.renderer]. It contains only names, because a renderer
+    can be built only for a given tokenizer."""
 
 
 def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) -> Any:
     """The component with its parameters bound.
 
-    A function gives a `functools.partial`, and so does a monitor class, whose constructor takes the input. Any other
-    class (a frozen dataclass with `__call__`) gives an instance. A record with `function` and `parameters`, as in
-    `LOSSES`, gives a copy with its parameters set.
+    For a function, the result is a `functools.partial`, as for a monitor class, whose constructor takes the input. For
+    any other class (a frozen dataclass with `__call__`), the result is an instance. For a record with `function` and
+    `parameters`, as in `LOSSES`, the result is a copy with its parameters set.
 
     Args:
         component: The component's table in the file.
@@ -72,7 +73,7 @@ def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) 
         where: The key, for errors: "trainer.loss".
 
     Raises:
-        ComponentError: an unknown name, a failing import, or an unknown, missing or mistyped parameter.
+        ComponentError: the name is unknown, an import fails, or a parameter is unknown, missing or has the wrong type.
     """
     target, parameters, problems = _bind(_use(component, what, tuple(where.split("."))), table)
     if problems:
@@ -123,7 +124,7 @@ def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> 
     Args:
         config: The configuration.
         loss: A `Loss`, or a function of the user's own.
-        parameters: Its parameters from the file.
+        parameters: The loss's parameters from the file.
     """
     mode, has_teacher = config.orchestrator.training_mode, config.orchestrator.teacher is not None
     component, key = config.trainer.loss, ("trainer", "loss", "type")
@@ -166,7 +167,7 @@ def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> 
 
 
 def _group_of_one(config: RunConfig, use: _Use) -> Iterator[Problem]:
-    """Report groups of one rollout with an advantage that compares the rewards of a group."""
+    """Report a group size of one together with an advantage that compares the rewards within a group."""
     orchestrator = config.orchestrator
     own = [env.advantage for env in orchestrator.train.env]
     is_read = orchestrator.training_mode == "rl" and (use.path != ("orchestrator", "advantage") or None in own)
@@ -211,7 +212,7 @@ def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
 
 
 def _use_of_name(name: str, what: str, key: KeyPath, **parameters: Any) -> _Use:
-    """A component given by a single key (its name or import path). Its caller passes `parameters`."""
+    """A component that a single key names (by name or import path). The code that calls it passes `parameters`."""
     return _Use(
         path=key,
         what=what,
@@ -265,7 +266,7 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
 
 
 def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str, Any], list[Problem]]:
-    """The component, its converted parameters, and the problems found."""
+    """Return (1) the component, (2) its converted parameters, and (3) the problems found."""
     entry = use.name if use.is_own else table.get(use.name)
     if entry is None:
         return None, {}, [(use.name_key, unknown(use.what, use.name, table, _own(use.what, use.name)))]
@@ -290,7 +291,7 @@ def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str
 
 
 def _misshapen(function: Callable[..., Any], use: _Use) -> str | None:
-    """Why an imported object cannot be called with the inputs of its kind of component, or None if it can."""
+    """Why an imported object cannot be called with the inputs of its kind of component; None if it can be called."""
     named = f"{use.what} {getattr(function, '__qualname__', type(function).__qualname__)}"
     made_of_parameters = is_made_of_parameters(function)
     if inspect.isclass(function) and use.num_inputs and not made_of_parameters and use.what != "monitor":

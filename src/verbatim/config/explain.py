@@ -22,7 +22,7 @@ from verbatim.core.texts import nearest
 _AN_ENVIRONMENT = ' For example: [[orchestrator.train.env]] and below it id = "guess_number"'
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
 _TO_TYPE["model"] = ' For example: [model] and below it name = "Qwen/Qwen3-0.6B"'
-"""An example to type if a required key is missing."""
+"""For each required key, an example to type if the key is missing."""
 _NAMED_BY = ("type", "backend", "id", "name")
 """Keys that select a variant of a table: someone who writes `loss = "ppo"` means `type = "ppo"`."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
@@ -39,7 +39,8 @@ class KeyLocations:
     """The schema against which keys are looked up; it includes the backends' tables once these are known."""
 
     def of(self, path: KeyPath) -> str:
-        """`file:line` or the override as typed, followed by overrides below this key, which may be the actual cause."""
+        """Where a key was set: `file:line` or the override as typed, followed by overrides below this key, which may be
+        the actual cause."""
         below = [str(o) for p, o in self.overrides.items() if p[: len(path)] == path and len(p) > len(path)]
         return self._origin(path) + (f" (with {', '.join(below)})" if below else "")
 
@@ -52,7 +53,7 @@ class KeyLocations:
         return self.file
 
     def set(self, path: KeyPath, override: Override) -> None:
-        """Record an override, which replaces everything that the file has at and below its key."""
+        """Record an override, which replaces everything that the file has at and below the override's key."""
         for known in (self.lines, self.overrides):
             for below in [p for p in known if p[: len(path)] == path]:
                 del known[below]
@@ -70,7 +71,7 @@ def refuse(problems: list[str], locations: KeyLocations) -> None:
 
 
 def explain(error: ErrorDetails, locations: KeyLocations) -> str:
-    """One error as one line: where, which key, what was found, what was expected, what to type."""
+    """One error as one line: the place, the key, what was found, what was expected, what to type."""
     path: KeyPath = error["loc"]
     where, name, found = locations.of(path), dotted(path), error["input"]
     match error["type"]:
@@ -105,7 +106,7 @@ def explain(error: ErrorDetails, locations: KeyLocations) -> str:
 
 
 def _of_a_backend(path: KeyPath, schema: type[RunConfig]) -> str:
-    """A hint that the key may belong in a backend's own table, for a schema without these tables."""
+    """A hint that the key may belong in a backend's own table, for a schema without the backends' tables."""
     section = section_at(schema, path[:-1])
     is_open = section is not None and issubclass(section, BackendSection) and path[-1] not in section.model_fields
     return f"; a backend's own keys belong in its table, [{dotted(path[:-1])}.NAME]" if is_open else ""
@@ -124,7 +125,8 @@ def short(value: Any) -> str:
 
 
 def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
-    """Describes an unknown key: the nearest valid key, the table it belongs to, and the keys of its own table."""
+    """Describe what may be meant by an unknown key: the nearest valid key, the table in which the key would be valid,
+    and the keys of the table that it is in."""
     key = str(path[-1])
     section = section_at(schema, path[:-1])
     name, prefix = dotted(path), dotted(path[:-1])

@@ -14,18 +14,18 @@ from verbatim.config.sections import BackendSettings
 
 
 def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """The record whose fields are the keys of the table at `path`, or None inside free-form tables."""
+    """The record whose fields are the keys of the table at `path`, or None inside a table with free-form keys."""
     section: type[BaseModel] | None = model
     for key in path:
         if isinstance(key, int):
-            continue  # an index: the record of a list's elements was found with the list's own key
+            continue  # this is an index: the record of a list's elements was found with the list's own key
         field = section.model_fields.get(key) if section else None
         section = _record_in(field.annotation) if field else None
     return section
 
 
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The key at `path`, with its type and description, or None if the schema does not have it."""
+    """The key at `path`, with its type and description, or None if the schema does not have this key."""
     section = section_at(model, path[:-1])
     return section.model_fields.get(str(path[-1])) if section else None
 
@@ -37,7 +37,7 @@ def sections_with(model: type[BaseModel], key: str) -> list[str]:
 
 
 def keys(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that is not a table, by its full name. Elements of a list of tables get the index 0.
+    """Every key that is not a table, under its full name. Elements of a list of tables get the index 0.
 
     Example:
         >>> from verbatim.config.orchestrator import TrainEnvsConfig

@@ -1,4 +1,4 @@
-"""[inference]: the keys that all backends share. A backend's own keys are in [inference.NAME]."""
+"""Defines [inference]: the keys that all backends share. A backend's own keys are in [inference.NAME]."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a table with their values; elements of a list of tables are numbered from 0."""
+    """The dotted keys of a table, with their values; elements of a list of tables are numbered from 0."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else key)

@@ -1,4 +1,4 @@
-"""Refuses keys and passwords in a configuration, which is stored with the run, unless keys_in_config allows them."""
+"""Refuses keys and passwords in a configuration, which is stored with the run, unless `keys_in_config` allows them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verbatim.config.sure_keys import keys_in
 from verbatim.core.redaction import REDACTED, hide, hide_in, named_texts, variable_in
 
 _NAMES_A_VARIABLE = ("_env", "_var", "env_from")
-"""Endings of settings whose value is the name of an environment variable with a key."""
+"""Endings of the names of settings whose value is the name of an environment variable with a key."""
 
 
 def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> Iterator[Problem]:
     """Problems with keys and passwords in a configuration.
 
-    From now on, this process redacts them in everything it logs, and also the values of the environment variables that
-    the configuration names.
+    From now on, this process redacts these keys and passwords in everything that it logs, and also the values of the
+    environment variables that the configuration names.
 
     Args:
         document: The configuration as given.

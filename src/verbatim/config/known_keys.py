@@ -1,4 +1,4 @@
-"""Keys from TRL, verl, prime-rl, ROLL, twinkle and slime, and their counterparts here, for error messages."""
+"""Lists keys from TRL, verl, prime-rl, ROLL, twinkle and slime with their counterparts here, for error messages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class Foreign(NamedTuple):
-    """Keys of other frameworks with one counterpart here."""
+    """Keys of other frameworks that have the same counterpart here."""
 
     keys: str
-    """Our full keys, separated by spaces; below trainer.loss and orchestrator.advantage, parameters. Empty: no
-    counterpart."""
+    """Our full keys, separated by spaces; below trainer.loss and orchestrator.advantage, they are parameters. Empty if
+    there is no counterpart."""
     why: str
     """The difference, or the reason why there is no counterpart."""
     names: str
-    """The last parts of their keys, separated by spaces."""
+    """The last parts of the other frameworks' keys, separated by spaces."""
 
 
 FOREIGN = (
@@ -129,7 +129,7 @@ _BY_NAME = {name: row for row in FOREIGN for name in row.names.split()}
 
 
 def key_elsewhere(key: str) -> str:
-    """What to type instead of another framework's key, as the end of a sentence; empty for any other key.
+    """What to type instead of a key of another framework, as the end of a sentence; empty for any other key.
 
     >>> key_elsewhere("num-generations"), key_elsewhere("sync_ref_model")
     ('; here it is orchestrator.group_size.', '; there is none here: the reference model is frozen.')

@@ -1,6 +1,6 @@
-"""Names of losses and advantages from TRL, verl, ROLL, slime and prime-rl, and their counterparts here.
+"""Lists names of losses and advantages from TRL, verl, ROLL, slime and prime-rl with their counterparts here.
 
-Other frameworks name an algorithm as a whole; here it is a loss and an advantage.
+Other frameworks name an algorithm as a whole; here an algorithm consists of a loss and an advantage.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ANSWERS = {
 
 
 def known_elsewhere(what: str, name: str) -> str | None:
-    """What to type instead of another framework's name, or None for any other name.
+    """What to type instead of a name from another framework, or None for any other name.
 
     Args:
         what: The kind of component: "loss" or "advantage".
-        name: As typed; case, hyphens, "+" and a trailing "_loss" or "_advantage" are ignored.
+        name: The name as typed; case, hyphens, "+" and a trailing "_loss" or "_advantage" are ignored.
 
     Example:
         >>> known_elsewhere("loss", "GRPO")

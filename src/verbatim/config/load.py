@@ -49,7 +49,8 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     caller: str = "verbatim.run",
 ) -> RunConfig:
-    """Read a run's file, apply the overrides, and validate the result. Nothing is started before all of it is valid.
+    """Read a run's file, apply the overrides, and validate the result. Nothing starts before the whole configuration is
+    valid.
 
     Args:
         path: The TOML file.
@@ -60,8 +61,9 @@ def load_config(
         caller: Name of the function that received the settings, for errors.
 
     Raises:
-        ConfigError: no such file, invalid TOML, an unknown key, a wrong type, or an impossible combination. Names file
-            and line (or the override), the key, what was found, what was expected and the nearest valid key.
+        ConfigError: the file does not exist or is not valid TOML, or it has an unknown key, a wrong type, or an
+            impossible combination. The message names file and line (or the override), the key, what was found, what was
+            expected and the nearest valid key.
     """
     path = Path(path)
     search_beside(path)
@@ -78,7 +80,7 @@ def load_config(
 def make_config(
     *settings: Mapping[str, Any], tables: ComponentTables | None = None, caller: str = "verbatim.run"
 ) -> RunConfig:
-    """Validate a configuration written in Python, nested like the tables of a file. Errors read like those of a file.
+    """Validate a configuration written in Python, nested like the tables of a file. Errors read like those for a file.
 
     Args:
         settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a top-level key leads
@@ -122,12 +124,12 @@ def _checked(
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration with defaults, as TOML that `load_config` reads back as an equal configuration."""
+    """The whole configuration, including defaults, as TOML that `load_config` reads back as an equal configuration."""
     return tomli_w.dumps(_plain(config.model_dump(exclude_none=True)))
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths to text. Not pydantic's JSON mode: it would turn `inf` into null."""
+    """Convert paths to strings. pydantic's JSON mode is not used, because it would turn `inf` into null."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -172,7 +174,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {reason}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: {TOO_DEEP}") from None
-    except ValueError:  # more digits than Python converts to an integer
+    except ValueError:  # this has more digits than Python converts to an integer
         raise ConfigError(f"{path}: {TOO_LONG}") from None
 
 
@@ -197,7 +199,8 @@ def _apply(
 
 
 def _check_overrides(overridden: Sequence[tuple[KeyPath, Override]], locations: KeyLocations) -> None:
-    """Refuse an override without a value for a key that is not a boolean, and one that unsets an unknown key."""
+    """Refuse an override without a value for a key that is not a boolean, and an override that unsets an unknown
+    key."""
     problems = []
     for path, override in overridden:
         if locations.overrides.get(path) is not override:
@@ -231,6 +234,6 @@ def _validate(document: dict[str, Any], locations: KeyLocations) -> RunConfig:
 
 
 def _follows_from_another(error: ErrorDetails) -> bool:
-    """True for an error that pydantic reports in addition to its cause. A list with wrong elements is also reported as
-    too short, and a default that depends on a wrong key is also reported as missing."""
+    """True for an error that pydantic reports in addition to the error that caused it. For example, a list with wrong
+    elements is also reported as too short, and a default that depends on a wrong key is also reported as missing."""
     return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and bool(error["input"]))

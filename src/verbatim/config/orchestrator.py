@@ -1,4 +1,4 @@
-"""[orchestrator]: environments, rollouts, scoring and batches."""
+"""Defines [orchestrator]: environments, rollouts, scoring and batches."""
 
 from __future__ import annotations
 
@@ -40,21 +40,23 @@ class SamplingConfig(Section):
     """How tokens are sampled."""
 
     temperature: Annotated[float, AfterValidator(_temperature)] = SamplingParams.temperature
-    """Divisor of the logits; 0: greedy."""
+    """Divisor of the logits; 0 for greedy sampling."""
     max_tokens: PositiveInt = SamplingParams.max_tokens
     """Maximum number of sampled tokens per turn."""
     top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = SamplingParams.top_p
-    """Nucleus sampling: keep the most likely tokens with this total probability; 1: off."""
+    """Nucleus sampling: keep the most likely tokens with this total probability; 1 to keep all."""
     top_k: Annotated[int, Field(ge=0, lt=INT32_END)] = SamplingParams.top_k
-    """Keep only this many of the most likely tokens; 0: off."""
+    """Keep only this many of the most likely tokens; 0 to keep all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = SamplingParams.min_p
-    """Keep tokens whose probability is at least this fraction of the most likely token's; 0: off."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's probability; 0 to keep all."""
     stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = SamplingParams.stop
-    """Stop strings: one string, or a list of at most 16. A turn ends with the token that completes one. That token is
-    part of the turn and is trained; the text for the environment ends before the string. Not sent to a teacher."""
+    """Stop strings: one string, or a list of at most 16. A turn ends with the token that completes a stop string. That
+    token is part of the turn and is trained; the text for the environment ends before the string. Stop strings are not
+    sent to a teacher."""
     accept_truncation_mismatch: bool = False
-    """Train under the full distribution although tokens are sampled from one cut by top-p, top-k or min-p, for a
-    sampler that does not return kept sets. This introduces a bias; the metric `truncation_mismatch` reports it."""
+    """Train under the full distribution although tokens are sampled from a distribution that top-p, top-k or min-p cut,
+    for a sampler that does not return kept sets. This introduces a bias; the metric `truncation_mismatch` reports
+    it."""
 
     @property
     def params(self) -> SamplingParams:
@@ -63,12 +65,12 @@ class SamplingConfig(Section):
 
     @property
     def training_params(self) -> SamplingParams:
-        """The parameters for episodes that are trained; the sampler also returns the kept sets."""
+        """The parameters for a sampler in episodes that are trained: the sampler also returns the kept sets."""
         return dataclasses.replace(self.params, return_kept_sets=not self.accept_truncation_mismatch)
 
 
 FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}
-"""The `trajectory_strategy` that each `formulate_mode` means."""
+"""The `trajectory_strategy` that each `formulate_mode` stands for."""
 
 
 def one_strategy(section: Any) -> Any:
@@ -86,14 +88,14 @@ class LengthPenaltyConfig(Section):
     """How a rollout's length changes the reward that advantages use. Everything else uses the original reward."""
 
     type: Literal["tokens", "turns"]
-    """What the length counts: sampled tokens, or turns."""
+    """Unit of the length: sampled tokens, or turns."""
     kind: Literal["target", "relative"] = "target"
     """"target": subtract `slope` for each token or turn above `target`. "relative": multiply the best rewards of a
-    group by up to 2, more for the shorter rollouts among them."""
+    group by up to 2, with a higher factor for shorter rollouts."""
     target: NonNegativeInt | None = None
-    """With "target": maximum length without a penalty."""
+    """Maximum length without a penalty, with "target"."""
     slope: NonNegativeFloat | None = None
-    """With "target": penalty per token or turn above `target`. Default: 0.001 per token, 0.05 per turn."""
+    """Penalty per token or turn above `target`, with "target". Default: 0.001 per token, 0.05 per turn."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -119,13 +121,13 @@ class EnvConfig(Section):
     ratio: FinitePositive = 1.0
     """Share of the groups from this environment, relative to the others."""
     isolated: bool = False
-    """Run its episodes in child processes on this machine, as orchestrator.rollout.backend = "processes" does for all
-    environments. The other environments stay in the orchestrator's process."""
+    """Run this environment's episodes in child processes on this machine, as orchestrator.rollout.backend = "processes"
+    does for all environments. The other environments stay in the orchestrator's process."""
     max_turns: PositiveInt = EpisodeLimits.max_turns
     """Maximum number of turns per trajectory."""
     max_total_completion_tokens: PositiveInt | None = EpisodeLimits.max_total_completion_tokens
-    """Maximum number of sampled tokens per trajectory, over all its turns and agents. A turn's max_tokens is reduced
-    to what is left, and the trajectory ends with stop reason `length`. Default: no limit."""
+    """Maximum number of sampled tokens per trajectory, over all its turns and agents. A turn's max_tokens is reduced to
+    what is left of this number, and a trajectory that reaches it ends with stop reason `length`. Default: no limit."""
     sampling: SamplingConfig | None = None
     """Replaces [orchestrator.sampling] as a whole."""
     advantage: ComponentConfig | None = None
@@ -154,7 +156,7 @@ class EnvConfig(Section):
 
     @property
     def label(self) -> str:
-        """Its name in metrics and records."""
+        """The environment's name in metrics and records."""
         return self.name or self.id or str(self.import_path)
 
 
@@ -168,7 +170,7 @@ class TrainEnvsConfig(Section):
 EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
                 "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
                 "completion_tokens")  # fmt: skip
-"""Metrics of every evaluation; `valid_format` exists only if a tool call was attempted."""
+"""Metrics that every evaluation has, except that `valid_format` exists only if a tool call was attempted."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 """Prefixes of the metrics that depend on the environment."""
 
@@ -188,7 +190,7 @@ class CriterionConfig(Section):
     metric: Annotated[str, AfterValidator(_eval_metric)] = "success"
     """An evaluation metric: "success", "reward/mean", "reward_part/NAME/mean", ..."""
     mode: Literal["max", "min"] = "max"
-    """Whether higher or lower values are better."""
+    """Which values are better: higher or lower ones."""
     env: str | None = None
     """Name of the environment whose evaluation counts. Default: the mean over all evaluated environments."""
 
@@ -210,10 +212,10 @@ class EvalConfig(Section):
     interval: PositiveInt = 10
     """Steps between evaluations."""
     episodes: PositiveInt = 300
-    """Maximum number of episodes per environment. Every example is played equally often, as many times as fit; if there
-    are more examples than episodes, only the first ones are played, once each."""
+    """Maximum number of episodes per environment. Every example is played equally often, as many times as this number
+    allows; if there are more examples than episodes, only the first examples are played, once each."""
     examples: PositiveInt | None = None
-    """Use only the first this many examples of each environment; at most `episodes`. Default: all."""
+    """Number of examples to use from each environment, the first ones; at most `episodes`. Default: all."""
     seed: NonNegativeInt = 1_000_003
     """Seed of the evaluations, independent of the run's seed."""
     max_failed: Fraction = MAX_FAILED
@@ -241,13 +243,14 @@ class RendererConfig(Section):
     """"hermes" writes tool definitions and calls into the message text, for chat templates without tool support.
     Default: the model's own tool format."""
     thinking_retention: Literal["tool_cycle", "all"] = "tool_cycle"
-    """What happens to earlier reasoning at a new user message: "tool_cycle" drops it if the model's format does, and
-    the next turn starts a new sample; "all" keeps it, and the dialogue stays one sample."""
+    """What happens to earlier reasoning when a new user message follows: "tool_cycle" drops the reasoning if the
+    model's format does, and the next turn starts a new sample; "all" keeps it, and the dialogue stays one sample."""
     history: Literal["verbatim", "template"] = "verbatim"
     """"verbatim" extends the sampled ids; "template" renders each prompt from its messages, as a chat endpoint does."""
     later_system: Literal["fold", "refuse"] = "fold"
-    """For a system or developer message at a position that the model's format does not support: "fold" merges it into
-    the first system message, or writes it as a user message at the same position; "refuse" raises an error."""
+    """What happens to a system or developer message at a position that the model's format does not support: "fold"
+    merges it into the first system message, or writes it as a user message at the same position; "refuse" raises an
+    error."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
@@ -265,13 +268,13 @@ class TeacherConfig(Section):
     model: str
     """A folder or hub id; with `base_url`, the model's name on that server."""
     base_url: str | None = None
-    """An OpenAI-compatible server such as "http://localhost:8000/v1"; for "opd" it needs vLLM's `prompt_logprobs`.
-    Without it the model is loaded next to the orchestrator."""
+    """An OpenAI-compatible server such as "http://localhost:8000/v1"; for "opd" the server needs vLLM's
+    `prompt_logprobs`. Without a `base_url` the model is loaded next to the orchestrator."""
     api_key_env: str | None = None
-    """Environment variable with the server's API key, if it needs one. Default: OPENAI_API_KEY, for
+    """Environment variable with the server's API key, if the server needs a key. Default: OPENAI_API_KEY, for
     api.openai.com only."""
     device: str = "auto"
-    """Device of a teacher without a `base_url`; "auto": CUDA if available."""
+    """Device of a teacher without a `base_url`; "auto" chooses CUDA if it is available."""
 
 
 class BufferConfig(Section):
@@ -307,7 +310,7 @@ class RolloutConfig(BackendSection):
     """"local": the orchestrator's own process; "processes": child processes on this machine; "ray": Ray actors on any
     number of hosts; or the import path of a backend of your own."""
     workers: PositiveInt = 2
-    """Child processes per environment; with "ray", actors for all environments together."""
+    """Number of child processes per environment; with "ray", number of actors for all environments together."""
 
 
 class OrchestratorConfig(Section):
@@ -318,22 +321,22 @@ class OrchestratorConfig(Section):
     eval: EvalConfig | None = None
     """Evaluation; without this table there is no evaluation."""
     batch_size: PositiveInt = 128
-    """Rollouts per batch; a multiple of `group_size`."""
+    """Number of rollouts per batch; a multiple of `group_size`."""
     group_size: PositiveInt = 16
-    """Rollouts per example."""
+    """Number of rollouts per example."""
     seq_len: PositiveInt = 2048
-    """Maximum tokens of one training sample, and of one trajectory's context."""
+    """Maximum number of tokens in a training sample, and in a trajectory's context."""
     max_concurrent: PositiveInt = 256
     """Maximum number of episodes in flight."""
     max_async_level: NonNegativeInt = 1
     """How far rollouts may run ahead: new rollouts for batch n start with weights of version n - max_async_level or
-    newer. 0: synchronous. A slow rollout may end up in a later batch than the one it was started for."""
+    newer. 0 means synchronous. A slow rollout may end up in a batch later than the one for which it was started."""
     max_off_policy_steps: NonNegativeInt = 8
     """Maximum staleness: rollouts whose first token was sampled by a version older than n - max_off_policy_steps are
     dropped from batch n as `stale`."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups in flight, as a multiple of the number of groups in a batch. Values above max_async_level + 1 have an
-    effect only if online difficulty filtering replaces groups."""
+    """Number of groups in flight, as a multiple of the number of groups in a batch. Values above max_async_level + 1
+    have an effect only if online difficulty filtering replaces groups."""
     formulate_mode: Literal["traj", "step"] | None = None
     """Another name for `trajectory_strategy`: "traj" is "interleaved", "step" is "branching"."""
     trajectory_strategy: str = Field(
@@ -354,7 +357,7 @@ class OrchestratorConfig(Section):
     tool_timeout: PositiveFloat = EpisodeLimits.tool_timeout
     """Tool timeout in seconds; a call that exceeds it returns an error message to the model."""
     tool_output_limit: PositiveInt = EpisodeLimits.tool_output_limit
-    """Maximum length of a tool result in characters; the rest is cut, and a note tells the model."""
+    """Maximum length of a tool result in characters; the rest is cut off, and a note tells the model so."""
     tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
     """What happens if a tool raises or times out: "message" tells the model, "stop" ends the episode as failed."""
     max_malformed_retries: NonNegativeInt = EpisodeLimits.max_malformed_retries
@@ -364,7 +367,7 @@ class OrchestratorConfig(Section):
     """Heartbeat timeout in seconds: the other process of a run counts as dead after this long without a heartbeat; at
     least 120 while it starts."""
     stall_timeout: PositiveFloat = 1800.0
-    """Seconds without progress after which the other process counts as stuck; must be longer than any optimizer
+    """Time in seconds without progress after which the other process counts as stuck; must be longer than any optimizer
     step."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""

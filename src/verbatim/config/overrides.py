@@ -1,7 +1,7 @@
 """Parses overrides of a file's keys: command-line options (`--orchestrator.batch-size 64`) and settings in Python.
 
-Option keys may be in kebab or snake case; list elements are addressed by index. A value is parsed as TOML, then as
-JSON, and otherwise taken as plain text; it replaces the value of the file. `null` unsets a key, so that its default
+Option keys may be in kebab or snake case; list elements are addressed by index. A value is parsed as TOML, or else as
+JSON, and is otherwise used as plain text; it replaces the value of the file. `null` unsets a key, so that its default
 applies.
 """
 
@@ -47,7 +47,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     """Parse `["--a.b", "1", "--c=2"]` into overrides, in order.
 
     Raises:
-        ConfigError: an argument that is not an override, or a key with an empty part.
+        ConfigError: an argument is not an override, or a key has an empty part.
     """
     found: list[Override] = []
     rest = list(arguments)
@@ -64,7 +64,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, a JSON value, or the text itself.
+    """The value that a string stands for: a TOML value, a JSON value, or the string itself.
 
     >>> parse_value("0.5"), parse_value("[1, 2]"), parse_value('{"a": 1}'), parse_value("{a = 1}"), parse_value("x/y")
     (0.5, [1, 2], {'a': 1}, {'a': 1}, 'x/y')
@@ -73,7 +73,7 @@ def parse_value(text: str) -> Any:
         try:
             return parse(text)
         except ValueError:
-            continue  # not in this notation
+            continue  # the text is not in this notation
     return text
 
 
@@ -81,7 +81,7 @@ def _parse_toml(text: str) -> Any:
     document = tomllib.loads(f"value = {text}")
     value = document.pop("value")
     if document or not isinstance(value, bool | int | float | str | list | dict):
-        raise ValueError("several statements, or a date")  # dates are not configuration values; kept as text
+        raise ValueError("several statements, or a date")  # dates are not configuration values: the text is kept
     return value
 
 
@@ -143,7 +143,7 @@ def _key(container: Any, part: str, path: KeyPath, override: Override) -> str | 
 
 
 def assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath, Any]]:
-    """The keys set in Python: their full paths, and their values converted to TOML types.
+    """The keys set in Python, as pairs of the full path and the value converted to TOML types.
 
     A dot in a top-level key leads into a table, as in TOML. Paths become strings, tuples become lists, and numpy
     numbers become Python numbers. None is kept: it unsets a key.
@@ -152,7 +152,7 @@ def assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath,
     [(('trainer', 'optim', 'lr'), 0.0001), (('orchestrator', 'filters'), []), (('orchestrator', 'group_size'), 4)]
 
     Raises:
-        ConfigError: a value that TOML cannot represent; names the caller, the key, and what was found.
+        ConfigError: TOML cannot represent a value; the message names the caller, the key, and what was found.
     """
     try:
         return [item for key, value in settings.items() for item in _leaves(value, tuple(str(key).split(".")))]

@@ -23,14 +23,15 @@ def check_parameters(
     label: str,
     given: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values converted to the types of the function's parameters, and a message for each wrong value.
+    """Return (1) the values, converted to the types of the function's parameters, and (2) a message for each wrong
+    value.
 
     Args:
         function: A function, or a class constructed from its parameters alone.
         values: The parameters from the file.
         num_inputs: Number of leading positional parameters of a function that receive data.
         label: The kind of component, for messages.
-        given: Parameters that already have a value.
+        given: Names of parameters that already have a value.
     """
     parameters, takes_any = _parameters_of(function, num_inputs)
     of_algorithm = label in ("loss", "advantage")
@@ -78,7 +79,7 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
     try:
         adapter = TypeAdapter(evaluate(annotation, function) if isinstance(annotation, str) else annotation)
     except (NameError, PydanticUserError):
-        return value  # imported for type checking only, or unknown to pydantic: treat as unannotated
+        return value  # a type not importable here, or unknown to pydantic: as if unannotated
     # Strict JSON, as everywhere in the file: no "64" for 64, no true for 1.
     return adapter.validate_json(json.dumps(value), strict=True)
 
@@ -86,8 +87,8 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
 def evaluate(annotation: str, function: Callable[..., Any]) -> Any:
     """Resolve one string annotation of a function or class.
 
-    `get_type_hints(function)` would resolve all annotations, and the others may name types that are imported for type
-    checking only.
+    `get_type_hints(function)` would resolve all annotations, and other annotations may name types that are imported for
+    type checking only.
 
     Raises:
         NameError: the annotation names something that its module does not define.

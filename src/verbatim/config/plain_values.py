@@ -13,12 +13,12 @@ DEEPEST = 100
 TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; expected fewer"
 TOO_LONG = "a number of more than 4,300 digits; expected a shorter one, or a string"
 _SHOWN = 4
-"""Number of leading keys shown in the path of a value that is too deep."""
+"""Number of leading keys that a message shows of the path of a value that is too deep."""
 
 
 def problems_of_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Values that a configuration cannot hold, with their paths: deep nesting, huge numbers, strings that are not
-    UTF-8.
+    """The values that a configuration cannot hold, with their paths: values nested too deeply, huge numbers, strings
+    that are not UTF-8.
 
     >>> list(problems_of_values({"a": [1, 16**5000]}))
     [(('a', 1), 'a number of more than 4,300 digits; expected a shorter one, or a string')]

@@ -17,7 +17,7 @@ def recipes() -> Mapping[str, Path]:
 
 
 def programs() -> Mapping[str, Path]:
-    """The programs and notebooks, by name. Unlike recipes they are copied, not run by name.
+    """The programs and notebooks, by name. Unlike recipes, they are copied instead of being run by name.
 
     >>> sorted(programs())
     ['first_steps', 'minimal_rl', 'run', 'train']

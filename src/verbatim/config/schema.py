@@ -57,11 +57,11 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises from 0 to `lr`."""
+    """Number of optimizer steps over which the learning rate rises from 0 to `lr`."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the linear and cosine schedules, as a fraction of `lr`."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; not applied to norms and biases."""
+    """Decoupled weight decay. It is not applied to norms and biases."""
     beta1: Decay = 0.9
     """Decay rate of AdamW's first moment."""
     beta2: Decay = 0.999
@@ -79,7 +79,7 @@ class LoraConfig(Section):
     r: PositiveInt = 32
     """Rank: the number of rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters; the effective factor is `alpha / r`."""
+    """Scale of the adapters; their output is multiplied by `alpha / r`."""
     dropout: float = 0.0
     """Must be 0: with dropout the trainer would train a different policy from the one that sampled."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -105,7 +105,7 @@ class ReferenceConfig(Section):
     "reference"."""
 
     model: str | None = None
-    """A folder or hub id. Default: the model the run starts from, after its warm start. With [trainer.lora] that
+    """A folder or hub id. Default: the model from which the run starts, after its warm start. With [trainer.lora] this
     default takes no extra memory, because it is the base model without the adapters."""
 
 
@@ -113,11 +113,11 @@ class ParallelConfig(Section):
     """Training with several processes (ranks), each with a share of the parameters, gradients and optimizer state."""
 
     processes: PositiveInt = 1
-    """Ranks started on this machine, each on a CUDA device of its own if there are any. To train on several machines,
-    start `verbatim trainer` with a launcher such as torchrun instead."""
+    """Number of ranks started on this machine, each on a CUDA device of its own if the machine has CUDA devices. To
+    train on several machines, start `verbatim trainer` with a launcher such as torchrun instead."""
     sequence: PositiveInt = 1
-    """Sequence parallelism: ranks that share the tokens of each micro-batch, for trajectories too long for one rank.
-    Must divide `processes` and the model's number of attention heads."""
+    """Sequence parallelism: the number of ranks that share the tokens of each micro-batch, for trajectories too long
+    for one rank. Must divide `processes` and the model's number of attention heads."""
     deadline: FinitePositive = 600.0
     """Rank timeout in seconds: if a rank keeps the others waiting longer than this, the run stops and names that
     rank."""
@@ -141,39 +141,39 @@ class TrainerConfig(Section):
     loss: ComponentConfig = ComponentConfig()
     """The loss."""
     router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, added to the policy loss; 0: off."""
+    """Weight of the load-balancing loss of a mixture of experts, added to the policy loss; 0 to leave it out."""
     lora: LoraConfig | None = None
     """Train low-rank adapters, and leave the model's own weights unchanged."""
     reference: ReferenceConfig | None = None
     """Compute reference logprobs of the sampled tokens, even if trainer.loss.kl_ref_tau does not need them."""
     packing: str = "auto"
     """How samples are laid out in memory: "rows" concatenates them, "tree" stores a shared prefix once, and "auto" uses
-    the tree where that saves tokens. "tree" needs a model whose tokens mix only through attention. A packer of your own
-    (an import path) is first tested on a small copy of the model."""
+    trees where they save tokens. "tree" needs a model whose tokens mix only through attention. A packer of your own (an
+    import path) is first tested on a small copy of the model."""
     micro_batch_tokens: PositiveInt | None = None
-    """Maximum tokens of one forward pass on each of the ranks that share it (parallel.sequence). A longer sample gets a
-    micro-batch of its own. Default: 16,384, or 8,192 on a CPU, where more would not fit in the caches. Trajectories are
-    never split for losses that need them whole."""
+    """Maximum number of tokens in a forward pass, for each of the ranks that share the pass (parallel.sequence). A
+    longer sample gets a micro-batch of its own. Default: 16,384, or 8,192 on a CPU, where more would not fit in the
+    caches. Trajectories are never split for losses that need them whole."""
     logprob_chunk: PositiveInt = 1024
-    """Number of target tokens whose vocabulary-sized logits are in memory at a time."""
+    """Number of target tokens whose vocabulary-sized logits are in memory at the same time."""
     optimizer_steps_per_batch: PositiveInt = 1
-    """Optimizer steps per batch, each on a disjoint part of it."""
+    """Number of optimizer steps per batch, each on a different part of the batch."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of the forward and backward pass; master weights are always float32. "auto" decides once, at the start
     of a run: bfloat16 if it measures faster, float32 for tiny models."""
     device: str = "auto"
-    """Training device; "auto": CUDA if available."""
+    """Training device; "auto" chooses CUDA if it is available."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and costs time."""
     activation_offload: bool = False
     """Move the layer inputs that gradient_checkpointing stores to host memory between the forward and the backward
-    pass. Saves nothing on a CPU."""
+    pass. This saves nothing on a CPU."""
     compile: bool = False
-    """Compile each decoder layer with torch.compile. Needs a C++ compiler on a CPU, and on CUDA a GPU that Triton
+    """Compile each decoder layer with torch.compile. This needs a C++ compiler on a CPU, and on CUDA a GPU that Triton
     supports. The first passes take minutes; a model that cannot be compiled is refused."""
     separate_process: bool = True
-    """Train in a separate process. false: train on a thread of the orchestrator's process, where a debugger can reach
-    it."""
+    """Train in a separate process. With false, train on a thread of the orchestrator's process, where a debugger can
+    reach it."""
     num_threads: PositiveInt | None = None
     """CPU threads for matrix products, per rank. Default: half of the cores, divided among the ranks, while the sampler
     computes on this machine at the same time; otherwise all cores for a single process."""
@@ -225,7 +225,7 @@ class BuildConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        # Even: rotary embeddings rotate pairs of dimensions of each head.
+        # It must be even: rotary embeddings rotate pairs of dimensions of each head.
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size = {self.hidden_size} does not give {self.num_heads} heads an even width each; for "
@@ -240,12 +240,12 @@ class BuildConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model: a folder or hub id in Hugging Face format, or one to build."""
+    """The model: a folder or hub id in Hugging Face format, or a model to build."""
 
     name: str | None = None
     """A local folder or a hub id of a causal language model."""
     build: BuildConfig | None = None
-    """Instead of a name: build a small model in the run folder."""
+    """Build a small model in the run folder, instead of naming a model."""
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -260,20 +260,20 @@ class WarmStartConfig(Section):
     steps: PositiveInt = 100
     """Number of optimizer steps."""
     batch_size: PositiveInt = 64
-    """Conversations per optimizer step."""
+    """Number of conversations per optimizer step."""
     conversations: PositiveInt = 1024
     """Number of demonstrations requested from the environment."""
     data: Path | None = None
     """A JSONL file of `{"messages": [...], "tools": [...]}` rows instead of the environment's demonstrations."""
     optim: OptimConfig = OptimConfig(lr=1e-3)
-    """Optimizer of the warm start; its state is discarded afterwards."""
+    """Optimizer of the warm start; the optimizer's state is discarded afterwards."""
 
 
 class CheckpointConfig(Section):
     """Which checkpoints of a run are written and kept."""
 
     interval: PositiveInt = 25
-    """Steps between checkpoints. One is always written at the end and on Ctrl-C."""
+    """Steps between checkpoints. A checkpoint is always written at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
     """Number of most recent checkpoints to keep."""
     keep_every: PositiveInt | None = None
@@ -282,12 +282,12 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint with the best evaluation; RUN/best links to its weights."""
     upload_to: str | None = None
     """A URL, for example s3://bucket/runs or file:///mnt/share/runs: each checkpoint is uploaded with the logs, to
-    URL/NAME/RUN, and --resume on a machine without the run folder downloads it from there."""
+    URL/NAME/RUN, and --resume on a machine without the run folder downloads the checkpoint from there."""
 
 
 class MonitorConfig(NamedComponents):
-    """What a run records. Every other key is the table of one monitor: a name from `MONITORS`, or any name with
-    `type = "my_module.MyMonitor"`."""
+    """What a run records. Every key other than the fields below is the table of one monitor: a name from `MONITORS`, or
+    any name with `type = "my_module.MyMonitor"`."""
 
     # pydantic checks extra keys against this type. `init=False` keeps it out of the constructor's signature.
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
@@ -332,7 +332,8 @@ class RunConfig(Section):
     """Seed of all random choices."""
     keys_in_config: bool = False
     """Allow keys and passwords in the configuration. The run folder, its checkpoints and its forks then store them in
-    clear text, readable by their owner only. Naming an environment variable is safer: env_from, api_key_env."""
+    clear text, in files that only their owner may read. Naming an environment variable is safer: env_from,
+    api_key_env."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None
@@ -409,9 +410,9 @@ class RunConfig(Section):
 
     @property
     def _lacks_kept_sets(self) -> str | None:
-        """Why training cannot use exactly the cut distribution that is sampled from, or None if it can."""
+        """Why training cannot use exactly the cut distribution from which tokens are sampled, or None if it can."""
         if self.orchestrator.training_mode == "sft":
-            return None  # sft: a chat server samples, and no loss term uses its logprobs
+            return None  # with sft a chat server samples, and no loss term uses its logprobs
         if self.orchestrator.teacher is not None and self.orchestrator.teacher.base_url is not None:
             return (
                 "orchestrator.teacher.base_url returns logprobs of the full distribution; a teacher loaded here can "
@@ -443,7 +444,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _bounded_kept_sets(self) -> Self:
-        """vLLM returns kept sets for all requests or for none, and when it does, it refuses requests without `top_k`.
+        """Refuse settings under which vLLM would fail: it returns kept sets for all requests or for none, and if it
+        returns them, it refuses requests without `top_k`.
 
         So this check covers evaluation too, although its tokens are not trained.
         """

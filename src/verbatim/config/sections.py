@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 class ComponentConfig(BaseModel):
     """A plug-in. `type` is the name of a built-in or the import path of your own, and all other keys are its
-    parameters; or `type = "custom"` with `import_path` and `kwargs`. Parameters are checked against the component's
+    parameters; or `type` is "custom", with `import_path` and `kwargs`. Parameters are checked against the component's
     signature when the component is resolved."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
@@ -34,9 +34,9 @@ class ComponentConfig(BaseModel):
     type: str = "default"
     """A name from the component's table, an import path ("my_module.my_loss"), or "custom"."""
     import_path: str | None = None
-    """With "custom": `module.function`."""
+    """The import path `module.function`, with "custom"."""
     kwargs: dict[str, Any] = Field(default={}, exclude_if=lambda kwargs: not kwargs)
-    """With "custom": keyword arguments of the function."""
+    """Keyword arguments of the function, with "custom"."""
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
@@ -62,7 +62,8 @@ class ComponentConfig(BaseModel):
 
 
 class NamedComponents(Section):
-    """A table whose keys, other than its fields, are tables of components. A component's `type` defaults to its key."""
+    """A table in which all keys other than its fields are tables of components. A component's `type` defaults to its
+    key."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -97,9 +98,9 @@ class BroadcastSettings:
 
     kind: BroadcastKind
     urls: tuple[str, ...]
-    """URLs of servers that are already running. Empty: the run starts its own, next to the orchestrator."""
+    """URLs of servers that are already running. If empty, the run starts its own servers, next to the orchestrator."""
     address: str | None
-    """Address under which the servers reach the trainer's host. None: derived from the route to them."""
+    """Address under which the servers reach the trainer's host. None to derive it from the route to the servers."""
     seconds: float
     """Timeout of each phase of an update, in seconds."""
 
@@ -119,11 +120,11 @@ class Replicas:
     memory_share: float
     """Share of a device's memory that one replica may use, from 0 to 1."""
     packs: bool = False
-    """True if the embedded sampler uses its compiled kernel for the models that the kernel supports."""
+    """True if the embedded sampler uses its compiled kernel for models that the kernel supports."""
 
 
 class BackendSettings(Section):
-    """The settings of one backend: the fields of a subclass are the keys of its table."""
+    """The settings of one backend: the fields of a subclass are the keys of the backend's table."""
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
@@ -137,13 +138,13 @@ class BackendSettings(Section):
         return False
 
     def cuda_devices(self) -> tuple[str, ...]:
-        """The CUDA devices used by the sampler's own processes, in the notation of CUDA_VISIBLE_DEVICES. Empty: it has
-        no processes of its own, or they use no device."""
+        """The CUDA devices used by the sampler's own processes, in the notation of CUDA_VISIBLE_DEVICES. Empty if the
+        sampler has no processes of its own, or if they use no device."""
         return ()
 
     @property
     def broadcast(self) -> BroadcastSettings | None:
-        """How the trainer broadcasts weights to the sampler's servers. None: they read the published files."""
+        """How the trainer broadcasts weights to the sampler's servers. None if the servers read the published files."""
         return None
 
     def planned(self) -> Replicas:
@@ -154,15 +155,16 @@ class BackendSettings(Section):
         """Refuse settings that cannot work on this machine, such as a missing device or package, before a run starts.
 
         Raises:
-            UsageError: what was found and what was expected; the text starts with the key ("device: ...").
+            UsageError: a setting cannot work; the message says what was found and what was expected, and starts with
+                the key ("device: ...").
         """
 
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
         """Refuse a run that a sampler with these settings cannot serve, before the run starts.
 
         Args:
-            context_length: Maximum tokens of prompt and completion together.
-            adapter_rank: Rank of the low-rank adapters in weight updates. None: updates carry full weights.
+            context_length: Maximum number of tokens in prompt and completion together.
+            adapter_rank: Rank of the low-rank adapters in weight updates. None if updates carry full weights.
 
         Raises:
             UsageError: as for `check`.
@@ -172,7 +174,8 @@ class BackendSettings(Section):
 class BackendSection(Section):
     """A section with a `backend`, whose own settings are in the table with its name.
 
-    Those tables are not validated here: `config.backends.schema_with_backends` adds their types to the schema.
+    The backends' own tables are not validated here: `config.backends.schema_with_backends` adds their types to the
+    schema.
     """
 
     model_config = ConfigDict(extra="allow")

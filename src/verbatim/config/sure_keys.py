@@ -1,14 +1,14 @@
-"""Finds texts in a configuration that are certainly keys or passwords, because these make it invalid.
+"""Finds strings in a configuration that are certainly keys or passwords. Such strings make a configuration invalid.
 
 Redaction hides everything that may be a key. Refusing a configuration stops the user's work, so the rules here are
-stricter. A text is certainly a key if it occurs
+stricter. A string is certainly a key if it occurs
 - in the form that a service gives its keys: a known prefix, followed by letters and digits without a break;
 - as the password in a URL, after `Bearer` or `Basic`, or as the value of an environment variable named like a key;
 - as a login or password in a command, `curl -u user:password`, or in a setting: `basic_auth = "user:password"`;
 - in a setting named like a password or API key (`password`, `api_key`, `authorization`), if it has no spaces or has a
   digit;
-- in a setting named like another specific key (`MY_PASS`, `client_secret`), or after either kind of name within a text,
-  if it has letters and digits and is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`;
+- in a setting named like another specific key (`MY_PASS`, `client_secret`), or after either kind of name within a
+  string, if it has letters and digits and is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`;
 - in a setting with an ambiguous name (`key`, `token`, `pass` alone, plurals) if it looks random: at least 16 letters
   and digits without a break, which change at least three times between letters and digits.
 """
@@ -50,7 +50,7 @@ _OTHER = re.compile(r"<.*>|[A-Za-z_]+@\d+")
 
 
 def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:
-    """The texts in a configuration that certainly are or contain keys, as (place, name, text).
+    """The strings in a configuration that certainly are or contain keys, as (place, name, string).
 
     >>> list(keys_in({"args": {"env": {"MY_PASS": "hunter2"}, "command": ["agent", "--key", "a1b2c3d4e5f6g7h8"]}}))
     [(('args', 'env', 'MY_PASS'), 'MY_PASS', 'hunter2'), (('args', 'command', 2), '--key', 'a1b2c3d4e5f6g7h8')]
@@ -59,7 +59,7 @@ def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:
 
 
 def is_sure_key(name: str, text: str) -> bool:
-    """True if a text with this name certainly is a key, or contains one.
+    """True if a string with this name certainly is a key or contains a key.
 
     >>> is_sure_key("MY_PASS", "hunter2"), is_sure_key("pass", "pass@8"), is_sure_key("model", "sk-learn_models_v2")
     (True, False, False)
@@ -72,7 +72,7 @@ def is_sure_key(name: str, text: str) -> bool:
 
 
 def _is_named(name: str, value: str, *, within: bool = False) -> bool:
-    """True if a value is a key because of its name. Within a text it may be prose: `password: swordfish`."""
+    """True if a value is a key because of its name. Within a longer string it may be prose: `password: swordfish`."""
     words = words_of(name)
     if not names_key(name) or is_placeholder(value):
         return False
@@ -93,7 +93,7 @@ def _is_plural(name: str) -> bool:
 
 
 def _says_whose(name: str, words: Sequence[str]) -> bool:
-    """False for `key`, `pass` and similar words alone, and for names that merely end in one: sort_key."""
+    """False for `key`, `pass` and similar words alone, and for names that merely end in such a word: sort_key."""
     return name.isupper() or _is_password(words) or (len(words) > 1 and is_sure_name(name))
 
 

@@ -1,4 +1,4 @@
-"""Shows an episode of the evaluation before training next to the same episode of the last evaluation."""
+"""Shows an episode from the evaluation before training next to the same episode from the last evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verbatim.logs.monitors.trajectory_log import read_evaluated
 _LONGEST = 400
 """Maximum number of characters shown per message."""
 _MOST = 24
-"""Maximum number of messages shown per episode, not counting the opening messages that both share."""
+"""Maximum number of messages shown per episode, not counting the opening messages that both episodes share."""
 _ROLES = {"assistant": "agent"}
 """Display names of roles; other roles are shown by their own name."""
 _Line = tuple[Text, Text]
@@ -32,7 +32,7 @@ _Line = tuple[Text, Text]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The same episode, with the same seed, before and after."""
+    """The same episode, with the same seed, before and after training."""
 
     before: Trajectory
     after: Trajectory
@@ -41,14 +41,14 @@ class Pair:
 
     @property
     def gain(self) -> float:
-        """Reward after minus reward before; NaN if either has no reward."""
+        """The reward after training minus the reward before; NaN if either episode has no reward."""
         before, after = self.before.reward, self.after.reward
         return math.nan if before is None or after is None else after - before
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeforeAfter:
-    """The evaluations of one environment before training and after it."""
+    """The evaluations of one environment before and after training."""
 
     env: str
     steps: tuple[int, int]
@@ -57,8 +57,8 @@ class BeforeAfter:
 
     @property
     def shown(self) -> tuple[Pair, str]:
-        """The episode to show, and the reason for the choice: the first that went from failure to success, or else the
-        one whose reward grew most, or else the first."""
+        """Return (1) the episode to show and (2) the reason for the choice: the first episode that went from failure to
+        success, or else the episode whose reward grew most, or else the first episode."""
         gained = [pair for pair in self.pairs if pair.succeeded_after and not pair.succeeded_before]
         lost = [pair for pair in self.pairs if pair.succeeded_before and not pair.succeeded_after]
         if gained:
@@ -77,15 +77,15 @@ class BeforeAfter:
 def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAfter]:
     """Pair the first evaluation of each environment with the last one.
 
-    Episodes are paired by example id, sample index and seed. Left out: episodes whose messages could not be written to
-    the log, environments that were evaluated only once, and environments without a pair.
+    Episodes are paired by example id, sample index and seed. Episodes whose messages could not be written to the log,
+    environments that were evaluated only once, and environments without a pair are left out.
 
     Args:
         run: The run folder.
         environments: The environments by label; used to decide whether an episode succeeded.
 
     Raises:
-        UsageError: as `read_evaluated`.
+        UsageError: as for `read_evaluated`.
     """
     found: dict[str, dict[int, dict[tuple[object, ...], Trajectory]]] = {}
     for step, trajectory in read_evaluated(run):
@@ -178,8 +178,8 @@ def _common(before: Sequence[Message], after: Sequence[Message]) -> int:
 
 
 def _few(messages: Sequence[Message]) -> list[Message]:
-    """All messages, or the first and last ones of a long episode, with a line between them that counts the omitted
-    ones."""
+    """All messages; for a long episode, the first and the last messages, with a line between them that counts the
+    omitted messages."""
     if len(messages) <= _MOST:
         return list(messages)
     half = _MOST // 2

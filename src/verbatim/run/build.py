@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
-    """The monitors of [monitor] by the name of their table. None of them is started yet.
+    """The monitors of [monitor], by the name of their table. They are not started yet.
 
     Raises:
         UsageError: a required package is missing, a monitor rejects its parameters, or its class has a method whose
@@ -59,9 +59,9 @@ def make_monitors(config: RunConfig) -> dict[str, OpenMonitor]:
 def make_rules(config: RunConfig, environments: Environments) -> dict[str, GroupRules]:
     """For each environment, the rules by which its groups become training samples."""
     tables, orchestrator = component_tables(), config.orchestrator
-    # Filters that read a value which has no meaning in this training mode are skipped.
+    # Filters are skipped if they read a value that has no meaning in this training mode.
     unknown = {"advantages"} if follows_a_teacher(config) else set()
-    if orchestrator.training_mode == "sft":  # a teacher's texts have no sampling logprobs
+    if orchestrator.training_mode == "sft":  # a teacher's responses have no sampling logprobs
         unknown.add("logprobs")
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
@@ -138,8 +138,8 @@ def make_dispatcher(
 def warn_of_useful_flat_groups(config: RunConfig) -> None:
     """Warn where online difficulty filtering drops groups that would have a gradient.
 
-    Groups of equal rewards have no gradient only if the advantage compares rewards within the group. They do have one
-    with an advantage without a baseline, with a teacher, and with a KL term to a reference.
+    Groups of equal rewards lack a gradient only if the advantage compares rewards within the group. They have a
+    gradient with an advantage without a baseline, with a teacher, and with a KL term to a reference.
     """
     orchestrator = config.orchestrator
     if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":
@@ -212,10 +212,10 @@ def max_failed(config: RunConfig) -> float:
 
 
 def _played(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide which episodes an evaluation plays.
+    """The settings that determine which episodes an evaluation plays.
 
-    Evaluations are comparable only if these are equal. The environments are stored as a digest because their arguments
-    may contain an API key.
+    Evaluations are comparable only if these settings are equal. The environments are stored as a digest because their
+    arguments may contain an API key.
     """
     evaluation = config.orchestrator.eval
     if evaluation is None:
@@ -264,8 +264,8 @@ def needs_first_model(config: RunConfig) -> bool:
 
 
 def named_weights(config: RunConfig) -> str | None:
-    """The initial weights under the name that the trainer records, if they exist before the run is prepared; None if
-    the model is built or warm-started."""
+    """The initial weights, under the name that the trainer records for them, if they exist before the run is prepared;
+    None if the model is built or warm-started."""
     if config.model.name is None or config.warm_start is not None:
         return None
     path = Path(folder_of(config.model.name))
@@ -278,7 +278,7 @@ def needs_rewards(config: RunConfig) -> bool:
 
 
 def follows_a_teacher(config: RunConfig) -> bool:
-    """True if the loss reads a teacher's logprobs: then tokens have a gradient even if their advantage is 0."""
+    """True if the loss reads a teacher's logprobs; tokens then have a gradient even if their advantage is 0."""
     return config.orchestrator.training_mode != "rl" or bool(make_loss(config).reads_a_teacher)
 
 
@@ -288,7 +288,8 @@ def make_loss(config: RunConfig) -> Loss:
     A custom function receives each trajectory as a whole, and its sum is divided by the number of trained tokens.
     """
     losses, component, mode = component_tables().losses, config.trainer.loss, config.orchestrator.training_mode
-    # The losses of the other modes are fixed: of [trainer.loss], pass on only the parameters that the loss accepts.
+    # The losses of the other modes are fixed: only those parameters of [trainer.loss] that the loss accepts are passed
+    # on.
     if mode != "rl" and component.custom_path is None:
         name, of_mode = next((name, loss) for name, loss in losses.items() if loss.training_mode == mode)
         read = signature(of_mode.function).parameters

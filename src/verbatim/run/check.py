@@ -1,5 +1,5 @@
-"""Checks a run before weights are loaded: for `verbatim config`, and for every training command before it creates a
-run folder."""
+"""Checks a run before weights are loaded. `verbatim config` does so, and every training command before it creates a run
+folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_run(
     Args:
         config: The run's configuration.
         environments_table: The environments by id.
-        starts_both: True if this process starts both trainer and sampler, so that both see the same devices.
+        starts_both: True if this process starts both trainer and sampler; both then see the same devices.
         plays: True if this process runs episodes.
         told: Called with the renderer once all checks have passed.
 
@@ -132,7 +132,7 @@ def _check_loss(config: RunConfig) -> None:
 
 
 def warn_of_unread_tables(config: RunConfig) -> None:
-    """Log each table of a backend that is not selected: its keys have no effect."""
+    """Log each table of a backend that is not selected, because the table's keys have no effect."""
     orchestrator = config.orchestrator
     envs = (*orchestrator.train.env, *(orchestrator.eval.env if orchestrator.eval is not None else ()))
     # An isolated environment uses worker processes even with the local backend.
@@ -162,7 +162,7 @@ def _check_devices(config: RunConfig) -> None:
         places.append(("orchestrator.teacher.device", teacher.device))
     for where, device in places:
         if device in ("auto", "cpu"):
-            continue  # always available, and torch takes seconds to import
+            continue  # the CPU is always available, and torch takes seconds to import
         from verbatim.models.loading import resolve_device
 
         try:
@@ -196,7 +196,7 @@ def _check_frozen(model: str, name: str, config: RunConfig) -> None:
     except ModelError as error:
         raise ModelError(f"trainer.{name}.model: {error}") from error
     if config.model.name is None:
-        return  # the model is built with its own tokenizer, so only the trainer can compare the two
+        return  # the model is built with its own tokenizer, so only the trainer can compare the two models
     from verbatim.models.sizes import vocab_size_of
 
     own, found = (vocab_size_of(find_source(source)) for source in (config.model.name, model))

@@ -1,4 +1,5 @@
-"""The copy of a run folder that `checkpoint.upload_to` asks for: where it is, and what is taken from it to resume."""
+"""Handles the copy of a run folder that `checkpoint.upload_to` asks for: where the copy is, and what is taken from it
+to resume."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from verbatim.logs.uploads import RemoteFault, RemoteFolder, download_run, newes
 
 
 def copies_of_runs(config: RunConfig) -> RemoteFolder | None:
-    """The folder with the copies of all runs of this name, one folder for each; None without `checkpoint.upload_to`.
+    """The folder with the copies of all runs of this name, one folder per run; None without `checkpoint.upload_to`.
 
     Args:
         config: The run's configuration, with its name.
@@ -25,10 +26,10 @@ def copies_of_runs(config: RunConfig) -> RemoteFolder | None:
 
 
 def bring_back(runs: RemoteFolder | None, config: RunConfig, resume: bool | Path) -> bool | Path:
-    """Download the run to resume if this machine does not have its folder.
+    """Download the run that is to be resumed, if this machine does not have its folder.
 
     Args:
-        runs: As from `copies_of_runs`.
+        runs: The result of `copies_of_runs`.
         config: The run's configuration, with its name.
         resume: True: the latest run of this name; a path: the run in this folder; False: a new run.
 
@@ -36,7 +37,7 @@ def bring_back(runs: RemoteFolder | None, config: RunConfig, resume: bool | Path
         What to resume: the downloaded folder, or `resume`.
 
     Raises:
-        UsageError: there is no copy to resume from; or the copy has a newer checkpoint than the folder.
+        UsageError: there is no copy to resume from, or the copy has a newer checkpoint than the folder on this machine.
     """
     if runs is None or not resume:
         return resume
@@ -76,10 +77,10 @@ def _refuse_older(path: Path, runs: RemoteFolder) -> None:
 
 
 def copy_of(runs: RemoteFolder | None, folder: RunFolder, *, resumed: bool) -> RemoteFolder | None:
-    """Where the copy of this run is; None without `checkpoint.upload_to`.
+    """The place of this run's copy; None without `checkpoint.upload_to`.
 
     Raises:
-        UsageError: a new run, and the place holds another run.
+        UsageError: the run is new, but the place already holds a different run.
     """
     if runs is None:
         return None

@@ -15,7 +15,8 @@ from verbatim.run.summary import summary_of
 logger = logging.getLogger(__name__)
 
 RunState = Literal["finished", "stopped", "failed"]
-"""finished: all steps were taken; stopped: ended early on request; failed: ended by an error."""
+"""How a run ended. "finished": all steps were taken; "stopped": it ended early on request; "failed": an error ended
+it."""
 
 _LEDGER = "ledger/"
 """The prefix of the ledger's metrics."""
@@ -33,12 +34,12 @@ def ending(
     """The argument of `Monitor.on_end`, as plain values.
 
     Args:
-        folder: The run folder. If its metrics log cannot be read, that is logged and its values are left out.
-        best_constant: As for `summary_of`.
+        folder: The run folder. If its metrics log cannot be read, this is logged, and the values from it are left out.
+        best_constant: Same as for `summary_of`.
         state: How the process ended.
         seconds: Wall-clock time of the run, over all its processes.
-        max_failed: As for `summary_of`.
-        forked_at: As for `summary_of`.
+        max_failed: Same as for `summary_of`.
+        forked_at: Same as for `summary_of`.
 
     Returns:
         `folder`, the absolute path; `state`; `steps`, the number of steps done; `seconds`; `metrics` of the last step;
@@ -52,7 +53,7 @@ def ending(
     try:
         history, evaluated = read_history(folder.metrics)
         steps, metrics = history[-1] if history else (0, {})
-        # A fork's log begins with its parent's rows: evaluations up to the fork do not belong to this run.
+        # A fork's log begins with the rows of the forked run: evaluations up to the fork do not belong to this run.
         evals = {env: rows[-1][1] for env, rows in evaluated.items() if rows[-1][0] > forked_at}
         results = summary_of(folder.metrics, best_constant, max_failed=max_failed, forked_at=forked_at)
     except (UsageError, OSError) as error:

@@ -31,8 +31,8 @@ Config = str | Path | Mapping[str, Any] | RunConfig
 """A TOML file, or its tables as a mapping or as a loaded configuration."""
 
 _ONE_RUN = threading.Lock()
-"""Held during a run. Only one run per process: torch's default dtype and device, random states and log handlers are
-global."""
+"""Held during a run. A process can do only one run at a time, because torch's default dtype and device, random states
+and log handlers are global."""
 
 
 def run(
@@ -53,22 +53,22 @@ def run(
 
     Args:
         config: A TOML file, or the same tables in Python: `{"model": {"name": "..."}, "orchestrator": {...}}`.
-        resume: Continue a run: True for the latest one of this name, or a run folder.
-        fork: Begin a new run at a checkpoint of another one: "RUN" or "RUN@STEP", as `--fork` on the command line.
+        resume: Continue a run: True for the latest run of this name, or a run folder.
+        fork: Begin a new run at a checkpoint of another run: "RUN" or "RUN@STEP", as for `--fork` on the command line.
         fresh: Parts of the checkpoint to reset: "optimizer", "examples".
         environments: Additional environments by id: classes, functions or instances.
         monitors: Objects with some of the methods of `verbatim.logs.monitors.Monitor`.
-        quiet: Print no progress. Warnings are still logged.
+        quiet: True to print no progress. Warnings are still logged.
         settings: Tables and keys that override those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
 
     Raises:
-        ConfigError: a mistake in the configuration; the message is the same as on the command line.
-        UsageError: a model, environment, component or run folder that cannot be used; or another run is active in this
+        ConfigError: the configuration has a mistake; the message is the same as on the command line.
+        UsageError: a model, environment, component or run folder cannot be used, or another run is active in this
             process.
         NothingTrained: the run finished without training on a single token.
         RunStopped: the run cannot continue, or its trainer process received a request to end it.
-        KeyboardInterrupt: Ctrl-C. Like every exception after the first step, its message has the call that continues
-            the run.
+        KeyboardInterrupt: Ctrl-C was pressed. The message has the call that continues the run, as in every exception
+            after the first step.
     """
     if (fork is not None and resume) or (fresh and fork is None):
         raise ConfigError(
@@ -106,13 +106,13 @@ def train(
             these as its `id`; or a list of them. With an instance, or a class that cannot be imported by name, the
             environment and the trainer run in this process.
         max_steps: Number of steps; 100 by default.
-        resume: As for `run`.
-        monitors: As for `run`.
-        quiet: As for `run`.
+        resume: Same as for `run`.
+        monitors: Same as for `run`.
+        quiet: Same as for `run`.
         settings: Further tables and keys: `orchestrator={"batch_size": 64}, seed=1`.
 
     Raises:
-        ConfigError: as `run`.
+        ConfigError: as for `run`.
     """
     where = "verbatim.train()"
     if isinstance(model, str | os.PathLike):
@@ -180,7 +180,7 @@ def _run(
         except SystemExit as error:  # from user code; it would end the interpreter, or the notebook's kernel, silently
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
         except NothingTrained:
-            raise  # without a note on how to continue: more steps of the same run would not help
+            raise  # this has no note on how to continue: more steps of the same run would not help
         except BaseException as error:
             if folder and (folder[0] / CONFIG).exists():  # a run that never began has removed its folder
                 error.add_note(how_to_go_on(folder[0]))
@@ -197,7 +197,7 @@ def _run(
 
 
 def _load(caller: str, config: Config, settings: Mapping[str, Any], environments: Mapping[str, Any]) -> RunConfig:
-    """The configuration from a file, from tables or from a loaded one, with the settings applied."""
+    """The configuration, from a file, from tables or from a loaded configuration, with the settings applied."""
     tables = component_tables(environments)
     if isinstance(config, str | os.PathLike):
         return load_stored_config(

@@ -1,4 +1,4 @@
-"""Creates a run's environments once, reads conversations to imitate, and checks both before anything is started."""
+"""Creates a run's environments once, reads the conversations to imitate, and checks both before anything is started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CORPUS = 2000
 """Number of demonstrations on which the tokenizer of a [model.build] is trained."""
 _TRIED = 50
 """Number of warm-start conversations that are rendered as a check, evenly spread over all of them. Every command that
-checks a run does this, and rendering 3,000 would take 6 s."""
+checks a run renders them, and rendering 3,000 conversations would take 6 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ImitatedConversation(Demonstration):
     env: str = ""
     """The label of the conversation's environment; empty if it is from a file."""
     where: str
-    """Names the conversation in messages: file and line, or environment and number."""
+    """The conversation's name in messages: file and line, or environment and number."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ def make_environments(config: RunConfig, table: Mapping[str, Any] = ENVIRONMENTS
 
     Raises:
         ComponentError: an environment cannot be imported or created.
-        ConfigError: two have the same name.
+        ConfigError: two environments have the same name.
     """
     orchestrator = config.orchestrator
     train = _make(orchestrator.train.env, "orchestrator.train.env", table)
@@ -90,12 +90,13 @@ def demonstrations(environments: Environments, count: int, seed: int) -> list[Im
     """Scripted conversations from the training environments that provide them, at least `count` in total.
 
     Raises:
-        ComponentError: no environment provides any.
-        NoDemonstrations: the environments that support them provide none with their current settings.
+        ComponentError: no environment provides demonstrations. NoDemonstrations: the environments that support
+        demonstrations provide none with their current settings.
     """
     everyone = environments.by_label
     seeds = {label: derive_seed(seed, "demonstrations", label) % 2**32 for label in everyone}
-    # If none provides any, ask all of them anyway: the error then comes from an environment and names it.
+    # If no environment provides demonstrations, all are asked anyway: the error then comes from an environment and
+    # names it.
     offering = (
         {label: env for label, env in everyone.items() if _first_demonstration(env, label, seeds[label]) is not None}
         or {label: env for label, env in everyone.items() if isinstance(env, Demonstrates)}
@@ -125,7 +126,7 @@ def read_conversations(path: Path) -> list[ImitatedConversation]:
     """Read a file with rows of `{"messages": [...], "tools": [...]}`.
 
     Raises:
-        UsageError: there is no such file, or a line is not a conversation; names the line.
+        UsageError: there is no such file, or a line is not a conversation; the message names the line.
     """
     conversations: list[ImitatedConversation] = []
     for number, row in read_json_lines(path, "conversation").items():
@@ -137,7 +138,7 @@ def read_conversations(path: Path) -> list[ImitatedConversation]:
 
 
 def to_imitate(config: RunConfig, environments: Environments) -> list[ImitatedConversation]:
-    """The conversations of the warm start; empty if there is none."""
+    """The conversations of the warm start; empty if there is no warm start."""
     settings = config.warm_start
     if settings is None:
         return []
@@ -150,7 +151,8 @@ def imitated(renderer: Renderer, conversation: ImitatedConversation, name: str =
     """The conversation as a trajectory to imitate.
 
     Raises:
-        ComponentError: it cannot be rendered, or the result could not have been sampled; names the conversation.
+        ComponentError: the conversation cannot be rendered, or the result could not have been sampled; the message
+            names the conversation.
     """
     try:
         return trajectory_from_messages(
@@ -166,8 +168,7 @@ def imitated_samples(
     """The training samples of each conversation, cut to `seq_len`.
 
     Raises:
-        ComponentError: as `imitated`.
-        UsageError: after the last conversation, if none fits.
+        ComponentError: as for `imitated`. UsageError: raised after the last conversation if no conversation fits.
     """
     fits = False
     for number, conversation in enumerate(conversations):
@@ -180,11 +181,11 @@ def imitated_samples(
 
 
 def check_imitation(config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer) -> None:
-    """Refuse a warm start in which one of `_TRIED` conversations would fail, or none of them fits. The warm start
-    itself reports faults in the other conversations, with the same message.
+    """Refuse a warm start in which one of the `_TRIED` tried conversations would fail, or in which none of them fits.
+    The warm start itself reports faults in the other conversations, with the same message.
 
     Raises:
-        ComponentError, UsageError: as `imitated_samples`.
+        ComponentError, UsageError: as for `imitated_samples`.
     """
     for _ in imitated_samples(config, conversations[:: -(-len(conversations) // _TRIED) or 1], renderer):
         pass
@@ -195,7 +196,7 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
 
     Raises:
         ConfigError: a data file does not exist.
-        ComponentError: an environment has no examples, or two with the same id.
+        ComponentError: an environment has no examples, or two examples with the same id.
     """
     for split, made in (("train", environments.train), ("eval", environments.eval)):
         for label, (_, environment) in made.items():
@@ -212,7 +213,8 @@ def check_tools(config: RunConfig, environments: Environments, renderer: Rendere
     a template without tools leads to a warning here, and the first episode is refused.
 
     Raises:
-        ComponentError: names the environment, what is left out, and what to do.
+        ComponentError: the template leaves tools out; the message names the environment, what is left out, and what to
+            do.
     """
     for label, environment in environments.by_label.items():
         shown = _first_demonstration(environment, label, derive_seed(config.seed, "demonstrations", label) % 2**32)
@@ -233,7 +235,7 @@ def check_tools(config: RunConfig, environments: Environments, renderer: Rendere
 
 
 def _first_demonstration(environment: Environment, label: str, seed: int) -> Demonstration | None:
-    """The environment's first demonstration; None if it provides none, or none with its settings."""
+    """The environment's first demonstration; None if it provides no demonstrations, or none with its settings."""
     if not isinstance(environment, Demonstrates):
         return None
     try:

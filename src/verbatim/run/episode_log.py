@@ -42,11 +42,11 @@ class EpisodeLog:
     Opening the file removes the episodes that failed, so that they are played again.
 
     Args:
-        path: The file, created if missing. None: nothing is stored.
+        path: The file, created if missing. None to store nothing.
         models: The models being evaluated. Episodes of other models stay in the file untouched.
 
     Raises:
-        UsageError: another process is writing the file, or it contains something else.
+        UsageError: another process is writing the file, or the file contains something other than episodes.
     """
 
     def __init__(self, path: Path | None, models: Collection[EvalModel]) -> None:
@@ -66,13 +66,13 @@ class EpisodeLog:
 
     def __exit__(self, *_: object) -> None:
         if self._lines is not None:
-            self._lines.close(keeps_empty=False)  # if nothing was played, leave no file behind
+            self._lines.close(keeps_empty=False)  # if nothing was played, no file is left behind
 
     def played(self, conditions: Conditions) -> dict[tuple[str, int], EvaluatedEpisode]:
         """The stored episodes, by example id and sample index; these need not be played again.
 
         Raises:
-            UsageError: they were played under other conditions; the message lists the differences.
+            UsageError: the episodes were played under different conditions; the message lists the differences.
         """
         found = {}
         kept = self._played.get((conditions.model.fingerprint, conditions.env), {})
@@ -116,7 +116,7 @@ class EpisodeLog:
         return outcome
 
     def _record(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The trajectory's JSON. Without messages and info if these cannot be written as JSON."""
+        """The trajectory as JSON; without messages and info if these cannot be written as JSON."""
         record: dict[str, Any] = plain(trajectory_to_json(trajectory))
         try:
             json.dumps(record, allow_nan=False)
@@ -127,7 +127,7 @@ class EpisodeLog:
         return record
 
     def _take_in(self, record: Mapping[str, Any]) -> bool:
-        """Read one stored episode; True if it failed and is to be played again."""
+        """Read one stored episode; True if the episode failed and is to be played again."""
         about = record["evaluation"]
         of, digest, settings = about["fingerprint"], about["digest"], about["settings"]
         outcome = evaluated_episode_from_json(record["trajectory"], about["success"])

@@ -17,8 +17,8 @@ from verbatim.models.catalog import folder_of
 _API = re.compile(r"(?P<model>.+)@(?P<url>https?://.+)")
 """A model behind an API: "NAME@http://..."."""
 _READ = 1 << 16
-"""Bytes read from the start and from the end of each file for the fingerprint. A few are enough to tell two checkpoints
-apart, because training changes every tensor."""
+"""Number of bytes read from the start and from the end of each file for the fingerprint. A few bytes are enough to tell
+two checkpoints apart, because training changes every tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class EvalModel:
     api: OpenAI | None = None
     """The server, and the model's name on it."""
     step: int = 0
-    """Number of steps it was trained for; 0 if unknown."""
+    """Number of steps for which the model was trained; 0 if unknown."""
     fingerprint: str = ""
-    """Distinguishes its weights from other weights under the same name."""
+    """Distinguishes the model's weights from other weights under the same name."""
 
     @property
     def where(self) -> str:
@@ -46,7 +46,7 @@ def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) ->
     """The models, in the order given.
 
     Args:
-        typed: One text per model. "FOLDER", a hub id, or a name listed by `verbatim models`; "RUN", a run folder, for
+        typed: One string per model. "FOLDER", a hub id, or a name listed by `verbatim models`; "RUN", a run folder, for
             its trained model or else its newest checkpoint; "RUN@latest", "RUN@best" or "RUN@120" for a checkpoint;
             "NAME@URL" for a model behind an OpenAI-compatible server.
         make_api: Makes a server's settings from the model's name and the URL.
@@ -59,7 +59,7 @@ def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) ->
     places: dict[tuple[str, str], str] = {}
     for model in found:
         first = places.setdefault((model.where, model.fingerprint), model.label)
-        if first is not model.label:  # identity: the same text given twice is a duplicate as well
+        if first is not model.label:  # compare by identity: the same text given twice is a duplicate as well
             raise UsageError(
                 f"--model {model.label} is the same model as --model {first} ({model.where}); leave one of them out"
             )
@@ -67,7 +67,7 @@ def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) ->
 
 
 def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
-    """The model that one text names."""
+    """The model that one string names."""
     behind_api = _API.fullmatch(text)
     if behind_api is not None:
         api = make_api(behind_api["model"], behind_api["url"])
@@ -102,8 +102,8 @@ def _checkpoint(text: str, run: Path, which: str) -> EvalModel:
 
 
 def _final(text: str, run: Path) -> EvalModel:
-    """The trained model of a run. The step comes from its summary: a run that was resumed since then has newer
-    checkpoints, but `final` is replaced only when it finishes again."""
+    """The trained model of a run. The step comes from the run's summary: a run that has been resumed since then has
+    newer checkpoints, but `final` is replaced only when the run finishes again."""
     summary = run / "summary.json"
     steps = read_record(summary).get("steps") if summary.is_file() else None
     if not isinstance(steps, int):

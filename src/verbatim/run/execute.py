@@ -57,17 +57,17 @@ def execute(
     Args:
         config: The run's configuration.
         name: The run's name if the configuration has none.
-        resume: False for a new run; True for the latest of this name, or a run folder.
+        resume: False for a new run; True for the latest run of this name, or a run folder.
         console: Where progress is printed.
         run_loop: Runs the event loop, and handles Ctrl-C meanwhile.
         how_to_go_on: Returns what to type to continue the run in this folder.
         environments: The environments by id.
         monitors: Monitors in addition to those of the configuration.
         trainer_elsewhere: True if the trainer is a process that is started separately.
-        fork: The checkpoint of another run to begin at; requires `resume=False`.
+        fork: The checkpoint of another run at which to begin; requires `resume=False`.
 
     Raises:
-        UsageError: something that the user can correct; if the run could not start, there is no run folder.
+        UsageError: the user can correct the mistake; if the run could not start, there is no run folder.
         NothingTrained: the run finished without training on a single token.
         StoppedByAlarm: an alarm ended the run early.
         RunStopped: the run cannot continue.
@@ -79,7 +79,7 @@ def execute(
     config, choices = _as_stored(config, resume, fork, trainer_elsewhere)
     origin = check_fork(fork, config) if fork is not None else None
     with holding(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere) as held:
-        with LiveView(console).stage("checking"):  # shown early: importing what a run needs takes seconds
+        with LiveView(console).stage("checking"):  # this is shown early: importing what a run needs takes seconds
             made = check_run(config, environments, starts_both=not trainer_elsewhere)
         services, watch = make_monitors(config), make_watch(config)
         config, measured = resolve_dtypes(config)
@@ -113,7 +113,7 @@ def execute(
         try:
             training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere)
         except UsageError as error:
-            # Nothing was trained and the user can correct the mistake, so leave no folder. After a machine fault
+            # Nothing was trained and the user can correct the mistake, so no folder is left. After a machine fault
             # (a full disk, say) the folder stays: the same command may succeed later.
             if not training.has_begun and not is_machine_fault(error):
                 folder.withdraw()
@@ -147,7 +147,7 @@ def _as_stored(
 
 
 def _ask_servers(config: RunConfig) -> None:
-    """Query the servers named in the configuration, if any, and refuse those that this run cannot use."""
+    """Query the servers that the configuration names, if any, and refuse servers that this run cannot use."""
     if getattr(inference_settings(config), "urls", ()):
         with ThreadPoolExecutor(1) as apart:  # in a notebook this thread already has a running event loop
             apart.submit(asyncio.run, ask_servers_of(config)).result()
@@ -157,7 +157,7 @@ def _tell_of_the_end(training: TrainingRun) -> None:
     """Report a finished run; raise an error if it trained nothing or was stopped by an alarm.
 
     Raises:
-        NothingTrained, StoppedByAlarm: as `execute`.
+        NothingTrained, StoppedByAlarm: as for `execute`.
     """
     if training.finished:
         evaluated = {label: environment for label, (_, environment) in training.environments.eval.items()}

@@ -1,5 +1,5 @@
-"""Begins a run at a checkpoint of another one: with its model, optimizer, examples, logs and step, and with some keys
-changed.
+"""Begins a run at a checkpoint of another run: with the model, optimizer, examples, logs and step of that run, and with
+some keys changed.
 
 ```
 runs/a/checkpoints/step_000040     ->  runs/b/checkpoints/step_000040       its files, and the new configuration
@@ -64,17 +64,17 @@ from verbatim.run.tables import component_tables
 FRESH = ("optimizer", "examples")
 """What a fork may reset: the optimizer's moments; the examples' order, their pools and the groups in flight."""
 _BEGINNINGS = ("model", "warm_start")
-"""Folders of a run with the model that it started from; a fork copies them."""
+"""Folders of a run with the model from which the run started; a fork copies these folders."""
 _FIXED = {
     "model.": "the weights and their tokenizer come from the checkpoint",
     "warm_start.": "it ran before step 0, and its effect is in the weights",
     "trainer.lora.": "the checkpoint's adapters, or its weights, have this shape",
 }
-"""Keys that a fork cannot change, and why."""
+"""Keys that a fork cannot change, with the reason."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
 """Exceptions to `_FIXED`: these keys do not affect training."""
 _LOGS = ("alarms.jsonl", "metrics.jsonl")
-"""The logs in JSON lines, which the fork keeps only up to the checkpoint."""
+"""The logs in JSON lines, of which the fork keeps only the part up to the checkpoint."""
 _FORKED = {
     *_BEGINNINGS,
     TRAJECTORIES,
@@ -143,17 +143,17 @@ def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
 
 
 def load_forked(fork: Fork, overrides: Sequence[str]) -> RunConfig:
-    """The forked run's configuration as of the checkpoint, with overrides and without its run folder.
+    """The forked run's configuration at the checkpoint, with overrides applied and without its run folder.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: as for `load_config`.
     """
     search_beside(fork.run / CONFIG)  # where modules named in the configuration are found
     return load_config(fork.config_file, ["--run-dir", "null", *overrides], component_tables())
 
 
 def check_fork(fork: Fork, config: RunConfig) -> Origin:
-    """Refuse changes of keys with which this checkpoint cannot be continued.
+    """Refuse changed keys with which this checkpoint cannot be continued.
 
     Returns:
         The contents of `forked_from.json`.
@@ -198,10 +198,10 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
 
 
 def check_held_examples(fork: Fork, environments: Environments) -> None:
-    """Refuse environments that lack the example of a group in flight: a resumed run plays these groups first.
+    """Refuse environments that lack the example of a group in flight: a resumed run plays the groups in flight first.
 
     Raises:
-        UsageError: lists the missing examples.
+        UsageError: examples are missing; the message lists them.
     """
     if "examples" in fork.fresh:
         return
@@ -234,7 +234,7 @@ def open_fork(
     """Create the folder of a new run that begins at the checkpoint.
 
     Raises:
-        UsageError: as `check_held_examples` and `begin_fork`, or the folder holds a run.
+        UsageError: as for `check_held_examples` and `begin_fork`, or the folder holds a run.
     """
     check_held_examples(fork, environments)
     console.print(f"fork        of {origin.run} after step {origin.step}", soft_wrap=True)
@@ -252,15 +252,15 @@ def open_fork(
 
 
 def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> list[str]:
-    """Put everything that the fork begins with into the new run folder. The checkpoint comes last: without one, the
-    folder does not count as a run.
+    """Put everything that the fork begins with into the new run folder. The checkpoint comes last: without a
+    checkpoint, the folder does not count as a run.
 
     Returns:
         The names of the files and folders created.
 
     Raises:
-        UsageError: the folder already has something of these names, the forked run has a symbolic link in the place of
-            one of them, or the checkpoint was removed meanwhile.
+        UsageError: the folder already contains something with one of these names, the forked run has a symbolic link in
+            the place of one of them, or the checkpoint was removed meanwhile.
     """
     source = CheckpointStore(fork.run / "checkpoints", read_only=True)
     logs = source.logs(fork.checkpoint.step)
@@ -305,14 +305,15 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
 def _write_checkpoints(
     fork: Fork, origin: Origin, config: RunConfig, path: Path, source: CheckpointStore, logs: Mapping[str, Any]
 ) -> None:
-    """Write the checkpoint that the fork resumes from, and the best one."""
+    """Write the checkpoint from which the fork resumes, and the best checkpoint."""
     store = CheckpointStore(path / "checkpoints")
     step = fork.checkpoint.step
     best = read_loop_state(fork.checkpoint.folder)["evaluations"]["best"]
     if config.checkpoint.keep_best is None:
         best = None
     other: Checkpoint | None = None
-    # keep_best compares later evaluations with the best checkpoint, so copy that too; if it is damaged, forget it.
+    # keep_best compares later evaluations with the best checkpoint, so this one is copied too; if it is damaged, it is
+    # forgotten.
     if best is not None and best["step"] != step:
         other = Checkpoint(step=best["step"], folder=source.folder / f"step_{best['step']:06d}")
         if find_damage(other.folder) is not None:
@@ -332,7 +333,7 @@ def _write_checkpoints(
 
 
 def _size(mark: Any) -> int | None:
-    """Number of bytes of a log to copy. None: copy all of it; the resume then truncates it."""
+    """Number of bytes of a log to copy. None to copy the whole log, which the resume then truncates."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
 
@@ -347,7 +348,7 @@ def _link_outcomes(fork: Fork, marks: Any, target: Path) -> None:
 
 
 def _make_room(path: Path, names: Sequence[str]) -> None:
-    """Remove the remains of a fork that was killed. Anything else in the way is refused."""
+    """Remove the remains of a fork that was killed. Refuse to continue if anything else is in the way."""
     marker = path / FORKING
     if marker.is_file():
         left = marker.read_text(errors="replace").splitlines()

@@ -26,9 +26,10 @@ from verbatim.trainer.progress import STATE_FILE
 LOOP_FILES = (STATE, *(f"{pool}_examples.jsonl" for pool in POOLS))
 """The files of the training loop's state."""
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""The name of the optimizer's file. Repeated from `trainer.optimizer_state`, because that module imports torch."""
+"""The name of the optimizer's file. It is repeated from `trainer.optimizer_state`, because that module imports
+torch."""
 _BASE = "base_model_name_or_path"
-"""The key of an adapter's configuration with the path of its base model."""
+"""The key, in an adapter's configuration, that holds the path of the adapter's base model."""
 _REFERENCE = "trainer.reference."
 """The prefix of the reference model's keys."""
 
@@ -38,10 +39,10 @@ def write_changed_state(source: Path, target: Path, origin: Origin, *, seed: int
 
     Args:
         source: The checkpoint.
-        target: The copy, without `LOOP_FILES`. Its other files may be hard links to the checkpoint's, so they are
+        target: The copy, without `LOOP_FILES`. Its other files may be hard links to the checkpoint's files, so they are
             replaced, never modified.
-        origin: Which parts are reset, and which keys have changed.
-        seed: Seed of the order of examples, if that is reset.
+        origin: Says which parts are reset, and which keys have changed.
+        seed: Seed of the order of examples, if this order is reset.
         moved: The folders of the forked run and of the fork.
     """
     state = read_loop_state(source)

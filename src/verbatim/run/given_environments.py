@@ -1,4 +1,5 @@
-"""Handles environments given as Python objects: by import path if possible, otherwise they stay in this process.
+"""Handles environments given as Python objects: they are passed on by import path if possible; otherwise they stay in
+this process.
 
 The configuration of a run is a file. A class that can be imported is written there by its import path, as if the user
 had typed it. An object that exists only in this process (an instance, or a class defined in a notebook) is written as
@@ -28,8 +29,8 @@ _EXPECTED = (
 
 
 def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The tables of [[orchestrator.train.env]] for the given environments, and the objects by the ids generated for
-    them.
+    """Return (1) the tables of [[orchestrator.train.env]] for the given environments, and (2) the objects by the ids
+    generated for them.
 
     >>> environment_tables(["guess_number", {"id": "my_module.Mine", "ratio": 2.0}], "verbatim.train()")
     ([{'id': 'guess_number'}, {'ratio': 2.0, 'import_path': 'my_module.Mine'}], {})
@@ -39,7 +40,7 @@ def environment_tables(given: Any, where: str) -> tuple[list[dict[str, Any]], di
         where: The caller, for error messages.
 
     Raises:
-        ConfigError: `given` is none of these.
+        ConfigError: `given` is of none of these kinds.
     """
     objects: dict[str, Any] = {}
     tables = []
@@ -74,7 +75,7 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _import_path(given: Any) -> str | None:
-    """The path by which any process can import this class or function, or None if there is none."""
+    """The path by which any process can import this class or function, or None if there is no such path."""
     module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not given:
         return None
@@ -82,8 +83,8 @@ def _import_path(given: Any) -> str | None:
 
 
 def makers(objects: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The table of environments: the bundled and the given ones. An instance is wrapped in a function that returns it
-    and takes no arguments, so that configured `args` are refused as for any other environment."""
+    """The table of bundled and given environments. An instance is wrapped in a function that returns it and takes no
+    arguments, so that configured `args` are refused as for any other environment."""
     table: dict[str, Any] = dict(ENVIRONMENTS)
     for name, given in objects.items():
         made = inspect.isclass(given) or inspect.isroutine(given)
@@ -95,7 +96,7 @@ def _giving(environment: Any) -> Callable[[], Any]:
     def give() -> Any:
         return environment
 
-    give.__qualname__ = f"{type(environment).__name__}, an instance"  # shown if `args` are refused
+    give.__qualname__ = f"{type(environment).__name__}, an instance"  # the name is shown if `args` are refused
     return give
 
 
@@ -103,8 +104,8 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
     """The configuration with the trainer in this process, if it names an environment that exists only here.
 
     Raises:
-        ConfigError: no table of the configuration names one of the given environments, or it puts one of them, or the
-            trainer, into another process.
+        ConfigError: no table of the configuration names a given environment, or the configuration puts a given
+            environment, or the trainer, into another process.
     """
     names = {name.replace("-", "_") for name in objects}
     orchestrator = config.orchestrator

@@ -1,4 +1,4 @@
-"""A JSON lines file from which a repeated command continues: `verbatim eval` and `verbatim rollout`."""
+"""Defines the JSON lines file from which a repeated command (`verbatim eval`, `verbatim rollout`) continues."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from verbatim.logs.checkpoints.lock import FolderLock
 from verbatim.logs.monitors.jsonl import JsonlWriter
 
 _BEGINNING = json.dumps(stamped(LINES, {"step": 0})).removesuffix("0}")
-"""The beginning of each line. A torn last line is removed only if it begins like this: other files are left alone."""
+"""The beginning of each line. A torn last line is removed only if it begins like this, so that other files are left
+alone."""
 
 
 class KeptLines:
-    """The file. Only one process at a time may open it.
+    """The file from which a repeated command continues. Only one process at a time may open it.
 
     Opening it removes a torn last line and the records of failures, so that these tasks are done again.
 
@@ -29,7 +30,7 @@ class KeptLines:
 
     Raises:
         FormatError: the file has another version of the format.
-        UsageError: another process is writing the file, or it contains something else.
+        UsageError: another process is writing the file, or the file contains something else.
     """
 
     def __init__(self, path: Path, *, what: str, take_in: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -53,14 +54,14 @@ class KeptLines:
             raise
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record, whose first key must be `step`. Raises as `JsonlWriter.write`."""
+        """Append a record, whose first key must be `step`. Raises the same errors as `JsonlWriter.write`."""
         self.writer.write(stamped(LINES, record))
 
     def close(self, *, keeps_empty: bool = True) -> None:
         """Close the file, and release it to other processes.
 
         Args:
-            keeps_empty: False: delete the file if it has no line.
+            keeps_empty: False to delete the file if it has no line.
         """
         self.writer.close()
         if not keeps_empty and self.writer.mark.size == 0:
@@ -88,7 +89,7 @@ class KeptLines:
             rewritten.unlink(missing_ok=True)
 
     def _has_failed(self, line: str, number: int) -> bool:
-        """Pass a line's record to `take_in`, and return its answer. A line of another kind is refused."""
+        """Pass a line's record to `take_in`, and return the result of `take_in`. A line of another kind is refused."""
         try:
             return self._take_in(content_of(LINES, json.loads(line), f"{self.path}:{number}"))
         except UsageError as error:

@@ -50,7 +50,7 @@ class _LogFileHandler(logging.FileHandler):
 
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
-    """Log to the console from this level on; from chatty libraries, only warnings."""
+    """Log to the console, from this level on; from chatty libraries, log only warnings."""
     logging.basicConfig(handlers=[_on_console(console, level)])
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "transformers", "matplotlib"):
@@ -110,7 +110,8 @@ _STARTED = "started (process "
 
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Log to a file, and record the exception that ended the block, if any: the run's other process quotes it."""
+    """Log to a file, and record the exception that ended the block, if any, because the run's other process quotes
+    it."""
     handler = _LogFileHandler(path, encoding="utf-8")
     handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()

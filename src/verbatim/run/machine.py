@@ -52,12 +52,14 @@ class Machine(Protocol):
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
         """Time one side's work with these layers.
 
-        `rows`: tokens per product (trainer), or sequences decoded together (sampler). `kernel`: used by the sampler.
+        `rows` is the number of tokens per product (trainer), or of sequences decoded together (sampler). `kernel` is
+            used by the sampler.
         """
 
 
 class OnCuda:
-    """A `Machine` for planning: a CUDA device from the plan's table. All devices in the table compute in bfloat16."""
+    """A `Machine` for planning: a CUDA device from the plan's table. All devices in that table can compute in
+    bfloat16."""
 
     def cuda_rounds(self, device: str) -> bool | None:
         """Always True. A side that runs on the CPU next to such a device is treated as if it ran on the device."""

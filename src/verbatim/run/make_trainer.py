@@ -29,14 +29,15 @@ def make_trainer(
     ranks: Ranks | None,
     tokenizer: Any = None,
 ) -> Trainer:
-    """Make the trainer of a run or of its warm start. With several ranks, rank 0 has the others make theirs.
+    """Make the trainer of a run or of its warm start. With several ranks, rank 0 has the other ranks make their
+    trainers.
 
     Args:
         config: The run's configuration.
-        purpose: Whether the trainer is for the run or for its warm start.
+        purpose: Says whether the trainer is for the run or for its warm start.
         source: The folder or hub id of its initial weights.
-        first: The model that the run started from; used as the frozen model if that has no name of its own.
-        ranks: The processes that train together. None: this process alone.
+        first: The model from which the run started; it is used as the frozen model if that has no name of its own.
+        ranks: The processes that train together. None if this process trains alone.
         tokenizer: Saved alongside the weights.
     """
     from verbatim.algorithms.losses import LOSSES
@@ -45,14 +46,14 @@ def make_trainer(
     settings, warm_start = config.trainer, config.warm_start
     if purpose == "run":
         loss, steps = make_loss(config), config.max_steps * settings.optimizer_steps_per_batch
-    else:  # all weights, even if LoRA follows: adapters need a base that knows the format already
+    else:  # the warm start trains all weights, even if LoRA follows: adapters need a base that knows the format already
         assert warm_start is not None
         settings = settings.model_copy(update={"optim": warm_start.optim, "optimizer_steps_per_batch": 1, "lora": None})
         loss, steps = LOSSES["sft"], warm_start.steps
     models = frozen_models(config) if purpose == "run" else {}
     frozen = {name: str(first if model is None else model) for name, model in models.items()}
     together: AbstractContextManager[None] = nullcontext()
-    # Sends the order to the other ranks, which make their trainers while this rank makes its own.
+    # This sends the order to the other ranks, which make their trainers while this rank makes its own.
     if ranks is not None and ranks.leads:
         together = ranks.lead("make", purpose=purpose, source=str(source), first=str(first))
     with together:
@@ -70,7 +71,7 @@ def make_trainer(
 
 
 def threads_of(config: RunConfig, own: int | None) -> int | None:
-    """Number of threads for one side's matrix products. None: torch's default, all cores.
+    """Number of threads for one side's matrix products. None for torch's default, which is all cores.
 
     If trainer and sampler compute at the same time, each gets half of the cores: two thread pools on the same cores
     would wait for each other.

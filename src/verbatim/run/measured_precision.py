@@ -29,11 +29,11 @@ from verbatim.trainer.bfloat16 import Products, round_linear
 from verbatim.trainer.linear import use_onednn
 
 REPEATS = 5
-"""Measurements per dtype. The dtypes alternate, so that both see the same load on the machine."""
+"""Number of measurements per dtype. The dtypes alternate, so that both see the same load on the machine."""
 MOST_NUMBERS = 1 << 29
 """Maximum number of multiplications in one measured product; larger layers are measured with fewer rows."""
 PASSES = 8
-"""Decode passes per measurement."""
+"""Number of decode passes per measurement."""
 _PROMPT = 8  # tokens per prompt: only decode passes are measured
 _VOCAB = 256  # small, so that the output head hardly counts
 
@@ -81,7 +81,7 @@ def _both_ways(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> No
 
 
 def _passes(layers: Layers, rows: int, kernel: Kernel) -> Seconds:
-    """Decode passes of a model with one such layer, random weights and a small vocabulary."""
+    """Work that runs decode passes of a model with one such layer, random weights and a small vocabulary."""
     decoders: dict[Dtype, Decoder] = {
         "float32": _decoder(layers.config, rows, "float32", kernel),
         "bfloat16": _decoder(layers.config, rows, "bfloat16", kernel),
@@ -122,7 +122,7 @@ def _decode(decoder: Decoder) -> None:
 
 
 def _medians(work: Mapping[Dtype, Callable[[], None]]) -> dict[str, float]:
-    """Median processor time in seconds by name. The first round is a warm-up and not counted."""
+    """Median processor time in seconds, by name. The first round is a warm-up and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(REPEATS + 1):
         for name, do in work.items():

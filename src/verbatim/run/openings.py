@@ -17,12 +17,12 @@ from verbatim.run.rollouts import plays_elsewhere
 
 
 def check_openings(config: RunConfig, environments: Environments, renderer: Renderer) -> None:
-    """Refuse a run in which no episode could begin, or no opening prompt leaves room for a completion.
+    """Refuse a run in which no episode could begin, or in which no opening prompt leaves room for a completion.
 
     Stops at the first example that leaves room. Environments whose episodes run in other processes are not checked.
 
     Raises:
-        ConfigError: no episode can begin, or no prompt leaves room; names the environment and the split.
+        ConfigError: no episode can begin, or no prompt leaves room; the message names the environment and the split.
         ModelError: the model's chat template cannot render an episode's tools.
     """
     for _ in _measured(config, environments, renderer, is_quick=True):
@@ -30,12 +30,13 @@ def check_openings(config: RunConfig, environments: Environments, renderer: Rend
 
 
 def look_at_openings(config: RunConfig, environments: Environments, renderer: Renderer) -> Iterator[str]:
-    """A sentence for each split of an environment in which some opening prompts leave no room, or were not measured.
+    """One sentence per environment split in which some opening prompts leave no room for a completion, or were not
+    measured.
 
     Measures all examples.
 
     Raises:
-        ConfigError, ModelError: as `check_openings`.
+        ConfigError, ModelError: as for `check_openings`.
     """
     for where, openings in _measured(config, environments, renderer, is_quick=False):
         if openings.found is not None:
@@ -74,8 +75,8 @@ def _measured(
 
 
 def _another(environment: Environment) -> Environment:
-    """A shallow copy, because `start` may store objects of this event loop (a connection) on the environment, and the
-    run has another loop. The environment itself if it cannot be copied."""
+    """A shallow copy of an environment, because `start` may store objects of this event loop (a connection) on the
+    environment, and the run has another loop. If the environment cannot be copied, the environment itself."""
     try:
         return copy.copy(environment)
     except Exception:  # noqa: BLE001  user code may raise anything

@@ -58,7 +58,7 @@ def example_to_json(example: ExampleResult) -> dict[str, Any]:
 
 
 def difference_to_json(found: PairedDifference) -> dict[str, Any]:
-    """The difference: second minus first."""
+    """The difference between two policies as plain values: second minus first."""
     is_compared = found.is_paired and not any(found.too_many_failed)
     return {
         "paired": found.is_paired,
@@ -73,7 +73,7 @@ def difference_to_json(found: PairedDifference) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """The value with NaN and infinities, which JSON lacks, replaced by None, and arrays by lists."""
+    """The value, with NaN and infinities, which JSON lacks, replaced by None, and with arrays replaced by lists."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):

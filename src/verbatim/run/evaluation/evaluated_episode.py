@@ -17,12 +17,13 @@ USAGE = "usage"
 """The key of `Trajectory.info` with a chat server's own token counts."""
 
 FIGURES = ("turns", "tool_calls", "tool_errors", "truncated", "malformed", "completion_tokens")
-"""The names of the figures that every completed episode has."""
+"""Names of the figures that every completed episode has."""
 
 _Json = Mapping[str, Any]
 
 Key = tuple[str, int, int | None]
-"""Example id, sample index and seed. Episodes of two policies with the same key are compared as a pair."""
+"""The key of an episode: example id, sample index and seed. Episodes of two policies with the same key are compared as
+a pair."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +38,14 @@ class EvaluatedEpisode:
     success: bool
     """True if the episode reached its goal. An episode that ended with an error counts as False."""
     reward: float | None
-    """The episode's reward. None if the episode failed or was given none."""
+    """The episode's reward. None if the episode failed or was given no reward."""
     error: str | None
     """The error; None if the episode completed."""
     stop_reason: str | None
     figures: Mapping[str, float] = field(default_factory=dict)
     """Values that are averaged over completed episodes: `turns`, `completion_tokens`, `reward_part/{part}`, ..."""
     tool_turns: tuple[int, int] = (0, 0)
-    """Number of turns whose tool calls were all well-formed and valid, and number of turns with a tool call."""
+    """(1) Number of turns whose tool calls were all well-formed and valid, and (2) number of turns with a tool call."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """Values that are summed over all episodes, including failed ones: tokens, repeated requests, judge calls."""
 
@@ -73,7 +74,8 @@ def evaluated_episode_from_json(record: Mapping[str, Any], success: bool | None 
 
     Args:
         record: The trajectory as written by `trajectory_to_json`.
-        success: The environment's verdict. None: the one in `info`, or else a reward of at least 1.
+        success: The environment's verdict. If None, the verdict in `info` is used; if there is none, a reward of at
+            least 1 counts as success.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the record is not a trajectory.
@@ -115,7 +117,7 @@ def _figures(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, fl
 
 
 def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
-    """The number of sampled tokens: as recorded, or as counted by a server that returns no ids."""
+    """The number of sampled tokens, as recorded, or, for a server that returns no ids, as the server counted them."""
     recorded = sum(len(turn["completion_ids"]) for turn in turns) + record["num_unrecorded_tokens"]
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
 

@@ -1,8 +1,8 @@
 """Computes 95% confidence intervals of means, shares and differences of evaluated episodes.
 
-Episodes of one example are not independent: an easy example succeeds in all of them. So the examples are treated as the
-random sample, and each example is a cluster of its episodes. With a single example, its episodes are the clusters, and
-the interval is about that example only.
+Episodes of the same example are not independent: if the example is easy, all its episodes succeed. So the examples are
+treated as the random sample, and each example is a cluster of its episodes. With a single example, its episodes are the
+clusters, and the interval is about that example only.
 
 Values are passed by example: `{"secret-7": [1, 0, 1], ...}`.
 """
@@ -18,7 +18,7 @@ from verbatim.core.records.equality import are_equal
 from verbatim.run.evaluation.student import LEVEL, t_quantile
 
 Z95 = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-"""The 97.5% quantile of the standard normal distribution: 95% of it lies between -Z95 and Z95."""
+"""The 97.5% quantile of the standard normal distribution: 95% of the distribution lies between -Z95 and Z95."""
 
 ByExample = Mapping[str, Sequence[float]]
 """The values of the episodes, by example."""
@@ -57,8 +57,8 @@ class _Clusters:
     num_clusters: int
     num_values: int
     most_alike: float
-    """The largest possible design effect, reached if all values in a cluster are equal: the size of a value's cluster,
-    averaged over all values."""
+    """The largest possible design effect, which is reached if all values in a cluster are equal. It is the size of a
+    value's cluster, averaged over all values."""
 
 
 def _clusters(values: ByExample) -> _Clusters:
@@ -88,7 +88,7 @@ def _sizes(values: ByExample) -> dict[str, int]:
 
 def mean_interval(values: ByExample) -> Estimate:
     """The mean of unbounded values, such as rewards: mean ± t * standard error, with K - 1 degrees of freedom for K
-    examples. No interval if all values are equal. If all are 0 or 1, `share_interval` is used.
+    examples. There is no interval if all values are equal. If all values are 0 or 1, `share_interval` is used.
 
     Example: `{"a": [1, 3], "b": [5, 7]}` has the mean 4, the variance 2 / 1 * (16 + 16) / 16 = 4, and t = 12.71: 4 ±
     25.4.
@@ -107,12 +107,13 @@ def _mean_interval(values: ByExample) -> Estimate:
 
 
 def share_interval(values: ByExample) -> Estimate:
-    """The mean of values between 0 and 1, such as successes: Wilson's interval for `effective_size` episodes. It stays
-    between 0 and 1, and has a width even if all episodes succeed or none does.
+    """The mean of values between 0 and 1, such as successes: Wilson's interval for `effective_size` episodes. The
+    interval stays between 0 and 1, and has a width even if all episodes succeed or all fail.
 
-    Example: 30 of 40 examples succeed in all of their 4 episodes, 10 in none. The 160 episodes count as 40, and 0.75
-    has the interval (0.598, 0.858); 160 independent ones would have (0.678, 0.811). If all 120 episodes of 4 examples
-    succeed, the interval is (0.668, 1); if 119 of them do, it is (0.762, 1.000).
+    Example: 30 of 40 examples succeed in all of their 4 episodes, and 10 examples succeed in none. The 160 episodes
+    count as 40, and 0.75 has the interval (0.598, 0.858); with 160 independent episodes the interval would be (0.678,
+    0.811). If all 120 episodes of 4 examples succeed, the interval is (0.668, 1); if 119 of them succeed, it is (0.762,
+    1.000).
     """
     if not any(values.values()):
         return UNKNOWN
@@ -125,27 +126,27 @@ def share_interval(values: ByExample) -> Estimate:
 def effective_size(values: ByExample) -> float:
     """The number of independent episodes that carry the same information as these.
 
-    It is their number n divided by the design effect, which is the factor by which the variance of p exceeds
+    It is the number n of episodes divided by the design effect, which is the factor by which the variance of p exceeds
     p (1 - p) / n (Dean & Pagano 2015, "Evaluating confidence interval methods for binomial proportions in clustered
-    surveys"). With m episodes per example, the design effect is 1 if these are independent, and m if they are all alike
-    (Kish 1965, "Survey sampling"). How alike they are shows only in the episodes that differ from the majority. If
-    there are few of these (none, if all succeed), the variance over examples is unreliable. So the estimate starts
-    from the middle, (1 + m) / 2, with the weight of one such episode:
+    surveys"). With m episodes per example, the design effect is 1 if the episodes of an example are independent, and m
+    if they are all alike (Kish 1965, "Survey sampling"). How alike they are shows only in the episodes that differ from
+    the majority. If there are few such episodes (none, if all succeed), the variance over examples is unreliable. So
+    the estimate starts from the middle, (1 + m) / 2, with the weight of one such episode:
 
         ((t / z)^2 * n^2 * variance of p + (1 + m) / 2) / (n p (1 - p) + 1), between 1 and m
 
     (t / z)^2 accounts for the small number of examples behind the variance (Korn & Graubard 1998, "Confidence intervals
     for proportions with small expected number of positive counts estimated from survey data"). The middle value is our
-    choice. The usual choice if all succeed is an effect of 1: then, for 4 examples with 30 episodes each that are all
-    alike, only 6 of 10 intervals contain the true share. An effect of m instead makes the interval jump from (0.51, 1)
-    to (0.91, 1) at the first failure.
+    choice. The usual choice, if all episodes succeed, is a design effect of 1: then, for 4 examples with 30 episodes
+    each that are all alike, only 6 of 10 intervals contain the true share. An effect of m instead makes the interval
+    jump from (0.51, 1) to (0.91, 1) at the first failure.
     """
     found = _clusters(values)
     return _effective(found.mean * (1 - found.mean), found)
 
 
 def _effective(spread: float, found: _Clusters) -> float:
-    """The effective size. `spread`: the variance of one value if all were independent."""
+    """The effective size. `spread` is the variance of one value if all values were independent."""
     if found.num_clusters == 1:
         return float(found.num_values)
     count, alike = found.num_values, found.most_alike
@@ -156,15 +157,16 @@ def _effective(spread: float, found: _Clusters) -> float:
 
 def paired_mean(differences: ByExample) -> Estimate:
     """The mean difference of pairs with unbounded values, such as rewards of the same example and seed: mean ± t *
-    standard error of the differences. No interval if all differences are equal."""
+    standard error of the differences. There is no interval if all differences are equal."""
     return _mean_interval(differences) if any(differences.values()) else UNKNOWN
 
 
 def paired_share(differences: ByExample) -> Estimate:
     """The mean of differences that are -1, 0 or 1: successes of the same example and seed under two policies.
-    Computed as `pairs_interval` for the effective number of pairs, as in `effective_size`.
+    The interval is that of `pairs_interval` for the effective number of pairs, which is computed as in
+    `effective_size`.
 
-    Example: one pair for each of 50 examples, 12 gained and 4 lost, gives 0.16 and (-0.001, 0.308).
+    Example: one pair for each of 50 examples, with 12 gained and 4 lost, gives 0.16 and (-0.001, 0.308).
     """
     if not any(differences.values()):
         return UNKNOWN
@@ -179,8 +181,8 @@ def paired_share(differences: ByExample) -> Estimate:
 
 def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
     """The difference of two means over different examples or seeds: Welch's interval over examples. It is wider than
-    that of `paired_mean`, because no variation that the two have in common cancels out. If all values are 0 or 1,
-    `unpaired_share` is used."""
+    the interval of `paired_mean`, because variation that the two policies have in common does not cancel out. If all
+    values are 0 or 1, `unpaired_share` is used."""
     if not any(before.values()) or not any(after.values()):
         return UNKNOWN
     if are_binary(before, after):
@@ -223,7 +225,7 @@ def gain_interval(before: tuple[float, float], after: tuple[float, float]) -> tu
 
     Args:
         before: The share of successes, and the number of independent episodes (an effective size).
-        after: The same for the second policy.
+        after: The same two numbers for the second policy.
 
     Example: 56 of 70 against 48 of 80 gives (0.052, 0.334), as in the paper's table II.
     """

@@ -24,7 +24,7 @@ NOTE = (
     "Intervals are 95%, over examples: episodes of one example are not independent. Episodes that ended with an "
     "error count as failures, and are left out of rewards and of all other means."
 )
-"""How to read the tables."""
+"""An explanation of how to read the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ReportedModel:
     label: str
     """The model as typed on the command line."""
     where: str
-    """The folder, or the model's name and its server."""
+    """The model's folder, or the model's name and its server."""
     results: Mapping[str, EnvResult]
     """The results by environment."""
 
@@ -47,14 +47,14 @@ def markdown(
     compared: Sequence[Compared] = (),
     errors: Mapping[str, Mapping[str, tuple[int, str]]] = MappingProxyType({}),
 ) -> str:
-    """The report as GitHub-flavoured Markdown. Texts of models and environments are escaped.
+    """The report as GitHub-flavoured Markdown. Strings that come from models and environments are escaped.
 
     Args:
         title: The heading.
         conditions: The settings: seed, episodes, sampling, ...
         subjects: The models.
         compared: The comparisons of two models each.
-        errors: By letter and kind of failure: the number of failed episodes, and the first error.
+        errors: The number of failed episodes and the first error, by letter and kind of failure.
     """
     parts = [
         f"# {_plain(title)}",
@@ -104,4 +104,4 @@ def _plain(text: str) -> str:
     text = " ".join(printable(text).split())
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = "".join(f"\\{c}" if c in "\\|`*_#" else c for c in text)
-    return text.replace("](", "]\\(").replace("][", "]\\[")  # no link; intervals keep their brackets
+    return text.replace("](", "]\\(").replace("][", "]\\[")  # this makes no link; intervals keep their brackets

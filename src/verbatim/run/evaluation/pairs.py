@@ -25,18 +25,19 @@ class PairedDifference:
 
     env: str
     num_pairs: int
-    """Number of pairs: episodes with the same example, sample index and seed. 0: all episodes are compared instead."""
+    """Number of pairs: episodes with the same example, sample index and seed. If it is 0, all episodes are compared
+    instead."""
     num_unpaired: tuple[int, int]
-    """Number of episodes of each policy without a counterpart; these are ignored if there are pairs."""
+    """Number of episodes of each policy without a counterpart; these episodes are ignored if there are pairs."""
     success: Estimate = UNKNOWN
     reward: Estimate = UNKNOWN
-    """The difference in reward, over the pairs in which both episodes have one."""
+    """The difference in reward, over the pairs in which both episodes have a reward."""
     gained: int = 0
     """Number of pairs in which only the second policy succeeded."""
     lost: int = 0
     """Number of pairs in which only the first policy succeeded."""
     too_many_failed: tuple[str | None, str | None] = (None, None)
-    """For each policy, a clause about its failed episodes if there are too many for a comparison; there are no
+    """For each policy, a clause about its failed episodes if there are too many of them for a comparison. There are no
     estimates then."""
 
     @property
@@ -98,7 +99,7 @@ def _paired_reward(pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]]) -
 def _differences(
     pairs: Sequence[tuple[EvaluatedEpisode, EvaluatedEpisode]], value_of: Callable[[EvaluatedEpisode], float | None]
 ) -> dict[str, list[float]]:
-    """The difference in each pair in which both have a value, by example."""
+    """The difference in each pair in which both episodes have a value, by example."""
     found: dict[str, list[float]] = {}
     for one, two in pairs:
         before, after = value_of(one), value_of(two)

@@ -1,4 +1,5 @@
-"""Estimates the success of k attempts at an example: pass@k, at least one succeeds, and pass^k, all succeed."""
+"""Estimates the success of k attempts at an example: pass@k (at least one attempt succeeds) and pass^k (all attempts
+succeed)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plays the evaluation episodes of a configuration with one model after the other, and computes each one's results."""
+"""Plays the evaluation episodes of a configuration with one model after the other, and computes the results of each
+model."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from verbatim.run.rollouts import (
 )
 
 LONGEST_LOSING_STREAK = 16
-"""An API counts as dead after this many failed episodes in a row, or twice the concurrency if that is more."""
+"""An API counts as dead after this many failed episodes in a row, or after twice the concurrency if that is more."""
 CHAT_CONCURRENCY = 8
 """Default number of concurrent episodes with an API."""
 
@@ -49,15 +50,16 @@ class EvalSettings:
     """How much to play, and with which seed."""
 
     num_examples: int | None = None
-    """Number of examples to play per environment, the first ones. None: orchestrator.eval.examples."""
+    """Number of examples to play per environment, from the first on. None for the value of
+    orchestrator.eval.examples."""
     episodes_per_example: int | None = None
-    """Number of episodes per example. None: as many as orchestrator.eval.episodes allows."""
+    """Number of episodes per example. None for as many as orchestrator.eval.episodes allows."""
     seed: int = 0
     """The seed of all episodes."""
     concurrency: int | None = None
-    """Maximum number of concurrent episodes. None: orchestrator.max_concurrent, or 8 with an API."""
+    """Maximum number of concurrent episodes. None for the value of orchestrator.max_concurrent, or 8 with an API."""
     ks: Sequence[int] | None = None
-    """The values of k for pass@k. None: 1, 2, 4, 8."""
+    """The values of k for pass@k. None for 1, 2, 4 and 8."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Fields added to every request to an API."""
 
@@ -78,8 +80,8 @@ class EnvPlan:
         return len(self.examples) * self.episodes_each
 
     def units(self, played: Mapping[tuple[str, int], object]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The units that are left to play: pairs of an example's index and the indices of its episodes. If the
-        environment scores the episodes of an example together, they are one unit; otherwise each episode is a unit."""
+        """The units that are left to play, as pairs (index of an example, indices of its episodes). If the environment
+        scores the episodes of an example together, these episodes are one unit; otherwise each episode is a unit."""
         for index, example in enumerate(self.examples):
             left = tuple(k for k in range(self.episodes_each) if (example.id, k) not in played)
             if left and self.scores_together:
@@ -105,7 +107,7 @@ class ModelResult:
 
 
 Progress = Callable[[EvalModel, int, int, int], None]
-"""Called with the model, and with the numbers of episodes played, planned and failed."""
+"""A function that is called with the model and with the numbers of episodes played, planned and failed."""
 
 
 def plan_evaluation(config: RunConfig, environments: Environments, settings: EvalSettings) -> list[EnvPlan]:
@@ -138,11 +140,11 @@ async def evaluate_models(
     """Yield each model's result as soon as its episodes are played. Episodes in the log are not played again.
 
     Raises:
-        UsageError: the conditions differ from the log's, or a model or backend cannot be used.
+        UsageError: the conditions differ from those in the log, or a model or backend cannot be used.
         RunStopped: all requests to an API fail.
     """
     plans = plan_evaluation(config, environments, settings)
-    for model in models:  # check the conditions of all models before anything is played
+    for model in models:  # this checks the conditions of all models before anything is played
         for plan in plans:
             log.played(_conditions(config, model, plan, settings))
     for model in models:
@@ -179,7 +181,7 @@ class _Playing:
         self._num_failed = self._streak = 0
 
     async def run(self) -> ModelResult:
-        """Play the episodes that are left, and return the results of all."""
+        """Play the episodes that are left, and return the results of all episodes."""
         if any(True for plan in self._plans for _ in plan.units(self._played[plan.env])):
             episode_stats = EpisodeStats("eval")
             async with self._open(episode_stats) as setups:
@@ -198,7 +200,7 @@ class _Playing:
 
     @contextlib.asynccontextmanager
     async def _open(self, episode_stats: EpisodeStats) -> AsyncIterator[Mapping[str, RolloutSetup]]:
-        """Open the connection to the API, or else the sampler and the episode runner; yield the setups by
+        """Open the connection to the API, or else the sampler and the episode runner. Yields the setups, by
         environment."""
         orchestrator, model = self._config.orchestrator, self._model
         made = {plan.env: (plan.config, plan.environment) for plan in self._plans}
@@ -226,7 +228,7 @@ class _Playing:
                     for label, (env, environment) in made.items()
                 }
             return
-        from verbatim.models.loading import load_tokenizer  # imports torch, which an API does not need
+        from verbatim.models.loading import load_tokenizer  # this imports torch, which an API does not need
 
         check_backend(self._config)
         renderer = make_renderer(orchestrator.renderer, load_tokenizer(model.source))
@@ -316,6 +318,6 @@ def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: Ev
 
 
 def digest_of(example: Example) -> str:
-    """A digest of an example's content, to detect another example with the same id."""
+    """A digest of an example's content, to detect a different example with the same id."""
     text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

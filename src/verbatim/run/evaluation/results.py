@@ -22,7 +22,7 @@ class ExampleResult:
     num_failed: int
     num_successes: int
     mean_reward: float
-    """The mean reward of the episodes that have one; NaN if none has."""
+    """The mean reward of the episodes that have a reward; NaN if no episode has one."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """pass@k by k."""
     first_error: str | None = None
@@ -30,7 +30,7 @@ class ExampleResult:
 
     @property
     def success(self) -> float:
-        """The share of its episodes that succeeded."""
+        """The share of the example's episodes that succeeded."""
         return self.num_successes / self.num_episodes
 
 
@@ -46,13 +46,13 @@ class EnvResult:
     success: Estimate = UNKNOWN
     """The share of all episodes that reached their goal."""
     reward: Estimate = UNKNOWN
-    """The mean reward of the episodes that have one."""
+    """The mean reward of the episodes that have a reward."""
     reward_std: float = math.nan
-    """The standard deviation of these rewards."""
+    """The standard deviation of the rewards."""
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    """pass@k by k: mean over examples."""
+    """pass@k by k, averaged over examples."""
     pass_hat: Mapping[int, Estimate] = field(default_factory=dict)
-    """pass^k by k: mean over examples."""
+    """pass^k by k, averaged over examples."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Means over the completed episodes: `turns`, `completion_tokens`, `valid_format`, ..."""
     spent: Mapping[str, float] = field(default_factory=dict)
@@ -93,8 +93,8 @@ def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[i
     Args:
         env: The environment's label.
         outcomes: The episodes in any order; examples keep the order in which they appear.
-        ks: The values of k for pass@k and pass^k. None: 1, 2, 4 and 8. Those above the smallest number of episodes per
-            example are left out.
+        ks: The values of k for pass@k and pass^k. None for 1, 2, 4 and 8. Values above the smallest number of episodes
+            per example are left out.
     """
     listed = list(outcomes)
     groups: dict[str, list[EvaluatedEpisode]] = {}
@@ -133,12 +133,12 @@ def std(values: Sequence[float]) -> float:
 
 
 def successes(outcomes: Iterable[EvaluatedEpisode]) -> ByExample:
-    """1 or 0 per episode, by example."""
+    """1 for each episode that succeeded and 0 for each other episode, by example."""
     return _by_example(outcomes, lambda outcome: float(outcome.success))
 
 
 def rewards_of(outcomes: Iterable[EvaluatedEpisode]) -> ByExample:
-    """The rewards of the episodes that have one, by example."""
+    """The rewards of the episodes that have a reward, by example."""
     return _by_example(outcomes, lambda outcome: outcome.reward)
 
 

@@ -13,7 +13,7 @@ from verbatim.run.evaluation.results import EnvResult, ExampleResult
 from verbatim.run.evaluation.texts import with_interval
 
 Row = tuple[str, ...]
-"""A heading, then one text per column."""
+"""A row: a heading, then one string per column."""
 
 MOST_EXAMPLES = 12
 """Maximum number of examples shown on a terminal."""
@@ -36,12 +36,12 @@ class Compared:
     after: str
     """The letter of the second model or run. Differences are second minus first."""
     environments: Mapping[str, PairedDifference]
-    """The differences by environment label."""
+    """The differences, by environment label."""
 
 
 def result_rows(results: Sequence[EnvResult | None]) -> list[Row]:
-    """One row per figure, one column per result; "-" if a model was not evaluated here (None) or lacks the figure.
-    Figures that no result has are left out."""
+    """One row per figure, one column per result; "-" if a model was not evaluated on this environment (the result is
+    None) or lacks the figure. Figures that no result has are left out."""
     there = [result for result in results if result is not None]
 
     def row(heading: str, cell: Callable[[EnvResult], str | None]) -> Row:
@@ -97,7 +97,7 @@ def difference_rows(compared: Sequence[Compared], env: str) -> list[Row]:
 
 
 def _counts(pair: Compared, found: PairedDifference) -> str:
-    """The number of pairs gained and lost, or why the two are not compared."""
+    """The number of pairs gained and lost, or why the two models are not compared."""
     if any(found.too_many_failed):
         sides = zip((pair.before, pair.after), found.too_many_failed, strict=True)
         return "not compared: " + ", ".join(f"{name}: {clause}" for name, clause in sides if clause is not None)
@@ -107,7 +107,7 @@ def _counts(pair: Compared, found: PairedDifference) -> str:
 
 
 def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:
-    """A sentence about the episodes without a counterpart; None if there are none."""
+    """A sentence about the episodes without a counterpart; None if there are no such episodes."""
     notes = []
     for pair in compared:
         found = pair.environments.get(env)
@@ -122,10 +122,10 @@ def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:
 
 def example_rows(results: Sequence[EnvResult | None], most: int | None = MOST_EXAMPLES) -> tuple[list[Row], int]:
     """One row per example, one column per result, with the successes and the mean reward. The hardest examples come
-    first; with several results, those on which the results differ most.
+    first; with several results, the examples on which the results differ most come first.
 
     Returns:
-        The rows, and the number of examples left out.
+        (1) The rows and (2) the number of examples left out.
     """
     found: dict[str, list[ExampleResult | None]] = {}
     for place, result in enumerate(results):
@@ -153,7 +153,7 @@ def _example(example: ExampleResult | None) -> str:
 
 
 def spent_line(result: EnvResult) -> str:
-    """The tokens, requests and costs of the episodes, as readable text.
+    """The tokens, requests and costs of the episodes, as text to read.
 
     >>> spent_line(EnvResult(env="a", num_episodes=1, num_failed=0, spent={"completion_tokens": 1200.0}))
     '1,200 sampled tokens'

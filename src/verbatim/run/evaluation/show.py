@@ -37,12 +37,12 @@ def show_differences(compared: Sequence[Compared], env: str, console: Console) -
 
 
 def show_examples(results: Sequence[tuple[str, EnvResult | None]], console: Console, *, where: str) -> None:
-    """Print the most informative examples; nothing if all have the same success rate.
+    """Print the most informative examples; print nothing if all examples have the same success rate.
 
     Args:
         results: Letters and results.
         console: Where to print.
-        where: Where all examples can be found, for the note about those left out.
+        where: The place where all examples can be found, for the note about the examples left out.
     """
     shares = {tuple(e.success for e in result.examples) for _, result in results if result is not None}
     if len({share for each in shares for share in each}) < 2:
@@ -72,7 +72,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Row], console: Console) ->
 
 
 def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """The columns of each block, so that a block fits into the room.
+    """Distribute the columns over blocks, so that each block is at most `room` wide.
 
     >>> _blocks([20, 20, 20], 50)
     [[0, 1], [2]]

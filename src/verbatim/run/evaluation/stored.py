@@ -16,10 +16,11 @@ def read_evaluated_episodes(run: Path, steps: Collection[int] | None = None) -> 
 
     Args:
         run: The run folder.
-        steps: Only evaluations after these steps. None: all.
+        steps: Only evaluations after these steps. None for all evaluations.
 
     Raises:
-        UsageError: a file does not contain evaluated episodes (names it), or is a link; or pyarrow is missing.
+        UsageError: a file does not contain evaluated episodes (the message names the file), or is a link; or pyarrow is
+            missing.
     """
     for step, path in evaluation_files(run).items():
         if steps is None or step in steps:

@@ -10,12 +10,12 @@ LEVEL = 0.95
 """The confidence level of every interval."""
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 _NORMAL_FROM = 2000
-"""From this many degrees of freedom, two terms of the expansion around the normal distribution are exact to 1e-9."""
+"""From this many degrees of freedom on, two terms of the expansion around the normal distribution are exact to 1e-9."""
 
 
 @functools.lru_cache(maxsize=1024)
 def t_quantile(degrees: int) -> float:
-    """The t for which a Student's t variable lies between -t and t with probability `LEVEL`.
+    """The number t for which a variable with Student's t distribution lies between -t and t with probability `LEVEL`.
 
     Abramowitz & Stegun 1964, 26.7.3 and 26.7.4 (probability for whole degrees of freedom), solved by bisection; 26.7.5
     for many degrees.
@@ -36,7 +36,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def _within(t: float, degrees: int) -> float:
-    """The probability that a Student's t variable lies between -t and t."""
+    """The probability that a variable with Student's t distribution lies between -t and t."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = degrees % 2
