@@ -1,6 +1,7 @@
 """Writes outcomes into the run folder, one file per step, and restores the files to a checkpoint.
 
-A separate thread writes, so that neither the next step nor another log's part of a checkpoint waits for a large file.
+A separate thread writes, so that neither the next step nor a different log's part of a checkpoint waits for a large
+file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 _MOST_WAITING = 2
-"""Number of steps that may be queued for writing, each in memory; beyond that, `write` blocks."""
+"""Number of steps that may be queued in memory for writing; beyond that, `write` blocks."""
 
 
 class OutcomeLog:
@@ -36,9 +37,9 @@ class OutcomeLog:
     Args:
         path: The folder of the files. Its name is the key under which a checkpoint lists them.
         store: The run's checkpoints.
-        first_step: Number of steps done by earlier processes; files beyond them are removed. Missing or damaged files
-            are reported, and the run continues without them.
-        retention: How much to keep. None: nothing is written.
+        first_step: Number of steps done by earlier processes; files of later steps are removed. Missing or damaged
+            files are reported, and the run continues without them.
+        retention: How much to keep. None to write nothing.
         what: What the files contain, for messages.
     """
 
@@ -66,7 +67,8 @@ class OutcomeLog:
             self._forget(first_step)
 
     def write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """Queue the file of this step. If the file system refuses, that is logged, and the run continues."""
+        """Queue the file of this step. If the file system refuses to write it, this is logged, and the run
+        continues."""
         if not self._writes:
             return
         self.wait(_MOST_WAITING)
@@ -78,7 +80,7 @@ class OutcomeLog:
         while len(self._waiting) > most:
             try:
                 oldest = self._waiting[0]
-            except IndexError:  # another thread has waited for it
+            except IndexError:  # another thread has already waited for it
                 return
             try:
                 oldest.result()

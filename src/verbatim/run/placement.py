@@ -1,4 +1,4 @@
-"""Refuses trainer and sampler on one CUDA device unless they take turns on it, before anything is started."""
+"""Refuses, before anything is started, a trainer and a sampler on the same CUDA device unless they take turns on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_turns(config: RunConfig, settings: BackendSettings) -> None:
         settings: The settings of the inference backend.
 
     Raises:
-        UsageError: both are configured; the message says what to type.
+        UsageError: both turns and running ahead are configured; the message says what to type.
     """
     level = config.orchestrator.max_async_level
     if settings.shares_device and level:
@@ -38,14 +38,14 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
     """Refuse a trainer, or a teacher loaded by the run, on a device of the sampler; the trainer may be there if the two
     take turns. Without CUDA nothing can overlap.
 
-    Assumes that this process starts all of them, so that they see the same devices.
+    The check assumes that this process starts trainer, sampler and teacher, so that they see the same devices.
 
     Args:
         config: The run's configuration.
         settings: The settings of the inference backend.
 
     Raises:
-        UsageError: two of them are on one device; the message names it and says what to type.
+        UsageError: two of them are on the same device; the message names the device and says what to type.
     """
     table = f"inference.{table_of(config.inference.backend)}"
     taken = settings.cuda_devices()
@@ -99,7 +99,7 @@ def _visible() -> list[str] | None:
 
 
 def _another(key: str, taken: Collection[str]) -> str:
-    """What to type to move this key to a free device, if one is visible to this process."""
+    """What to type so that this key names a free device, if a free device is visible to this process."""
     import torch
 
     visible = _visible() or [str(index) for index in range(torch.cuda.device_count())]

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 FASTER = 1.25
 """Minimum measured speed-up for choosing bfloat16: the rest of a pass does not get faster, and casting has a cost."""
 TINY = 100_000
-"""Mean number of elements of a weight matrix below which a model is tiny: casting then costs as much as the faster
-product saves."""
+"""Mean number of elements of a weight matrix below which a model is tiny: for such a model, casting costs as much as
+the faster product saves."""
 TRAINER_ROWS = 1024
-"""Tokens per measured product of the trainer; with more of them the ratio hardly changes."""
+"""Number of tokens per measured product of the trainer; with more tokens the ratio hardly changes."""
 MOST_SAMPLER_ROWS = 64
 """Maximum number of sequences decoded together while the sampler is measured."""
 TRAINER, SAMPLER = "trainer.dtype", "inference.torch.dtype"
@@ -70,7 +70,7 @@ def resolve_dtypes(
     Args:
         config: The configuration, with the keys `trainer.dtype` and `inference.torch.dtype`.
         stored: The tables of the run that is resumed or forked; their dtypes take precedence.
-        machine: The machine that will compute. None: this one.
+        machine: The machine that will compute. None for this machine.
         model: The model's folder or hub id, if it differs from `model.name`.
         keys: The keys to resolve.
 
@@ -93,7 +93,7 @@ def resolve_dtypes(
         if (kept := _stored(stored, key, config)) is not None:
             choices.append(PrecisionChoice(key=key, dtype=kept, reason=_KEPT))
             continue
-        found = found or [read_layers(config, model)]  # read once, and only if something has to be chosen
+        found = found or [read_layers(config, model)]  # this is read once, and only if something has to be chosen
         choices.append(_choose(key, config, found[0], machine or _this_machine()))
     for choice in choices:
         config = _with_dtype(config, choice.key, choice.dtype)
@@ -111,7 +111,7 @@ def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
     """Resolve the dtype of a sampler that is started without a run, for this model, and log the choice.
 
     Raises:
-        UsageError, ModelError: as `resolve_dtypes`.
+        UsageError, ModelError: as for `resolve_dtypes`.
     """
     config, choices = resolve_dtypes(config, model=model, keys=(SAMPLER,))
     for choice in choices:
@@ -120,7 +120,7 @@ def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
 
 
 def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSettings, PrecisionChoice]:
-    """Resolve the dtype of a server for this model. Returns its settings and the choice.
+    """Resolve the dtype of a server for this model. Returns (1) the server's settings and (2) the choice.
 
     Raises:
         ModelError: the model does not exist.
@@ -133,7 +133,7 @@ def refuse_auto(config: RunConfig, how: str) -> None:
     """Refuse "auto" if two processes would each choose on their own, perhaps differently.
 
     Raises:
-        UsageError: a key is "auto"; names the keys.
+        UsageError: a key is "auto"; the message names the keys.
     """
     if keys := unresolved(config):
         given = " ".join(f"--{key} bfloat16" for key in keys)
@@ -163,12 +163,12 @@ def write_choices(folder: Path, choices: list[PrecisionChoice]) -> None:
 
 
 def read_choices(folder: Path, config: RunConfig | None = None) -> list[PrecisionChoice]:
-    """The choices stored in a run folder. Empty if the file is missing or damaged: only the reasons are lost then,
-    because the dtypes are in the configuration too.
+    """The choices stored in a run folder. Empty if the file is missing or damaged; only the reasons are lost in this
+    case, because the dtypes are in the configuration too.
 
     Args:
         folder: The run folder.
-        config: A fork's configuration: choices that it overrides are left out. None: all choices.
+        config: A fork's configuration: choices that it overrides are left out. None to return all choices.
 
     Raises:
         FormatError: another version wrote the file.
@@ -214,7 +214,7 @@ def _choose_side(
     kernel: Kernel = "auto",
     casts: bool = False,
 ) -> PrecisionChoice:
-    """Choose the dtype of one side. `casts`: whether a bfloat16 trainer on a CPU would run under autocast."""
+    """Choose the dtype of one side. `casts` is True if a bfloat16 trainer on a CPU would run under autocast."""
     key = TRAINER if side == "trainer" else SAMPLER
 
     def chosen(dtype: Dtype, reason: str) -> PrecisionChoice:
@@ -260,7 +260,7 @@ def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
 
 
 def _base(model: str | Path) -> Callable[[], Any]:
-    """A function that reads the model's configuration; of an adapter, that of its base model."""
+    """A function that reads the model's configuration; for an adapter, it reads the base model's configuration."""
 
     def read() -> Any:
         from transformers import AutoConfig
@@ -282,7 +282,7 @@ def _layers(read: Callable[[], Any], name: str) -> Layers:
     from verbatim.models.tiny import decoder_layers
     from verbatim.trainer.bfloat16 import can_round
 
-    # Built on the meta device: layers get shapes but no memory, so a model of any size can be inspected.
+    # The model is built on the meta device: layers get shapes but no memory, so a model of any size can be inspected.
     with refusing(f"the config.json of model {name!r} cannot be read"), torch.device("meta"):
         found = read()
         made = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
@@ -296,7 +296,8 @@ def _layers(read: Callable[[], Any], name: str) -> Layers:
 
 
 def _stored(stored: Mapping[str, Any] | None, key: str, config: RunConfig) -> Dtype | None:
-    """The dtype in a stored configuration; None if that run used another inference backend or did not set the key."""
+    """The dtype in a stored configuration; None if the stored run used a different inference backend or did not set the
+    key."""
     backend = config.inference.backend
     if stored is None or (key == SAMPLER and (stored.get("inference") or {}).get("backend", backend) != backend):
         return None

@@ -1,4 +1,4 @@
-"""Prepares the model that a run starts from: builds or locates it, then warm-starts it."""
+"""Prepares the model from which a run starts: builds or locates it, then warm-starts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def prepare_model(
     config: RunConfig, environments: Environments, folder: Path, console: Console, *, ranks: Ranks | None = None
 ) -> Path:
-    """The folder or hub id of the weights of policy version 0. `ranks`: the processes that train together.
+    """The folder or hub id of the weights of policy version 0. `ranks` are the processes that train together.
 
     Raises:
         UsageError: there are no demonstrations, or a data file cannot be read.
@@ -46,11 +46,11 @@ def prepare_model(
 
 
 def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
-    """Build the model in the run folder, unless an earlier process has."""
+    """Build the model in the run folder, unless an earlier process has built it."""
     build_config = config.model.build
     assert build_config is not None
     target = folder / "model"
-    if _is_whole(target):  # left by a process of this run that was killed before its first checkpoint
+    if _is_whole(target):  # a process of this run that was killed before its first checkpoint left this
         return target
     texts = corpus(demonstrations(environments, CORPUS, config.seed))
     with making(target) as partial, LiveView(console).stage("building the model"):
@@ -69,7 +69,7 @@ def _warm_start(
     console: Console,
     ranks: Ranks | None,
 ) -> Path:
-    """Train the model on the conversations and save it in the run folder, unless an earlier process has."""
+    """Train the model on the conversations and save it in the run folder, unless an earlier process has done so."""
     target = folder / "warm_start"
     if _is_whole(target):
         console.print(f"warm start  already done, in {target}", soft_wrap=True)
@@ -103,7 +103,8 @@ def _warm_start(
 
 
 def _is_whole(folder: Path) -> bool:
-    """True if an earlier process of the run completed this folder. A damaged one is moved aside, to be made again."""
+    """True if an earlier process of the run completed this folder. A damaged folder is moved aside, so that it is made
+    again."""
     if not folder.exists():
         return False
     damage = find_damage(folder)
@@ -121,7 +122,7 @@ def _is_whole(folder: Path) -> bool:
 def _warm_start_samples(
     config: RunConfig, environments: Environments, renderer: Renderer, console: Console
 ) -> list[list[TrainingSample]]:
-    """The training samples of each conversation that fits."""
+    """The training samples of each conversation that fits into a sample."""
     samples: list[list[TrainingSample]] = []  # one list per conversation
     left_out = 0
     conversations = to_imitate(config, environments)

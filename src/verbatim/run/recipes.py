@@ -12,15 +12,16 @@ from verbatim.core.texts import nearest
 
 
 def about(recipe: Path) -> str:
-    """The comment at the top of a recipe: what it trains, what it needs, how long it took."""
+    """The comment at the top of a recipe, which says what the recipe trains, what it needs, and how long it took."""
     lines = takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
     return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
 def run_file(given: str | os.PathLike[str]) -> Path:
-    """The configuration file that was named: a path, optionally with prime-rl's leading "@", or the name of a recipe.
+    """The configuration file that `given` names: a path, optionally with prime-rl's leading "@", or the name of a
+    recipe.
 
-    A file of that name takes precedence over a recipe.
+    A file of this name takes precedence over a recipe.
 
     >>> run_file("no/such.toml").as_posix(), run_file("guess_number") == recipes()["guess_number"]
     ('no/such.toml', True)

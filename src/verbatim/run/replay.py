@@ -1,4 +1,4 @@
-"""Trains one step of a run again from the stored data, and compares the results; never writes into the run folder.
+"""Trains one step of a run again from the stored data, and compares the results. It never writes into the run folder.
 
 ```
 checkpoint before the step -> trainer -> the stored steps in between -> the step
@@ -61,7 +61,7 @@ _BATCH = (
 )
 """Keys of [orchestrator] and of its environments that affect how an already sampled batch is trained."""
 _ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Tolerance by trainer.dtype: the largest difference between two ways to compute the same logprob."""
+"""Tolerance by trainer.dtype: the largest difference between two ways of computing the same logprob."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +71,19 @@ class Replay:
     step: int
     run: Path
     checkpoint: int
-    """The step whose checkpoint the replay started from."""
+    """The step from whose checkpoint the replay started."""
     changes: tuple[str, ...]
     """The keys that were overridden, as "key: then -> now"."""
     num_tokens: int
     """Number of tokens trained in the replay."""
     metrics: Mapping[str, MetricDifference]
-    """By name, every trainer metric that is both stored and computed again."""
+    """Every trainer metric that is both stored and computed again, by name."""
     logprobs: TokenDifference
     gradients: TokenDifference
     weights: WeightDifference | None
-    """The comparison of the weights after the step. None if the run has no checkpoint of this step."""
+    """The comparison of the weights after the step. None if the run has no checkpoint of the step."""
     rounding: float
-    """Differences up to this count as rounding."""
+    """Differences no larger than this are treated as rounding."""
 
     @property
     def is_exact(self) -> bool:
@@ -111,7 +111,7 @@ def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
 
     Args:
         run: The run folder. It is only read, so the run may still be active.
-        step: The step to replay. The steps since the checkpoint before it are trained again first.
+        step: The step to replay. The steps between the checkpoint before it and this step are trained again first.
         overrides: Keys changed for this step only, as on the command line: `["--trainer.optim.lr", "1e-5"]`.
 
     Raises:
@@ -126,7 +126,8 @@ def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     changes = tuple(changed_keys(changed, dump_config(config)))
     _refuse_idle(changes)
     stored = {number: read_step(plan.run, number) for number in plan.steps}
-    # Keys of the orchestrator change credit, filters or samples, so these are computed again from the rewards.
+    # Keys of the orchestrator change credit, filters or samples, so credit, filters and samples are computed again from
+    # the rewards.
     credited_again = any(change.startswith("orchestrator.") for change in changes)
     samples = (changed_samples if credited_again else stored_samples)(stored[step], changed)
     with _threads(config), tempfile.TemporaryDirectory(prefix="verbatim-replay-") as scratch:
@@ -181,8 +182,8 @@ def _compared(
 
 
 _NOT_OF_A_STEP = ("lora", "parallel", "separate_process")
-"""Keys of [trainer] that a replay refuses to change: the weights have the adapters' shape, and a replay trains in one
-process."""
+"""Keys of [trainer] that a replay refuses to change: the weights have the adapters' shape, and a replay trains in a
+single process."""
 
 
 def _refuse_idle(changes: Sequence[str]) -> None:
@@ -203,7 +204,7 @@ def _refuse_idle(changes: Sequence[str]) -> None:
 def _trainer_before(
     plan: ReplayPlan, config: RunConfig, changed: RunConfig | None, stored: Mapping[int, StoredStep], scratch: Path
 ) -> Trainer:
-    """A trainer in the state that the run was in before the step.
+    """A trainer in the state that the run's trainer had before the step.
 
     The steps in between are trained with the original configuration. If keys change, a second trainer with the changed
     configuration then takes over the first one's state.
@@ -219,19 +220,19 @@ def _trainer_before(
         return trainer
     trainer.save_weights(scratch / "before" / "weights")
     trainer.save_state(scratch / "before" / "trainer")
-    del trainer  # free its memory before the next one loads
+    del trainer  # free the first trainer's memory before the second loads
     return _trainer(plan, changed, scratch / "before", left - len(between) * config.trainer.optimizer_steps_per_batch)
 
 
 def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, left: int) -> Trainer:
-    """A trainer in this process with a checkpoint's weights and state. `left`: the optimizer steps that the run's
-    learning-rate schedule had left at that point."""
+    """A trainer in this process with a checkpoint's weights and state. `left` is the number of optimizer steps that the
+    run's learning-rate schedule had left at that point."""
     from verbatim.models.loading import load_tokenizer
 
     weights = state / "weights"
     first = _first_model(config, plan.run) if needs_first_model(config) else weights
     base = first if config.trainer.lora is not None else weights
-    # A replay is one process, however many ranks trained the run.
+    # A replay is a single process, however many ranks trained the run.
     alone = config.trainer.parallel.model_copy(update={"processes": 1, "sequence": 1})
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": alone})})
     trainer = make_trainer(config, "run", base, first=first, ranks=None, tokenizer=load_tokenizer(base))
@@ -245,7 +246,7 @@ def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, left: int) -> Tra
 
 
 def _first_model(config: RunConfig, run: Path) -> Path:
-    """The model that the run started from. It must exist already; nothing is built."""
+    """The model from which the run started. It must exist already; nothing is built."""
     made = "warm_start" if config.warm_start is not None else "model" if config.model.name is None else None
     if made is None:
         from verbatim.models.catalog import folder_of

@@ -19,7 +19,7 @@ _OF_THE_CLOCK = ("seconds", "tokens_per_second")
 """Metrics that depend on the machine's speed."""
 
 Turn = tuple[str, int]
-"""A trajectory id, and the index of a turn."""
+"""A turn's key: a trajectory id and the index of the turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,17 @@ class MetricDifference:
 
     @property
     def is_exact(self) -> bool:
-        """True if both are the same number, or both NaN."""
+        """True if both values are the same number, or both are NaN."""
         return self.stored == self.replayed or (math.isnan(self.stored) and math.isnan(self.replayed))
 
     def is_within(self, rounding: float) -> bool:
-        """True if they differ by at most this; relative to the larger value if that is above 1."""
+        """True if the values differ by at most `rounding`, relative to the larger value if that is above 1."""
         apart, scale = abs(self.stored - self.replayed), max(1.0, abs(self.stored), abs(self.replayed))
         return self.is_exact or (math.isfinite(apart) and apart <= rounding * scale)
 
 
 def compare_metrics(stored: Mapping[str, float], replayed: Mapping[str, float]) -> dict[str, MetricDifference]:
-    """The metrics that exist in both, except those that measure time."""
+    """The metrics that exist on both sides, except metrics that measure time."""
     return {
         name: MetricDifference(stored=stored[name], replayed=float(value))
         for name, value in replayed.items()
@@ -61,7 +61,7 @@ class TokenDifference:
     scale: float
     """The largest absolute stored value, at least 1; tolerances are relative to it."""
     trajectory_id: str | None = None
-    """The trajectory with the largest difference; None if no token differs. The next fields locate the token."""
+    """The trajectory with the largest difference; None if no token differs. The next fields locate the token in it."""
     turn: int = -1
     position: int = -1
     """The token's index in the turn's completion."""
@@ -75,11 +75,12 @@ class TokenDifference:
 
     @property
     def is_exact(self) -> bool:
-        """True if both trained the same tokens, with the same values."""
+        """True if run and replay trained the same tokens, with the same values."""
         return not (self.num_different or self.num_only_stored or self.num_only_replayed)
 
     def is_within(self, rounding: float) -> bool:
-        """True if both trained the same tokens, and their values differ by at most this relative to `scale`."""
+        """True if run and replay trained the same tokens, and the values differ by at most `rounding`, relative to
+        `scale`."""
         return (
             not (self.num_only_stored or self.num_only_replayed)
             and math.isfinite(self.largest)
@@ -116,7 +117,8 @@ def compare_tokens(
         if not differs.any():
             continue
         num_different += int(differs.sum())
-        # A NaN or infinity on one side is an infinite difference. In float64, because float32 could overflow.
+        # A NaN or infinity on one side is an infinite difference. Differences are in float64, because float32 could
+        # overflow.
         apart = np.nan_to_num(np.abs(stored[turn].astype(np.float64) - replayed[turn]), nan=math.inf, posinf=math.inf)
         at = int(np.where(differs, apart, -1.0).argmax())
         if place is None or apart[at] > largest:
@@ -153,7 +155,7 @@ class WeightDifference:
     largest: float
     """The largest absolute difference of a single weight."""
     parameter: str | None
-    """The parameter with the largest difference; None if none differs."""
+    """The parameter with the largest difference; None if no parameter differs."""
 
     @property
     def is_exact(self) -> bool:
@@ -184,6 +186,6 @@ def _tensors(folder: Path) -> dict[str, tuple[Any, str]]:
     for path in sorted(folder.glob("*.safetensors")):
         file: Any = safe_open(
             path, framework="pt"
-        )  # reads one tensor at a time, so that models of any size fit in memory
+        )  # this reads one tensor at a time, so that models of any size fit in memory
         found |= {key: (file, key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
     return found

@@ -1,8 +1,8 @@
-"""Finds the data to replay a step from: a checkpoint before it, the stored trajectories, the logged metrics.
+"""Finds the data from which a step is replayed: a checkpoint before it, the stored trajectories, the logged metrics.
 
 A step's file holds the batch: every trajectory with its ids, logprobs, versions, experts, advantages, teacher logprobs
-and the outcome of each turn, in batch order. Samples follow from these, micro-batches from the samples, and the trainer
-draws no random numbers. So the state of the checkpoint before the step determines the step.
+and the outcome of each turn, in batch order. The samples follow from these data, the micro-batches follow from the
+samples, and the trainer draws no random numbers. So the state of the checkpoint before the step determines the step.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class StoredStep:
 
     step: int
     outcomes: Sequence[TrajectoryOutcome]
-    """The outcomes in the step's file, in order: the batch, then those dropped before they reached a batch."""
+    """The outcomes in the step's file, in order: those of the batch, then those of trajectories dropped before they
+    reached a batch."""
     metrics: Mapping[str, float] | None
-    """The step's row of the metrics log; None if there is none."""
+    """The step's row in the metrics log; None if there is no such row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlan:
-    """The data to replay a step from."""
+    """The data from which a step is replayed."""
 
     run: Path
     step: int
@@ -59,18 +60,19 @@ class ReplayPlan:
 
     @property
     def config_file(self) -> Path:
-        """The configuration under which the step was trained: that of the first checkpoint at or after it, else the
-        run's current one."""
+        """The configuration under which the step was trained: that of the first checkpoint at or after the step, or
+        else the run's current configuration."""
         store = CheckpointStore(self.run / "checkpoints", read_only=True)
         copies = [store.folder / f"step_{step:06d}" / CONFIG for step in store.steps() if step >= self.step]
         return next((copy for copy in copies if copy.is_file()), self.run / CONFIG)
 
 
 def plan_replay(run: Path, step: int) -> ReplayPlan:
-    """Find the data to replay this step from.
+    """Find the data from which this step can be replayed.
 
     Raises:
-        UsageError: there is no such run, or a checkpoint or file is missing; lists the steps that can be replayed.
+        UsageError: there is no such run, or a checkpoint or file is missing; the message lists the steps that can be
+            replayed.
     """
     if not (run / CONFIG).is_file() and not (run / "checkpoints").is_dir():
         raise UsageError(f"there is no run in {run}; expected its folder: --run-dir runs/NAME/latest")
@@ -91,7 +93,7 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
             f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the trajectory "
             f"files of every step since that checkpoint; {there}{keep}"
         )
-    damages = []  # a damaged checkpoint is skipped: an older one may do
+    damages = []  # a damaged checkpoint is skipped, because an older one may do
     for base in reversed([number for number in steps if number < step]):
         folder = store.folder / f"step_{base:06d}"
         if (damage := find_damage(folder)) is None:
@@ -108,7 +110,8 @@ def read_step(run: Path, step: int) -> StoredStep:
     """Read the stored data of a step.
 
     Raises:
-        UsageError: its file, or the metrics log, is missing or damaged; or the file lacks some of the trained tokens.
+        UsageError: the step's file or the metrics log is missing or damaged, or the file lacks some of the trained
+            tokens.
     """
     file = own_files_in(run / TRAJECTORIES)[step]
     outcomes = [outcome for _, outcome in read_outcomes(file)]
@@ -127,7 +130,7 @@ def read_step(run: Path, step: int) -> StoredStep:
 
 
 def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
-    """The samples that the step was trained on, in batch order.
+    """The samples on which the step was trained, in batch order.
 
     Raises:
         CheckpointError: the stored trajectories no longer give the original samples.
@@ -157,7 +160,7 @@ def with_teacher(samples: Sequence[TrainingSample], outcome: TrajectoryOutcome, 
     """Add the stored teacher logprobs to the samples, if they are needed.
 
     Raises:
-        UsageError: they are needed, but not stored.
+        UsageError: the teacher logprobs are needed, but not stored.
     """
     if not needs:
         return list(samples)
@@ -177,7 +180,7 @@ def with_teacher(samples: Sequence[TrainingSample], outcome: TrajectoryOutcome, 
 
 
 def changed_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample]:
-    """The samples that this configuration makes of the stored batch: credit, filters and strategy are applied again.
+    """The samples that this configuration makes from the stored batch: credit, filters and strategy are applied again.
 
     Groups that online difficulty filtering dropped stay dropped.
     """

@@ -1,4 +1,4 @@
-"""Reports a finished run on the console: learning curve, an episode before and after, results, paths."""
+"""Reports a finished run on the console: the learning curve, an episode before and after training, results, paths."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def report(
 ) -> None:
     """Print the final results, and store them as `summary.txt`: without colour, `WIDTH` columns wide.
 
-    If a log cannot be read, its part is left out; if the report fails, that is logged. Neither fails the run, which is
-    over: its results are in `summary.json`.
+    If a log cannot be read, its part of the report is left out; if the report fails, this is logged. In neither case
+    does the run fail: it is over, and its results are in `summary.json`.
 
     Args:
         summary: The results, as in `summary.json`.
@@ -47,7 +47,7 @@ def report(
     """
     try:
         _report(summary, title, folder, environments, console)
-    except Exception as error:  # runs user code: an environment's `is_success`
+    except Exception as error:  # this runs user code: an environment's `is_success`
         logger.error(
             "the report of the run could not be made: %s; its results are in %s",
             error_text(error),

@@ -1,4 +1,4 @@
-"""The result of a run that was started from Python: folder, summary, metrics as columns, model."""
+"""Defines the result of a run that was started from Python: folder, summary, metrics as columns, model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class MetricColumns(dict[str, NDArray[Any]]):
     ([1, 2], [0.5, nan], [nan, 0.1])
 
     Args:
-        records: Step and metrics of each record, in order; a value is a number, "NaN", "Infinity" or "-Infinity".
+        records: The step and the metrics of each record, in order; a value is a number, "NaN", "Infinity" or
+            "-Infinity".
     """
 
     def __init__(self, records: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
@@ -66,7 +67,7 @@ class RunResult:
     metrics: MetricColumns = field(repr=False)
     """One record per step."""
     evals: Mapping[str, MetricColumns] = field(repr=False)
-    """By environment, one record per evaluation; `step` is the number of steps trained before it."""
+    """One record per evaluation, by environment; `step` is the number of steps trained before the evaluation."""
     model_path: Path
     """The trained model, a folder that `from_pretrained` loads."""
     again: Callable[..., RunResult] = field(repr=False)
@@ -76,11 +77,11 @@ class RunResult:
         """Continue the run in its folder, usually for more steps: `result.resume(max_steps=200)`.
 
         Args:
-            settings: Keys to change, as for `verbatim.run`, and its `monitors` and `quiet`. The run keeps the
-                environments that it was started with.
+            settings: Keys to change, as for `verbatim.run`, and the arguments `monitors` and `quiet` of `verbatim.run`.
+                The run keeps the environments with which it was started.
 
         Raises:
-            UsageError: as `verbatim.run`; the model cannot be changed.
+            UsageError: as for `verbatim.run`; also if `settings` change the model.
         """
         return self.again(**settings)
 

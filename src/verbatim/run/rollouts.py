@@ -52,11 +52,11 @@ def make_setups(
         renderer: The renderer of the policy's model.
         slots: Limits the number of episodes that run at once, over all environments.
         teacher: A chat server that generates the turns instead of the sampler.
-        runner: Runs the episodes. None: in this process.
+        runner: Runs the episodes. None to run them in this process.
         episode_stats: Counts the episodes of all environments.
         run_id: The run's name, for the episodes.
         routing: The expert routing that recorded experts must match.
-        trains: True if the samples are trained on: then the sampler also returns kept sets.
+        trains: True if the samples are trained on; the sampler then also returns kept sets.
     """
     episode_stats = episode_stats or EpisodeStats()
     return {
@@ -109,12 +109,13 @@ async def open_runner(
     """Open the episode runner.
 
     Args:
-        orchestrator: Its `rollout` table says where episodes run.
+        orchestrator: The table [orchestrator], whose `rollout` table says where episodes run.
         environments: The environments by purpose ("train", "eval") and label.
         sampler: The policy's sampler.
         renderer: The renderer of the policy's model.
         teacher: A chat server that generates the training episodes instead of the sampler.
-        logs: The folder for the output of environments that run in other processes on this machine. None: discard it.
+        logs: The folder for the output of environments that run in other processes on this machine. None to discard the
+            output.
 
     Raises:
         UsageError: Ray, its actors or a worker process cannot be started.
@@ -192,11 +193,12 @@ async def make_sampler(
         config: The run's configuration.
         source: A folder in Hugging Face format, or a hub id.
         policy_version: The policy version of these weights.
-        num_threads: Number of threads for a sampler in this process, if its settings have none. None: torch's default.
+        num_threads: Number of threads for a sampler in this process, if its settings give no number. None for torch's
+            default.
         logs: The folder for the output of sampler processes.
         sender: The trainer, if it sends its weights to the sampler's servers.
         cores: The cores that a sampler in this process shares with the trainer.
-        kept_sets: True if the samples may be trained on: then they carry their kept sets, if the run needs them.
+        kept_sets: True if the samples may be trained on; they then carry their kept sets if the run needs these.
 
     Raises:
         ComponentError: the backend did not return a sampler.
@@ -237,7 +239,7 @@ def backend_inputs(
     cores: CoreShare | None = None,
     kept_sets: bool = True,
 ) -> BackendInputs:
-    """The settings of the run that every inference backend needs. Parameters as for `make_sampler`."""
+    """The settings of the run that every inference backend needs. The parameters are the same as for `make_sampler`."""
     lora = config.trainer.lora
     return BackendInputs(
         model=source,
@@ -283,7 +285,7 @@ def check_backend(config: RunConfig) -> BackendSettings:
     """The settings of the inference backend, after checks against this machine (Python, keys, addresses) and this run.
 
     Raises:
-        UsageError: names the key, what was found, and what to type.
+        UsageError: a check failed; the message names the key, what was found, and what to type.
     """
     settings, lora = inference_settings(config), config.trainer.lora
     rank = None if lora is None else lora.r

@@ -53,10 +53,10 @@ class RunLog:
         folder: The run folder.
         title: The learning curve's title.
         max_steps: Total number of steps.
-        first_step: Number of steps done by earlier processes. Anything logged beyond them is dropped. Missing or
+        first_step: Number of steps done by earlier processes. Anything logged for later steps is dropped. Missing or
             damaged parts of the logs are reported, and the run continues without them.
-        trajectories: How many trajectories to keep. None: none are stored. Evaluated episodes are all stored, unless
-            this is None.
+        trajectories: How many trajectories to keep. None to store no trajectories. Evaluated episodes are all stored,
+            unless this is None.
         console: Where progress is printed.
         monitors: Monitors in addition to console, logs and learning curve.
         detector: Raises alarms; its state has been loaded from the checkpoint already.
@@ -116,7 +116,8 @@ class RunLog:
         self._monitors = Monitors([metrics, alarms, self._console, curve, *monitors])
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:
-        """Truncate a log to the checkpoint of this step. Damage is reported once: the marks are updated."""
+        """Truncate a log to the checkpoint of this step. Damage is reported only once, because the marks are
+        updated."""
         logs = self._store.logs(step) if step else {}
         checkpoints = [number for number in self._store.steps() if number <= step]
         found = restore(
@@ -164,9 +165,9 @@ class RunLog:
             return
         try:
             alarms = list(look(self._detector))
-        except Exception as error:  # as with monitors: a bug here must not cost hours of training
+        except Exception as error:  # as with monitors, a bug here must not cost hours of training
             if is_out_of_memory(error):
-                raise  # not the detector's fault, and the process cannot be trusted any more
+                raise  # this is not the detector's fault, and the process cannot be trusted any more
             logger.exception("alarms: %s failed; the run goes on without alarms", type(self._detector).__name__)
             self._detector = None
             return
@@ -186,16 +187,17 @@ class RunLog:
 
         Args:
             step: The number of steps done.
-            trainer: Saves the trainer's part.
+            trainer: The trainer, which saves its part.
             state: The loop's state.
-            trainer_state: A folder with the trainer's part, if it is saved already.
+            trainer_state: A folder with the trainer's part, if this part is saved already.
 
         Raises:
             CheckpointNotWritten: the trainer could not save its part, or a file could not be written.
         """
         with self.stage("checkpoint"):
             if trainer_state is None:
-                # Inside the run folder, so that its parts can be renamed into the checkpoint, within one file system.
+                # The folder is inside the run folder, so that its parts can be renamed into the checkpoint, within one
+                # file system.
                 trainer_state = self._folder.path / ".trainer_state"
                 shutil.rmtree(trainer_state, ignore_errors=True)
                 try:
@@ -210,7 +212,7 @@ class RunLog:
             )
 
     def _write_checkpoint(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
-        """Write the checkpoint's folder, and update the links to the latest and the best one."""
+        """Write the checkpoint's folder, and update the links to the latest and the best checkpoint."""
         # The logs are synced first, so that they are never shorter than the checkpoint says.
         try:
             best = state["evaluations"]["best"]
@@ -268,7 +270,7 @@ class RunLog:
         )
         self._monitors.on_end({**outcome, "results": {**outcome["results"], **self.results}})
         self._monitors.close()
-        with contextlib.ExitStack() as stack:  # if closing one raises, the other is still closed
+        with contextlib.ExitStack() as stack:  # if closing one of them raises, the other is still closed
             for log in (self._outcomes, self._evaluated):
                 stack.callback(log.close)
             self._evaluations.flush()

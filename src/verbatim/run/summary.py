@@ -20,11 +20,12 @@ from verbatim.run.evaluation.stored import read_evaluated_episodes
 logger = logging.getLogger(__name__)
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
-"""Omitted if they have no value: no tool call was tried, or no environment knows its best constant policy."""
+"""Values that are omitted if they are not known: no tool call was tried, or no environment knows its best constant
+policy."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-"""With several environments, the top level of the summary has the means of these values over environments; other values
-appear only per environment."""
+"""With several environments, the top level of the summary has the means of these values over the environments; other
+values appear only per environment."""
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
@@ -45,15 +46,16 @@ def summary_of(
 ) -> dict[str, Any]:
     """The results before and after training, and the amount of work, from a metrics log.
 
-    With several environments the top-level values are means over them, and `environments` has the values of each.
+    With several environments the top-level values are means over the environments, and `environments` has the values of
+    each environment.
 
     Args:
         metrics_path: The metrics log.
         best_constant: As returned by `best_constants`.
-        run: The folder with the evaluated episodes, for the confidence interval of the gain. None: no interval.
+        run: The folder with the evaluated episodes, for the confidence interval of the gain. None for no interval.
         max_failed: The largest share of failed episodes that an evaluation may have and still be used in comparisons.
-        forked_at: The step at which the run was forked; evaluations up to it belong to the original run and do not
-            count as results of this one. -1: the run is not a fork.
+        forked_at: The step at which the run was forked; evaluations up to this step belong to the original run and do
+            not count as results of the fork. -1 if the run is not a fork.
 
     Raises:
         UsageError: the metrics log cannot be read.
@@ -93,7 +95,7 @@ def summary_of(
         "trained_tokens": final.get("ledger/trained", 0),
     }
     missing = steps - len(dict(history))
-    if missing > 0:  # lines that a resume found damaged; these steps are missing from the sums
+    if missing > 0:  # a resume found these lines damaged; their steps are missing from the sums
         summary["steps_missing_in_log"] = missing
     if len(each) > 1:
         summary["environments"] = each
@@ -101,7 +103,8 @@ def summary_of(
 
 
 def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, max_failed: float) -> dict[str, Any]:
-    """One environment's success before and after, and the gain. Also reward and its parts, if they differ from success.
+    """One environment's success before and after training, and the gain. The reward and its parts are included too if
+    they differ from success.
 
     There is no gain if an evaluation is missing or was skipped, or if too many of its episodes failed; then
     `not_compared` has the reason.

@@ -43,7 +43,7 @@ def open_trainer(
     ranks: Ranks | None = None,
     sends_from: str | None = None,
 ) -> tuple[TrainerWorker, TrainerReady]:
-    """Open a trainer with the newest checkpoint of the run, or with the model that the run starts from.
+    """Open a trainer with the newest checkpoint of the run, or with the model from which the run starts.
 
     Args:
         config: The run's configuration.
@@ -51,8 +51,8 @@ def open_trainer(
         folder: The run folder.
         console: Where progress is printed.
         states: The folder for the trainer's parts of checkpoints.
-        ranks: The processes that train together. None: this process alone.
-        sends_from: The address at which the sampler's servers connect to receive weights. None: no weights are sent.
+        ranks: The processes that train together. None if this process trains alone.
+        sends_from: The address at which the sampler's servers connect to receive weights. None if no weights are sent.
     """
     from verbatim.models.loading import load_tokenizer
     from verbatim.trainer.device_memory import DeviceMemory
@@ -73,7 +73,8 @@ def open_trainer(
         left = (config.max_steps - found.step) * config.trainer.optimizer_steps_per_batch
         trainer.load_state(found.folder / "trainer", left=left)
     shares_device = inference_settings(config).shares_device
-    # Published versions to keep: those that the sampler may lag behind, the one it reads, and the one being written.
+    # Published versions to keep: those by which the sampler may lag behind, the version that it reads, and the version
+    # being written.
     worker = TrainerWorker(
         trainer,
         version=found.step if found is not None else 0,
@@ -88,7 +89,8 @@ def open_trainer(
         ),
         broadcaster=WeightBroadcaster(trainer, sends_from) if sends_from is not None else None,
     )
-    # A resumed run's adapters are published again: their base path in the checkpoint is stale if the folder was moved.
+    # A resumed run's adapters are published again, because their base path in the checkpoint is stale if the folder was
+    # moved.
     if found is not None and trainer.adapters is not None:
         base = worker.weights.publish(worker.version, trainer.save_weights)
     ready = TrainerReady(
@@ -112,9 +114,10 @@ def _sources(
     *,
     ranks: Ranks | None,
 ) -> tuple[Path, Path]:
-    """The model that the run started from, and the weights to load.
+    """Return (1) the model from which the run started and (2) the weights to load.
 
-    The first is the checkpoint itself if the original model is not needed. With adapters, the second is their base.
+    The model is the checkpoint itself if the original model is not needed. With adapters, the weights to load are those
+    of their base model.
 
     Raises:
         CheckpointError: the checkpoint holds an adapter, but this run does not train one.
@@ -134,7 +137,8 @@ def _sources(
 
 
 AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[], bool]]]
-"""Handles Ctrl-C and SIGTERM while the block runs; yields a function that returns True once one arrived."""
+"""A context manager that handles Ctrl-C and SIGTERM while the block runs. It yields a function that returns True once
+either has arrived."""
 
 
 def serve_trainer(
@@ -153,8 +157,9 @@ def serve_trainer(
         folder: The run folder.
         console: Where preparation is reported, and each step if this process was started separately.
         asked_to_end: Handles Ctrl-C and SIGTERM.
-        session: The subfolder of the exchange in which both processes meet. None: this process was started separately.
-        parent: The id of the process that started this one; when it ends, so does this one.
+        session: The subfolder of the exchange in which both processes meet. None if this process was started
+            separately.
+        parent: The id of the process that started this process; when the parent ends, this process ends too.
     """
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
@@ -163,7 +168,7 @@ def serve_trainer(
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode(), private=True)
     if parent is not None:
-        end_with_parent(parent)  # at once, even within a step: nobody would use the result
+        end_with_parent(parent)  # this ends at once, even within a step, because nobody would use the result
     with (
         Heartbeat(exchange.trainer_beat) as heartbeat,
         open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
@@ -185,7 +190,7 @@ def serve_trainer(
         exchange.ready(ready)
         look = ranks.look if ranks is not None else lambda: None
         with asked_to_end(exchange, heartbeat) as stopped:
-            if session is not None:  # started by the orchestrator, which watches this process
+            if session is not None:  # the orchestrator started this process and watches it
                 serve(worker, exchange, heartbeat, look=look)
             else:
                 _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, look)
@@ -228,7 +233,7 @@ def _serve_by_itself(
 
 
 def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[[], None]:
-    """A check to call regularly: waits for the orchestrator to appear, and raises once it is gone."""
+    """A check to call regularly: it waits for the orchestrator to appear, and raises once the orchestrator is gone."""
     watch: PeerWatch | None = None
 
     def look() -> None:

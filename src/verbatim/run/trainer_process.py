@@ -47,13 +47,13 @@ T = TypeVar("T")
 _USAGE = 2
 """Exit status of a trainer that refuses its configuration (see `verbatim.cli.exit_status`)."""
 _IMPORTS = ("verbatim.trainer.worker", "verbatim.trainer.serve", "verbatim.models.build", "verbatim.run.prepare")
-"""Modules that only the trainer needs. Its process imports them while this one checks the run."""
+"""Modules that only the trainer needs. The trainer's process imports them while this process checks the run."""
 _POLL = 0.02
 """Seconds between two checks of a file or process."""
 _PATIENCE = 20.0
-"""Seconds that the trainer has to end by itself after a run."""
+"""Time in seconds that the trainer has to end by itself after a run."""
 _LITTLE_PATIENCE = 2.0
-"""Seconds that it has after a failed run, when its remaining work is no longer needed."""
+"""Time in seconds that the trainer has to end after a failed run, when its remaining work is no longer needed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class TrainerSide:
     wants_to_stop: Callable[[], bool]
     """True once the trainer process was asked to end."""
     cores: CoreShare | None = None
-    """The cores that sampler and trainer share. None: each side has a fixed number of threads."""
+    """The cores that sampler and trainer share. None if each side has a fixed number of threads."""
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def trainer_inside(
 def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None]) -> None:
     """Import what both trainer and sampler need, then keep a forked copy of this process for the trainer.
 
-    Does nothing if this process must not be forked, or needs no trainer process.
+    Does nothing if this process must not be forked, or if it needs no trainer process.
 
     Args:
         config: The run's configuration.
@@ -110,12 +110,12 @@ def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None
     """
     if not spare.is_allowed() or not config.trainer.separate_process:
         return
-    kind = "qwen3"  # the architecture of models that a run builds
+    kind = "qwen3"  # this is the architecture of models that a run builds
     if config.model.name is not None:
         found = Path(find_source(config.model.name)) / "config.json"
         with contextlib.suppress(
             OSError, ValueError, KeyError
-        ):  # not a local folder, or a fault that a later check reports
+        ):  # this is not a local folder, or it has a fault that a later check reports
             kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
     with told, imports_that_stay():
         for module in (f"transformers.models.{kind}.modeling_{kind}", "verbatim.models.loading"):
@@ -128,8 +128,8 @@ def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None
 def trainer_child(
     config: RunConfig, folder: RunFolder, console: Console, meanwhile: Callable[[CoreShare | None], None]
 ) -> Iterator[TrainerSide]:
-    """Run the trainer in a child process, which ends with this block. It imports modules from where this process does,
-    and prints where this process prints, unless the console is quiet.
+    """Run the trainer in a child process, which ends with this block. The child imports modules from where this process
+    does, and prints where this process prints, unless the console is quiet.
 
     Args:
         config: The run's configuration.
@@ -148,7 +148,7 @@ def trainer_child(
             None if status is None else f"the trainer (process {process.pid}) {how_it_ended(status)}{last_lines(log)}"
         )
 
-    patience = 0.0  # seconds to wait for the child: none before it is ready, or after a Ctrl-C that cancels the run
+    patience = 0.0  # seconds to wait for the child: 0 before it is ready, or after a Ctrl-C that cancels the run
     try:
         with LiveView(console).stage("starting the trainer"):  # until the child draws its own progress bars
             while not exchange.trainer_beat.exists() and ended() is None:
@@ -200,11 +200,11 @@ def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) ->
 
 
 class _StartedAgain(Exception):
-    """The trainer that was preparing has been replaced by a new one."""
+    """The trainer that was preparing has been replaced by a new trainer."""
 
 
 def _unless_gone(look: Callable[[], T]) -> T:
-    """Return `look()`. A missing file means that a new trainer has removed the old one's session."""
+    """Return `look()`. A missing file means that a new trainer has removed the old trainer's session."""
     try:
         return look()
     except FileNotFoundError:
@@ -241,7 +241,7 @@ def _side(
     watch = _watch(exchange, config, config.orchestrator.stall_timeout)
 
     def wants_to_stop() -> bool:
-        watch.fault()  # updates the watch, in case nothing else is waiting for the trainer
+        watch.fault()  # this updates the watch, in case nothing else is waiting for the trainer
         return watch.wants_to_stop
 
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:
@@ -254,7 +254,7 @@ def _side(
 
 
 def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path) -> str | None:
-    """What is wrong with the trainer, or None."""
+    """What is wrong with the trainer, or None if nothing is wrong."""
     if (gone := ended()) is not None:
         return gone
     seen = watch.fault()
@@ -304,8 +304,8 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
     """Run the work and return its result, while reporting progress to the trainer.
 
     Raises:
-        BaseException: raised by the work, or by the reporting: a trainer that hears nothing would conclude that this
-            process is stuck.
+        BaseException: whatever the work or the reporting raises. If the reporting fails, the run must end, because a
+            trainer that hears nothing would conclude that this process is stuck.
     """
     exits: list[BaseException] = []
 
@@ -335,7 +335,8 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
 
 
 async def _tell_progress(side: TrainerSide, orchestrator: Any) -> None:
-    """Report to the trainer that the event loop is running, and learn from it whether the run was asked to end."""
+    """Report to the trainer that the event loop is running, and learn from the trainer whether the run was asked to
+    end."""
     while True:
         side.progress(f"at work, after {orchestrator.step} steps")
         if side.wants_to_stop():

@@ -1,4 +1,4 @@
-"""The process of a trainer rank other than 0: `python -m verbatim.run.trainer_rank`."""
+"""Runs the process of a trainer rank other than 0: `python -m verbatim.run.trainer_rank`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from verbatim.core.redaction import WithoutSecrets
 
 
 def main() -> None:
-    """Follow rank 0 until it ends."""
+    """Follow rank 0 until rank 0 ends."""
     end_with_parent(int(os.environ["VERBATIM_TRAINER_LEADER"]))  # a rank without rank 0 would only hold memory
     handler = logging.StreamHandler()
     handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.info("started (process %d)", os.getpid())
-    # After the parent check and the first log record: this imports torch, which takes seconds.
+    # This comes after the parent check and the first log record, because it imports torch, which takes seconds.
     from verbatim.run.trainer_ranks import follow_leader
 
     follow_leader()

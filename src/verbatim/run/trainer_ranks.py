@@ -1,7 +1,8 @@
 """Starts the trainer's ranks, or joins those that a launcher (`torchrun`) has started.
 
-Rank 0 is the trainer's own process. It starts the others on this machine, one interpreter each, watches them, and ends
-them with itself. They run `python -m verbatim.run.trainer_rank`, which calls `follow_leader`.
+Rank 0 is the trainer's own process. It starts the other ranks on this machine, each in an interpreter of its own,
+watches them, and ends them when it ends itself. They run `python -m verbatim.run.trainer_rank`, which calls
+`follow_leader`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _STATUS = {"run": 1, "usage": 2, "component": 2, "sampler": 1, "interrupted": 13
 _START_SECONDS = 600.0
 """Minimum timeout for a rank to start, in seconds: imports alone may take longer than a short deadline."""
 _POLL = 0.02
-"""Seconds between two checks whether the ranks have started."""
+"""Seconds between two checks that test whether the ranks have started."""
 _PATIENCE = 20.0
-"""Seconds that the other ranks have to end by themselves."""
+"""Time in seconds that the other ranks have to end by themselves."""
 
 
 def is_launched() -> bool:
@@ -61,7 +62,8 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
     """Number of processes that train together.
 
     Raises:
-        UsageError: more than there are CUDA devices here, or a different number than was launched.
+        UsageError: the number is larger than the number of CUDA devices here, or differs from the number of launched
+            ranks.
     """
     wanted = config.trainer.parallel.processes
     several = wanted > 1 or (may_be_launched and is_launched())
@@ -96,12 +98,12 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
 
     Args:
         config: The run's configuration, which the other ranks receive from this process.
-        logs: The folder for their logs.
+        logs: The folder for the ranks' logs.
         may_be_launched: True if a launcher may have started this process as one of several ranks. False for the trainer
             of `verbatim rl`, which may inherit a launcher's environment variables from its parent.
 
     Raises:
-        UsageError: as `num_processes`.
+        UsageError: as for `num_processes`.
         RunStopped: a rank ended before it was ready; the message quotes its log.
     """
     size = num_processes(config, may_be_launched=may_be_launched)
@@ -132,7 +134,7 @@ def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Ot
     store.set("config", dump_config(config))
 
     def end(failure: Failure | None, seen: Failures) -> None:
-        if not ranks.are_broken:  # then the main thread is stuck in a collective, so only an exit ends it
+        if not ranks.are_broken:  # in this case the main thread is stuck in a collective, so only an exit ends it
             _end_for(failure, seen)
 
     try:
@@ -175,7 +177,7 @@ def _connected(
 
 
 def follow_leader() -> None:
-    """Follow rank 0's orders as another rank, until it ends. Returns when all work is done.
+    """Follow rank 0's orders as one of the other ranks, until rank 0 ends. Returns when all work is done.
 
     Never raises. If this process cannot continue, it tells rank 0 and exits, because the other ranks may be waiting for
     it in a collective.
@@ -195,7 +197,7 @@ def follow_leader() -> None:
         if is_lost(error):  # another rank's failure caused this error: exit with that rank's status
             _end_for(failures.wait_for_first(), failures)
         failures.leave()
-        _exit(_STATUS[kind_of(error)])  # without cleanup: the other ranks wait as long as this process lives
+        _exit(_STATUS[kind_of(error)])  # there is no cleanup: the other ranks wait as long as this process lives
 
 
 def _follow(store: Any, rank: int, size: int) -> None:
@@ -214,7 +216,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
     def obey(order: dict[str, Any]) -> None:
         nonlocal trainer
         if order["do"] == "make":
-            trainer = None  # free its memory before the next one is loaded
+            trainer = None  # free this trainer's memory before the next one is loaded
             trainer = make_trainer(config, order["purpose"], order["source"], first=order["first"], ranks=ranks)
         else:
             trainer.obey(order)
@@ -224,7 +226,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
 
 
 def _end_for(failure: Failure | None, failures: Failures) -> None:
-    """End this process because another rank failed. None: the cause is unknown."""
+    """End this process because another rank failed. `failure` is None if the cause is unknown."""
     if failure is None:
         logger.error("the trainer's processes end: the other ranks no longer respond")
         _exit(1)
@@ -255,7 +257,7 @@ def _rendezvous() -> tuple[Any, int, int]:
 
 
 class _Others:
-    """The other ranks' processes, started by this one."""
+    """The processes of the other ranks, which this process started."""
 
     def __init__(self, size: int, logs: Path) -> None:
         self._size = size
@@ -266,12 +268,13 @@ class _Others:
         """Start the other ranks, and return the shared store once all of them have reported in.
 
         Raises:
-            RunStopped: a rank ended or did not start in time; names it, and quotes its log.
+            RunStopped: a rank ended or did not start in time; the message names the rank and quotes its log.
         """
         import torch.distributed as dist
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        # Bind the port here and hand the socket over: a port picked in advance could be taken by another process.
+        # The port is bound here and the socket handed over, because another process could take a port picked in
+        # advance.
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -306,7 +309,7 @@ class _Others:
         return store
 
     def ended(self) -> dict[int, str]:
-        """By rank, how each process that has exited did so, with the last lines of its log."""
+        """How each process that has exited ended, with the last lines of its log, by rank."""
         statuses = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: f"{how_it_ended(status)}{last_lines(self._log(rank))}"

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
 
 RunLoop = Callable[[Coroutine[Any, Any, bool], Ask, str], bool]
-"""Runs a coroutine on an event loop to completion, and returns its result. Arguments: the coroutine, what to do at the
-first Ctrl-C, and what to print if the process ends at once."""
+"""A function that runs a coroutine on an event loop to completion, and returns its result. Its arguments are the
+coroutine, what to do at the first Ctrl-C, and what to print if the process ends at once."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class TrainingRun:
     monitors: Sequence[Monitor]
     """Additional monitors."""
     watch: AlarmWatch | None
-    """Raises alarms. None: there are no alarms."""
+    """Raises alarms. None if there are no alarms."""
     folder: RunFolder
     console: Console
     """Where progress is printed."""
@@ -87,11 +87,11 @@ class TrainingRun:
     was_interrupted: bool = False
     """True if this process was asked to end the run after a step."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """After a run that took all its steps: the final results, as in `summary.json`."""
+    """The final results, as in `summary.json`, after a run that took all its steps."""
     alarm: Alarm | None = None
     """The alarm that stopped the run, if any."""
     nothing_trained: str | None = None
-    """After a run that finished without training a token: the reason."""
+    """The reason, after a run that finished without training a token."""
     _stop: Callable[[], None] | None = None
     """Asks the loop to end. None if the loop is not running yet."""
     _starting: Future[Sampler] | None = field(default=None, init=False)
@@ -126,7 +126,7 @@ class TrainingRun:
             self.summary = self._log.summarize()
 
     def _start_sampler(self, cores: CoreShare | None) -> None:
-        """Load the initial weights into the sampler on a thread while the trainer loads them, if they exist already.
+        """If the initial weights exist already, load them into the sampler on a thread while the trainer loads them.
         Errors are raised once the trainer is ready."""
         from verbatim.run.make_trainer import while_both_start
 
@@ -137,7 +137,7 @@ class TrainingRun:
         if not is_here or weights is None or self._store.steps():
             return
         self._starting = starting = Future[Sampler]()
-        starting.set_running_or_notify_cancel()  # so that cancelling the loop while it waits does not cancel the load
+        starting.set_running_or_notify_cancel()  # this way, cancelling the loop while it waits does not cancel the load
 
         def start() -> None:
             try:
@@ -175,7 +175,7 @@ class TrainingRun:
         return True
 
     def _watched(self, loop: asyncio.AbstractEventLoop) -> AlarmWatch | None:
-        """The alarms. The first one that stops the run asks the loop to end after this step."""
+        """The alarms. The first alarm that stops the run asks the loop to end after this step."""
 
         def end(alarm: Alarm) -> None:  # on the thread of the monitors
             if self.alarm is None and self._stop is not None:
@@ -243,7 +243,8 @@ class TrainingRun:
             sending = SendingTrainer(side.link, ready.store)
             side = replace(side, link=sending)
         teacher, chat_teacher = settings.teacher, None
-        # In this mode a teacher writes the training episodes, over a chat API; in the others it only scores tokens.
+        # In this mode a teacher writes the training episodes, over a chat API; in the other modes it only scores
+        # tokens.
         if settings.training_mode == "sft":
             assert teacher is not None and teacher.base_url is not None  # ensured by the configuration
             api = OpenAI(model=teacher.model, base_url=teacher.base_url, api_key_env=teacher.api_key_env)
@@ -290,7 +291,8 @@ class TrainingRun:
             )
             for purpose, writer in (("train", chat_teacher), ("eval", None))
         )
-        # Last, so that everything that the run needs is loaded: it is then excluded from garbage collection.
+        # This comes last, when everything that the run needs is loaded, because it is then excluded from garbage
+        # collection.
         stack.enter_context(seldom_collected())
         return await self._take_steps(side, state, stack, sampler, setups, eval_setups, all_stats["train"])
 
@@ -347,8 +349,8 @@ class TrainingRun:
         return await while_telling(side, orchestrator, train())
 
     def _keep_final(self, weights: Path) -> None:
-        """Save the last version as a folder that `from_pretrained` loads; for adapters, one that `peft` loads, with the
-        merged model if [trainer.lora] merge_final is set."""
+        """Save the last version as a folder that `from_pretrained` loads; for adapters, as a folder that `peft` loads,
+        with the merged model if [trainer.lora] merge_final is set."""
         lora = self.config.trainer.lora
         with making(self.folder.final) as partial:
             shutil.copytree(weights, partial, dirs_exist_ok=True)

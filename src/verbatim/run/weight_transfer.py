@@ -15,11 +15,11 @@ from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import is_launched
 
 _ANY_PORT = 9
-"""A port with which this host's address towards a server is found. Any port will do: nothing is sent."""
+"""The port used to find this host's address towards a server. Any port will do, because nothing is sent."""
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:
-    """How weights are sent. None: the sampler reads the files that the trainer publishes.
+    """How weights are sent. None if the sampler reads the files that the trainer publishes.
 
     Args:
         config: The run's configuration.
@@ -54,8 +54,8 @@ def own_address(config: RunConfig) -> str | None:
     """The address at which the sampler's servers connect to the trainer; None if no weights are sent.
 
     Raises:
-        UsageError: as `check_broadcast`; or there is no such address, there are several, or the configured one is not
-            an address of this host.
+        UsageError: as for `check_broadcast`; also if there is no such address, there are several, or the configured
+            address does not belong to this host.
     """
     settings = check_broadcast(config, is_trainers_host=True)
     if settings is None:
@@ -63,7 +63,7 @@ def own_address(config: RunConfig) -> str | None:
     setting = f"inference.{table_of(config.inference.backend)}.transfer_address"
     if settings.address is not None:
         family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
-        try:  # listen once now, so that a wrong address is found before a model is prepared
+        try:  # this listens once now, so that a wrong address is found before a model is prepared
             socket.create_server((settings.address, 0), family=family).close()
         except OSError as error:
             raise UsageError(
@@ -93,10 +93,10 @@ def own_address(config: RunConfig) -> str | None:
 
 
 def refuse_unreachable(store: WeightStore) -> None:
-    """Refuse a trainer on another host whose address is a loopback address there.
+    """Refuse a trainer on another host if its address is a loopback address there.
 
     Raises:
-        UsageError: the message says what to type.
+        UsageError: the address is a loopback address; the message says what to type.
     """
     if _is_loopback(store.host) and store.on != socket.gethostname():
         raise UsageError(

@@ -1,5 +1,5 @@
-"""Turns groups into batches (credit, filters, samples), with metrics. Every sampled token ends up in a sample, or is
-counted as dropped."""
+"""Turns groups into batches (credit, filters, samples) and computes their metrics. Every sampled token ends up in a
+sample or is counted as dropped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupRules:
 
     advantage: AdvantageFunction
     length_penalty: LengthPenaltyConfig | None = None
-    """Changes the rewards from which the advantages are computed."""
+    """The length penalty, which changes the rewards from which the advantages are computed."""
     filters: Mapping[str, Filter]
     """Filters by name, in the order in which they are applied."""
     strategy: str
@@ -44,7 +44,8 @@ class GroupRules:
     needs_logprobs: bool = True
     """True if turns without logprobs serve as context only. False in imitation, which needs no logprobs."""
     needs_rewards: bool = True
-    """True if a rollout without a usable reward counts as failed. False with a teacher: its advantage is then 0."""
+    """True if a rollout without a usable reward counts as failed. False with a teacher: such a rollout then gets the
+    advantage 0."""
     reads_turn_rewards: bool = True
     """True if the advantage reads the rewards of turns."""
     truncated_sampling: bool = False
@@ -79,8 +80,8 @@ class AssembledGroup:
 def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup:
     """Apply credit, filters and the strategy to a group that is trained in this step.
 
-    Example: of four rollouts with rewards 1, 0, 0 and an error, the three get advantages 2/3, -1/3, -1/3; the
-    tokens of the fourth are dropped as `error`.
+    Example: for four rollouts with rewards 1, 0, 0 and an error, the first three get the advantages 2/3, -1/3 and -1/3;
+    the tokens of the fourth are dropped as `error`.
     """
     credited = _credited(group, rules)
     samples: list[TrainingSample] = []
@@ -139,8 +140,8 @@ def rollout_metrics(
     Args:
         groups: The batch.
         step: The batch's number.
-        succeeded: Whether each trajectory reached its goal, by trajectory id.
-        max_off_policy_steps: Ages up to this one have a metric even if no rollout has that age.
+        succeeded: True for each trajectory that reached its goal, by trajectory id.
+        max_off_policy_steps: Every age up to this number has a metric, even if no rollout has that age.
     """
     everything = [t for g in groups for t in g.group.trajectories]
     completed = [t for t in everything if t.error is None]
@@ -155,7 +156,7 @@ def rollout_metrics(
     for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
         metrics[f"errors/{kind}"] = count
     metrics |= _earned("", ended)
-    metrics |= dict.fromkeys(FIGURES, math.nan)  # so that these exist in every step, even without completed rollouts
+    metrics |= dict.fromkeys(FIGURES, math.nan)  # these must exist in every step, even without completed rollouts
     metrics |= {name: value for name, value in means(ended).items() if "/" not in name}
     metrics |= {name: value for name, value in totals(episodes).items() if name.startswith("judge/")}
     for env in dict.fromkeys(episode.env for episode in ended):
@@ -163,7 +164,7 @@ def rollout_metrics(
         metrics |= _earned(f"/{env}", own)
         for name, value in means(own).items():
             kind, part, rest = name.partition("/")
-            if part:  # "kind/part": the metric of one part of the reward, or of one agent
+            if part:  # names "kind/part" stand for one part of the reward, or one agent
                 metrics[f"{kind}/{env}/{rest}"] = value
     outcomes = [outcome for g in groups for outcome in g.outcomes]
     let_through = [age(outcome.trajectory, step) for outcome in outcomes if outcome.reason not in ("error", "stale")]
@@ -190,13 +191,14 @@ def _earned(where: str, ended: Sequence[EvaluatedEpisode]) -> dict[str, float]:
 
 
 def length_limit_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
-    """`truncated/{reason}`: the share of episodes cut off for each stop reason; empty if there are none."""
+    """`truncated/{reason}`: the share of episodes cut off, for each stop reason; empty if no episode was cut off."""
     counts = Counter(t.stop_reason for t in completed if t.truncated and t.stop_reason is not None)
     return {f"truncated/{reason}": counts[reason] / len(completed) for reason in StopReason if counts[reason]}
 
 
 def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
-    """`breaks/{reason}`: the number of turns whose prompts were rendered from scratch; empty if there are none."""
+    """`breaks/{reason}`: the number of turns whose prompts were rendered from scratch; empty if there are no such
+    turns."""
     reasons = Counter(reason for trajectory in completed for _, reason in rendered_again(trajectory.info))
     return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
 
@@ -221,7 +223,8 @@ def kept_set_metrics(groups: Sequence[AssembledGroup]) -> dict[str, float]:
 
 def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, GroupRules]) -> dict[str, float]:
     """`truncation_mismatch`: the share of trained tokens that were sampled from a distribution truncated by top-p,
-    top-k or min-p, but trained under the full one, which is a bias. Empty unless the configuration accepts this."""
+    top-k or min-p, but trained under the full distribution, which introduces a bias. Empty unless the configuration
+    accepts this."""
     if not any(rule.truncated_sampling for rule in rules.values()):
         return {}
     cut = sum(g.num_trained_tokens for g in groups if rules[g.group.env].truncated_sampling)
@@ -233,10 +236,11 @@ def rollout_distributions(trajectories: Iterable[TrajectoryRecord], batch: int) 
     """Rewards, advantages, lengths and ages of the completed rollouts.
 
     Groups dropped by online difficulty filtering have no advantages, but count in everything else. An advantage
-    function that assigns one per turn contributes one value per turn.
+    function that assigns an advantage to each turn contributes one value per turn.
 
     Args:
-        trajectories: Those of the batch, with advantages, and those that were filtered out since the previous batch.
+        trajectories: The trajectories of the batch, with advantages, and the trajectories filtered out since the
+            previous batch.
         batch: The batch's number, from 0.
     """
     completed = [t for t in trajectories if t.error is None]

@@ -1,4 +1,5 @@
-"""Lets sampler and trainer take turns on one device: the sampler sleeps from a batch's hand-over to the weight update.
+"""Lets sampler and trainer take turns on one device: the sampler sleeps from the hand-over of a batch to the weight
+update.
 
 ```
 sampler    samples batch n | sleeps                          | loads version n+1, samples, is evaluated | sleeps

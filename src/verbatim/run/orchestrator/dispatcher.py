@@ -28,7 +28,7 @@ MOST_AT_ONCE = 128
 """Maximum number of groups launched in one pass of the event loop: a new policy version may allow thousands."""
 
 PATIENCE = 0.5
-"""How long a batch waits for an older group that would otherwise be lost: until this share of another batch has
+"""How long a batch waits for an older group that would otherwise be lost: until this share of one more batch has
 finished."""
 
 
@@ -37,22 +37,22 @@ class Dispatcher:
     """Launches groups, collects them, and hands them out batch by batch.
 
     Launching: every open place in the batches up to `staleness.newest_batch` may have one group in flight. If online
-    difficulty filtering replaces groups, it may have `oversampling_factor` of them, because some will be dropped. At
-    most `oversampling_factor` batches' worth of groups are in flight. The examples of all of these are drawn at once.
-    Their episodes are created only when they will find slots soon, a group at a time, while fewer than
-    `rollouts.group.MOST_IN_LINE` episodes wait for a slot.
+    difficulty filtering replaces groups, a place may have `oversampling_factor` groups in flight, because some of them
+    will be dropped. At most `oversampling_factor` batches' worth of groups are in flight. The examples of all these
+    groups are drawn at once. Their episodes are created only when they will find slots soon, one group at a time, while
+    fewer than `rollouts.group.MOST_IN_LINE` episodes wait for a slot.
 
     Handing out: a batch takes the finished groups with the lowest launch indices, as soon as there are enough. It does
-    not wait for a group that was launched earlier and still runs, with one exception: a group that would be older than
+    not wait for groups that were launched earlier and still run, except for a group that would be older than
     `max_off_policy_steps` in the next batch. The batch waits for such a group until another half batch has finished, if
     that much is in flight; the sampler keeps working meanwhile. With `max_async_level = 0` every batch consists of the
     groups that were launched first, no matter how long they take.
 
-    Groups left over wait for the next batch. Those that would be older than `max_off_policy_steps` in it are dropped as
-    `stale`, and other groups are launched in their place.
+    Groups left over wait for the next batch. Groups that would be older than `max_off_policy_steps` in the next batch
+    are dropped as `stale`, and other groups are launched in their place.
 
-    `state_dict` lists the groups that were launched but not settled, so that a resume loses nothing: they are run
-    again, with the same seeds.
+    `state_dict` lists the groups that were launched but not settled, so that a resume loses nothing: these groups are
+    run again, with the same seeds.
     """
 
     schedule: ExampleSchedule
@@ -80,7 +80,7 @@ class Dispatcher:
         self._next_batch = 0
         self._again: list[ScheduledExample] = []  # drawn before a resume or a `discard`; launched before new ones
         self._drawn: deque[Launched] = deque()
-        """Groups in flight whose episodes have not been created."""
+        """Groups in flight whose episodes have not been created yet."""
         self._running: dict[asyncio.Task[Group], Begun] = {}
         """Groups in flight whose episodes have been created."""
         self._num_in_line = 0
@@ -100,7 +100,7 @@ class Dispatcher:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of sampled tokens not yet settled: of episodes in flight and of finished groups."""
+        """Number of sampled tokens that are not settled yet, in episodes in flight and in finished groups."""
         return sum(launched.num_sampled_tokens for launched in self._held())
 
     @property
@@ -119,7 +119,8 @@ class Dispatcher:
         return (len(self._running) + len(self._ready) + sum(map(len, self._taken))) * self.group_size
 
     def start(self, version: int, batch: int) -> None:
-        """Start launching. `version`: the policy version in use. `batch`: the first batch to be formed."""
+        """Start launching. `version` is the policy version in use; `batch` is the number of the first batch to be
+        formed."""
         self._version, self._next_batch = version, batch
         self._launch()
 
@@ -132,11 +133,12 @@ class Dispatcher:
         """The next full batch of groups, in launch order.
 
         May be called before earlier batches are settled. Returns None when the examples are used up: the groups left do
-        not fill a batch, and no more can be launched.
+        not fill a batch, and no more groups can be launched.
 
         Raises:
             RunStopped: every rollout of two batches in a row failed, or online filtering drops everything.
-            Exception: a bug inside a rollout; faults of the rollout itself are stored on its trajectory.
+            Exception: there is a bug in the code of a rollout; faults of the rollout itself are stored on its
+                trajectory.
         """
         while True:
             if self._failure is not None:
@@ -162,15 +164,17 @@ class Dispatcher:
         if self.max_async_level == 0:
             first = self._in_flight.first_since(oldest)
             return first is None or first > last
-        lost = self._in_flight.first(oldest)  # the earliest group that only this batch could still train
+        lost = self._in_flight.first(oldest)  # this is the earliest group that only this batch could still train
         if lost is None or lost > last:
             return True
-        # Wait for up to `_patience` more groups, unless fewer than that are in flight behind the batch's last one.
+        # Wait for up to `_patience` more groups, unless fewer groups than that are in flight behind the batch's last
+        # group.
         short = self.groups_per_batch + self._patience - len(self._ready)
         return short <= 0 or self._in_flight.num_later(last) < short
 
     def settled(self) -> None:
-        """Note that the earliest batch handed out is settled in the ledger, and update its examples' difficulty."""
+        """Note that the earliest batch handed out is settled in the ledger, and update the difficulty of the batch's
+        examples."""
         for ended in self._taken.popleft():
             self._judge(ended.drawn, ended.group)
 
@@ -194,8 +198,8 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def discard(self) -> int:
-        """After `stop` at the end of a run: forget everything held, and return its number of tokens. If the run is
-        extended later, these groups are sampled again."""
+        """After `stop` at the end of a run, forget everything held, and return the number of tokens in it. If the run
+        is extended later, these groups are sampled again."""
         held = self.num_pending_tokens
         self._again += [launched.drawn for launched in self._held()]
         self._drawn, self._running, self._ready, self._taken = deque(), {}, [], deque()
@@ -265,7 +269,8 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Stop the run at any exception in a callback of the event loop, which would only log it."""
+        """Stop the run at any exception in a callback of the event loop; the loop itself would only log the
+        exception."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001  (next_batch raises it)
@@ -277,7 +282,7 @@ class Dispatcher:
         batches = min(newest_batch(self._version, self.max_async_level) + 1, self.max_steps) - self._next_batch
         empty_places = batches * self.groups_per_batch - len(self._ready)
         wanted = round(empty_places * self._groups_per_place)
-        # Groups that will be too old for the next batch do not count: they will not fill a place.
+        # Groups that will be too old for the next batch do not count, because they will not fill a place.
         num_useful = self._in_flight.num_since(self._next_batch - self.max_off_policy_steps)
         return len(self._in_flight) < self._max_running and num_useful < wanted
 
@@ -286,9 +291,9 @@ class Dispatcher:
             self._collect(task)
 
     def _collect(self, task: asyncio.Task[Group]) -> None:
-        """Take over a finished group: ready for a batch, or dropped because its rewards are all equal."""
+        """Take over a finished group: it is ready for a batch, or is dropped because its rewards are all equal."""
         if self._stopped:
-            return  # keep it in `_running`, so that its tokens stay pending
+            return  # the group stays in `_running`, so that its tokens stay pending
         self._changed.set()
         error = RunStopped(f"{task.get_name()} was cancelled from inside") if task.cancelled() else task.exception()
         if error is not None:
@@ -321,7 +326,7 @@ class Dispatcher:
         self._in_flight.remove(ended.drawn.index, ended.version)
 
     def _filter(self, run: GroupRun, group: Group, kind: Flatness) -> None:
-        """Settle a group without a gradient as dropped. Another one is launched in its place."""
+        """Settle a group without a gradient as dropped. Another group is launched in its place."""
         self.ledger.settle_group(run.index, trained=0, dropped={"difficulty": run.num_sampled_tokens})
         self._dropped.append((kind, group))
         self._filtered_in_a_row += 1
@@ -336,7 +341,7 @@ class Dispatcher:
         """Drop the finished groups that would be too old in the next batch, so that they do not take the place of
         others."""
         if self._next_batch >= self.max_steps:
-            return  # there is no next batch; they count as unused, not as stale
+            return  # without a next batch, the groups count as unused, not as stale
         stale = [one for one in waiting if too_old(one.group, self._next_batch, self.max_off_policy_steps)]
         if not stale:
             return
@@ -351,13 +356,13 @@ class Dispatcher:
             self._judge(ended.drawn, group)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the difficulty pools since the last call, and of the episode runners."""
+        """Metrics, since the last call, of the difficulty pools and of the episode runners."""
         runners = {name: value for setup in self.setups.values() for name, value in setup.runner.metrics().items()}
         return {**self.schedule.pools.metrics(), **runners}
 
     def take_dropped(self) -> list[tuple[Flatness | None, Group]]:
-        """The groups dropped since the last call, each with the kind that online difficulty filtering found, or None
-        for groups that were too old."""
+        """The groups dropped since the last call, each with the kind of group that online difficulty filtering found;
+        None instead of the kind for groups that were too old."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -374,7 +379,7 @@ class Dispatcher:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Groups listed there are run again first."""
+        """Continue from `state_dict`. The groups listed in it are run again first."""
         self.schedule.load_state_dict(state["schedule"])
         self._again = [self.schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]
 

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def measured(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) -> float | None:
-    """The criterion's value, averaged over its environments. None if one of them has none: it was not evaluated, or the
-    metric is missing, NaN or infinite."""
+    """The criterion's value, averaged over its environments. None if an environment has no value: it was not evaluated,
+    or the metric is missing, NaN or infinite."""
     values = []
     for evaluation in _counted(criterion, evaluations):
         value = float(evaluation.metrics.get(criterion.metric, math.nan))
@@ -49,7 +49,7 @@ def _named(criterion: CriterionConfig) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class BestEvaluation:
-    """The best evaluation so far; of equally good ones, the first.
+    """The best evaluation so far; of several equally good evaluations, the first.
 
     Example:
         >>> best = BestEvaluation(criterion=CriterionConfig(metric="success"))
@@ -61,7 +61,7 @@ class BestEvaluation:
 
     criterion: CriterionConfig
     step: int | None = None
-    """The step after which it was made. None: nothing was measured yet."""
+    """The step after which the evaluation was made. None if nothing has been measured yet."""
     value: float | None = None
 
     def observe(self, step: int, value: float) -> bool:
@@ -96,10 +96,10 @@ class EarlyStopping:
     best_step: int | None = None
     """The step of the last improvement."""
     since: list[int] = field(default_factory=list)
-    """The steps of the evaluations since then."""
+    """The steps of the evaluations since the last improvement."""
 
     def observe(self, step: int, value: float) -> None:
-        """Add a measured evaluation. Ignored once there is a reason to stop."""
+        """Add a measured evaluation. It is ignored once there is a reason to stop."""
         if self.reason is not None:
             return
         if improves(self.rule, value, self.best, self.rule.min_delta):
@@ -131,9 +131,9 @@ class EvalProgress:
     """The state that a run's evaluations update: the best evaluation, and early stopping."""
 
     best: BestEvaluation | None = None
-    """The best evaluation so far. None: it is not tracked."""
+    """The best evaluation so far. None if it is not tracked."""
     early_stopping: EarlyStopping | None = None
-    """Decides when to stop early. None: the run never does."""
+    """Decides when to stop early. None if the run never stops early."""
     played: Mapping[str, Any] = field(default_factory=dict)
     """The settings that decide which episodes an evaluation plays, by name; plain JSON values."""
     max_failed: float = MAX_FAILED
@@ -141,10 +141,10 @@ class EvalProgress:
     _warned: set[str] = field(default_factory=set)
 
     def observe(self, step: int, evaluations: Mapping[str, Evaluation]) -> bool:
-        """Add the evaluations of all environments after this step. Returns True if they are the best so far.
+        """Add the evaluations of all environments after this step. Returns True if these are the best so far.
 
         An evaluation without a value, or with too many failed episodes, counts neither as the best nor for early
-        stopping; that is logged.
+        stopping; this is logged.
         """
         if self.best is not None and (value := self._value(self.best.criterion, step, evaluations)) is not None:
             is_best = self.best.observe(step, value)
@@ -186,7 +186,7 @@ class EvalProgress:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends before its last step; None if it does not."""
+        """Why the run ends before its last step; None if it does not end early."""
         return self.early_stopping.reason if self.early_stopping is not None else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,8 +198,8 @@ class EvalProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Values of another criterion, or of other episodes, are not comparable and are
-        left out."""
+        """Continue from `state_dict`. Values of a different criterion, or of different episodes, are not comparable and
+        are left out."""
         best, stopping, played = state["best"], state["early_stopping"], state["played"]
         if others := sorted(name for name in {*played, *self.played} if played.get(name) != self.played.get(name)):
             if best is not None or stopping is not None:

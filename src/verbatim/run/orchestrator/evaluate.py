@@ -34,7 +34,8 @@ class Evaluation:
 
 
 Plan = tuple[Sequence[Example], int]
-"""The examples to play, empty if the environment could not provide them; and the number of episodes per example."""
+"""(1) The examples to play, empty if the environment could not provide any, and (2) the number of episodes per
+example."""
 
 
 def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
@@ -58,7 +59,7 @@ async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluati
         metrics = {"success": math.nan, "examples": 0.0, "episodes": 0.0, "failed": 0.0, "errors/environment": 1.0}
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
 
-    # Limits how many groups wait for episode slots, so that training rollouts get slots in between.
+    # This limits how many groups wait for episode slots, so that training rollouts get slots in between.
     line = asyncio.Semaphore(math.ceil(MOST_IN_LINE / size))
 
     async def play(index: int, example: Example) -> Group:

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from mmap import PAGESIZE
 
 THRESHOLDS = (50_000, 10, 50)
-"""The thresholds of `gc.set_threshold`: new objects before a collection of the youngest generation, and collections of
-one generation before one of the next. With 10,000 episodes in flight, a collection of the youngest generation takes
-27 ms, and one of the next generation, half a million objects, 340 ms, because the objects are not in the processor's
-caches. See `spot_checks`."""
+"""The thresholds of `gc.set_threshold`: the number of new objects before a collection of the youngest generation, and
+the number of collections of one generation before a collection of the next. With 10,000 episodes in flight, a
+collection of the youngest generation takes 27 ms, and one of the next generation, half a million objects, 340 ms,
+because the objects are not in the processor's caches. See `spot_checks`."""
 CHECK_EVERY = 0.05
-"""Seconds between two rounds of `spot_checks`. The collector counts new objects minus freed ones: if as many objects
-are freed as created, it never runs, and when it finally does, it traverses everything created meanwhile. With 100,000
-episodes in flight, that took 9 s."""
+"""Seconds between two rounds of `spot_checks`. The collector counts new objects minus freed objects: while as many
+objects are freed as created, it does not run, and when it finally runs, it traverses everything created meanwhile. With
+100,000 episodes in flight, that took 9 s."""
 ONE_IN, FEW = 16, 50
 """While collections find fewer than `FEW` cyclic objects, only every `ONE_IN`th round collects."""
 GROWTH, SLACK = 1.25, 100_000
 """A full collection runs once the number of objects per held episode has grown by this factor, plus this many objects
-in total, since the last one. It blocks the event loop: for 2 s with 10,000 episodes in flight, for more than a minute
-with 100,000."""
+in total, since the last full collection. It blocks the event loop: for 2 s with 10,000 episodes in flight, for more
+than a minute with 100,000."""
 MEMORY_GROWTH, MEMORY_SLACK = 1.5, 1 << 30
-"""The same for resident memory, in bytes: a few cyclic objects may hold large arrays, whose size the collector does not
-count."""
+"""The same factor and addition for resident memory, in bytes: a few cyclic objects may hold large arrays, whose size
+the collector does not count."""
 
 
 @dataclass
@@ -39,17 +39,18 @@ class _Known:
     memory: int
     """Resident memory in bytes: at the start, then after the first step, then after each full collection."""
     per_episode: float | None = None
-    """Objects per held episode, after the first step or the last full collection. None: neither has happened yet."""
+    """Number of objects per held episode, after the first step or the last full collection. None if neither has
+    happened yet."""
 
 
 _known: list[_Known] = []
-"""One entry inside `seldom_collected`, else empty."""
+"""Has one entry inside `seldom_collected`, and is otherwise empty."""
 
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """While the block runs, exclude existing objects (modules, models, tokenizers) from collections, and check new ones
-    less often. Reference counting still frees objects at once; only cycles live longer, until `step_is_over` or
+    """While the block runs, exclude existing objects (modules, models, tokenizers) from collections, and check new
+    objects less often. Reference counting still frees objects at once; only cycles live longer, until `step_is_over` or
     `group_is_over` notices the growth."""
     before = gc.get_threshold()
     if not before[0] or not gc.isenabled():  # the user has switched the collector off
@@ -69,8 +70,8 @@ def seldom_collected() -> Iterator[None]:
 
 async def spot_checks() -> None:
     """Inside `seldom_collected`: collect the youngest objects now and then, and exclude them from later collections, so
-    that no collection has many to traverse. After a round that found cycles, the next one collects too. Never returns
-    while the block runs."""
+    that no collection has many objects to traverse. After a round that found cycles, the next round collects too. Never
+    returns while the block runs."""
     num_left_out = ONE_IN
     while _known:
         await asyncio.sleep(CHECK_EVERY)
@@ -87,8 +88,8 @@ def step_is_over(num_held: int) -> None:
 
     Args:
         num_held: Number of episodes in flight or ended but not settled. Objects beyond the usual number per episode are
-            taken as garbage. That number is measured at the end of the first step, without a full collection, which
-            would block a run with many episodes.
+            treated as garbage. The usual number is measured at the end of the first step, without a full collection,
+            which would block a run with many episodes.
     """
     if not _known:
         return

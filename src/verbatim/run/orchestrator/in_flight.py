@@ -1,4 +1,5 @@
-"""Records of launched groups, and counts of the groups in flight that stay cheap even if there are many."""
+"""Defines the records of launched groups, and counts the groups in flight in a way that stays cheap even if there are
+many."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ class Launched:
     """A group in flight. At first it has only its example; its episodes are created later."""
 
     drawn: ScheduledExample
-    """The group's example. Its `index` counts launches, so a smaller one was launched earlier."""
+    """The group's example. The example's `index` counts launches, so a group with a smaller index was launched
+    earlier."""
     version: int
-    """The policy version in use at the launch: no token of the group was sampled by an older one."""
+    """The policy version in use at the launch: no token of the group was sampled by an older version."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -76,15 +78,15 @@ class InFlight:
             del self._indices[version]
 
     def num_since(self, version: int) -> int:
-        """Number of groups launched with this policy version or a newer one."""
+        """Number of groups launched with this policy version or a newer version."""
         return sum(len(indices) for launched, indices in self._indices.items() if launched >= version)
 
     def first(self, version: int) -> int | None:
-        """The lowest index among the groups of this version; None if there are none."""
+        """The lowest index among the groups of this version; None if there are no such groups."""
         return self._indices[version][0] if version in self._indices else None
 
     def first_since(self, version: int) -> int | None:
-        """The lowest index among the groups of this version and newer ones; None if there are none."""
+        """The lowest index among the groups of this version and of newer versions; None if there are no such groups."""
         return min((indices[0] for launched, indices in self._indices.items() if launched >= version), default=None)
 
     def num_later(self, index: int) -> int:

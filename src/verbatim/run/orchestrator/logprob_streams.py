@@ -17,8 +17,9 @@ MOST_REQUESTS = 32
 
 
 async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[str, Teacher]) -> list[AssembledGroup]:
-    """Add one logprob stream per model to the batch's samples: the trained tokens, each scored at its own temperature
-    and over its kept set. `models` is keyed by the name of the stream ("teacher").
+    """Add one logprob stream per model to the batch's samples. The stream has the logprobs of the trained tokens, each
+    scored at the token's own temperature and over its kept set. `models` is keyed by the name of the stream
+    ("teacher").
 
     Raises:
         RunStopped: a model failed permanently.
@@ -27,7 +28,7 @@ async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[s
 
     async def stream(sample: TrainingSample, name: str) -> Float32:
         scored = np.full(len(sample), np.nan, dtype=np.float32)
-        # One request per temperature, because a request scores the whole sequence at one temperature.
+        # There is one request per temperature, because a request scores the whole sequence at a single temperature.
         for temperature in np.unique(sample.temperatures[sample.loss_mask]).tolist():
             here = sample.loss_mask & (sample.temperatures == np.float32(temperature))
             async with slots[name]:

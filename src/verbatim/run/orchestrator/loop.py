@@ -70,13 +70,13 @@ class Orchestrator:
     observer: Observer
     checkpointer: Checkpointer
     probes: Probes | None = None
-    """The trainer's logprobs of the sampler's initial weights. None: these are not compared."""
+    """The trainer's logprobs of the probes under the sampler's initial weights. None if these are not compared."""
     logprob_models: Mapping[str, Teacher] = field(default_factory=dict)
     sending: SendingTrainer | None = None
     """The trainer, if it sends its weights to the sampler's servers."""
     episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
     progress: EvalProgress = field(default_factory=EvalProgress)
-    """Receives every evaluation; decides which is the best, and whether the run ends early."""
+    """Receives every evaluation, and decides which evaluation is the best and whether the run ends early."""
 
     def __post_init__(self) -> None:
         self._stopping = asyncio.Event()  # set when no further batch may be handed over, for any reason
@@ -105,19 +105,20 @@ class Orchestrator:
         )
         self._saved = self._evaluated = -1
         self.step = 0
-        """Number of steps done: batches trained and published. Also the policy version in use."""
+        """Number of steps done, that is, of batches trained and published. It is also the policy version in use."""
         self.weights: Path | None = None
         """The folder of the weights in use; None before the first step of this process."""
         self.has_learned = False
-        """True once a token with a gradient was trained."""
+        """True once a token with a gradient has been trained."""
 
     @property
     def stopped_early(self) -> str | None:
-        """Why the run ended before its last step; None if it did not, or has taken all its steps."""
+        """Why the run ended before its last step; None if it has not ended, or has taken all its steps."""
         return self.progress.stop_reason if self.step < self.schedule.max_steps else None
 
     def ending(self) -> dict[str, Any]:
-        """The part of the summary about evaluations: the best one, and why the run ended before its last step."""
+        """The part of the summary about evaluations: the best evaluation, and why the run ended before its last
+        step."""
         known = {"stopped_early": self.stopped_early, "best": self.progress.state_dict()["best"]}
         return {name: value for name, value in known.items() if value is not None}
 
@@ -133,14 +134,15 @@ class Orchestrator:
             True if the run is complete: all steps were taken, the examples are used up, or early stopping ended it.
 
         Raises:
-            RunStopped: the run cannot continue. What was trained so far is settled, and in a checkpoint if the trainer
-                can still write one.
+            RunStopped: the run cannot continue. What was trained so far is settled, and is in a checkpoint if the
+                trainer can still write it.
         """
         lag, checks = LoopLag(), asyncio.create_task(gc_policy.spot_checks(), name="spot-checks")
         try:
             await self._weight_sync.check_first()
             if self.step == 0:
-                # Saved before the evaluation, so that the initial model has a checkpoint if it proves to be the best.
+                # The checkpoint is saved before the evaluation, so that the initial model has a checkpoint if it proves
+                # to be the best.
                 await self._save()
                 if await self._evaluate():
                     await asyncio.to_thread(self._mark_best)
@@ -185,7 +187,7 @@ class Orchestrator:
                 gc_policy.step_is_over(self.dispatcher.num_held)
             await producer
         except (VerbatimError, OSError):
-            # An external failure: completed batches are valid, so checkpoint them.
+            # This is an external failure: completed batches are valid, so they go into a checkpoint.
             self._stopping.set()
             await asyncio.gather(producer, self.dispatcher.stop(), return_exceptions=True)
             await self._keep_what_was_trained()
@@ -207,7 +209,7 @@ class Orchestrator:
             await cancel_all(watches)
 
     async def _next_submitted(self, producer: asyncio.Task[None], watch: asyncio.Task[None]) -> Submitted | None:
-        """The earliest batch that is not settled; None if there will be no more."""
+        """The earliest batch that is not settled; None if there will be no more batches."""
         while not self._producer.submitted:
             if producer.done():
                 return None
@@ -230,7 +232,7 @@ class Orchestrator:
         if self.progress.early_stopping is not None and self.schedule.is_evaluated(report.version):
             self._producer.may_hand_over.clear()
         self._settle(submitted, report)
-        # Taken now, so that it matches the step of the state that the trainer has stored.
+        # The state is taken now, so that it matches the step of the state that the trainer has stored.
         state = self.state_dict() if report.state is not None else None
         timings = {"time/wait_for_trainer": waited, **self._turns.to_sampler()}
         try:
@@ -264,7 +266,7 @@ class Orchestrator:
             await asyncio.to_thread(shutil.rmtree, report.state, ignore_errors=True)
 
     async def _load_weights(self, report: StepReport) -> float:
-        """Load the new version into the sampler. Returns the time it took in seconds."""
+        """Load the new version into the sampler. Returns the time taken in seconds."""
         began = time.perf_counter()
         async with self._producer.handover:
             try:
@@ -301,7 +303,7 @@ class Orchestrator:
         self.weights = report.weights
 
     async def _keep_what_was_trained(self) -> None:
-        """Settle the batches that the trainer can still finish, then write a checkpoint if possible."""
+        """Settle the batches that the trainer can still finish, and then write a checkpoint if possible."""
         if self.sending is not None:
             self.sending.stop_sending()
         while self._producer.submitted:
@@ -321,8 +323,9 @@ class Orchestrator:
             logger.warning("no checkpoint of the state after %d steps could be written: %s", self.step, why)
 
     async def _evaluate(self, *, is_last: bool = False) -> bool:
-        """Evaluate the policy in use; the weights stay unchanged until it is done. A requested stop cuts it short,
-        except after the last step. Returns True if this is the best evaluation so far, if that is tracked."""
+        """Evaluate the policy in use; the weights stay unchanged until the evaluation is done. A requested stop cuts
+        the evaluation short, except after the last step. Returns True if the best evaluation is tracked and this
+        evaluation is the best so far."""
         is_last, found = is_last or self.step == self.schedule.max_steps, dict[str, Evaluation]()
         for setup in self.schedule.eval_setups:
             planned = plan(setup, episodes=self.schedule.eval_episodes, most=self.schedule.eval_examples)
@@ -371,8 +374,8 @@ class Orchestrator:
         return {"evaluations": {"last": self._evaluated, **self.progress.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Tokens that were in flight then are dropped as cancelled, because their groups
-        are sampled again."""
+        """Continue from `state_dict`. Tokens that were in flight when the state was saved are dropped as cancelled,
+        because their groups are sampled again."""
         self.step = state["step"]
         self.has_learned = state["has_learned"]
         self.dispatcher.load_state_dict(state["dispatcher"])

@@ -22,8 +22,8 @@ BLOCKED_AFTER = 20.0
 class LoopLag:
     """Measures the lag of the running event loop until it is closed.
 
-    A second thread watches the loop: each time it is blocked for `blocked_after` seconds, the line of code that blocks
-    it is logged once.
+    A second thread watches the loop: each time the loop is blocked for `blocked_after` seconds, the line of code that
+    blocks it is logged once.
 
     Args:
         blocked_after: Seconds without a tick of the loop until it counts as blocked.
@@ -41,8 +41,9 @@ class LoopLag:
         self._watcher.start()
 
     def read(self) -> dict[str, float]:
-        """The lag in seconds since the last call: `loop/lag_mean` and `loop/lag_max`; 0 if there was none."""
-        # Count a measurement that is overdue right now, because the loop has been busy since the last one.
+        """The lag since the last call, in seconds: `loop/lag_mean` and `loop/lag_max`; 0 if there was no lag."""
+        # This counts a measurement that is overdue right now, because the loop has been busy since the last
+        # measurement.
         late_now = max(0.0, self._clock() - self._ticked - INTERVAL)
         mean = self._sum / self._count if self._count else 0.0
         lag = {"loop/lag_mean": mean, "loop/lag_max": max(self._longest, late_now)}
@@ -67,7 +68,8 @@ class LoopLag:
     def _watch(self) -> None:
         named = -1.0
         while not self._ended.wait(min(1.0, self._blocked_after / 4)):
-            # Read the clock before the tick: if this thread is suspended in between, the lag is too small, not too big.
+            # The clock is read before the tick: if this thread is suspended in between, the lag is too small, not too
+            # big.
             now = self._clock()
             ticked = self._ticked
             blocked = now - ticked

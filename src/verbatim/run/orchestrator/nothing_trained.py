@@ -20,11 +20,11 @@ _REMEDIES = {
     "untrained": "every turn was sampled with trained=False: leave that out for the agent that is to be trained",
     "missing_logprobs": "the sampler returned no logprobs: have it return those of the distribution it samples from",
 }
-"""What to do, by the reason for which most tokens were dropped."""
+"""Advice on what to do, by the reason for which most tokens were dropped."""
 
 
 def why_nothing_was_trained(ledger: Ledger, episode_stats: EpisodeStats, *, num_steps: int) -> str:
-    """The reasons for which the run's tokens were dropped, the failures in this process, and what to do.
+    """Explain why the run's tokens were dropped, which failures this process saw, and what to do.
 
     Example:
         >>> ledger, episode_stats = Ledger(), EpisodeStats()

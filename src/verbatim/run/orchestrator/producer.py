@@ -33,7 +33,7 @@ class Submitted:
     """A batch that the trainer has received."""
 
     number: int
-    """The batch's number, from 0; it is trained in step `number + 1`."""
+    """The batch's number, counted from 0; the batch is trained in step `number + 1`."""
     batch: list[AssembledGroup]
     report: asyncio.Task[StepReport]
     wait_for_batch: float
@@ -44,7 +44,7 @@ class Submitted:
 class Producer:
     """Collects groups, assembles batches and hands them to the trainer, in order.
 
-    The dispatcher limits how far it runs ahead.
+    The dispatcher limits how far the producer runs ahead.
     """
 
     schedule: RunSchedule
@@ -65,11 +65,11 @@ class Producer:
     more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a batch has been handed over."""
     handover: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a hand-over, and while new weights are loaded: the last tokens of a batch may come from weights that
-    the canary has not checked yet, so the batch waits for the result."""
+    """A lock that is held during a hand-over, and while new weights are loaded: the last tokens of a batch may come
+    from weights that the canary has not checked yet, so the batch waits for the result of the check."""
     may_hand_over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared after a step whose evaluation may end the run, until that evaluation is done. Otherwise the number of
-    steps before an early stop would depend on how long the evaluation takes."""
+    """An event that is cleared after a step whose evaluation may end the run, until that evaluation is done. Otherwise
+    the number of steps before an early stop would depend on how long the evaluation takes."""
     _warned_of_turn_rewards: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Producer:
                 await self._unless_stopping(self.may_hand_over.wait())
             due = self.schedule.may_be_kept(number + 1)
             async with self.handover:
-                # Checked twice: the sampler takes a while to fall asleep, and the run may be stopped meanwhile.
+                # This is checked twice: the sampler takes a while to fall asleep, and the run may be stopped meanwhile.
                 if not self.stopping.is_set():
                     await self.turns.to_trainer()
                 if self.stopping.is_set():
@@ -105,7 +105,7 @@ class Producer:
             self.more.set()
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of the work, or None if the run stops first. Groups that are unfinished then are rerun
+        """The result of the work, or None if the run stops first. Groups that are unfinished at that time are run again
         after a resume."""
         working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stopping.wait())

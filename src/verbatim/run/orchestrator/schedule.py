@@ -23,7 +23,7 @@ class Observer(Protocol):
         Args:
             step: Number of steps done.
             metrics: The metrics of this step.
-            outcomes: The outcomes of the batch's trajectories, and of those dropped before they reached a batch.
+            outcomes: The outcomes of the batch's trajectories, and of trajectories dropped before they reached a batch.
         """
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
@@ -46,9 +46,9 @@ class Checkpointer(Protocol):
 
         Args:
             step: Number of steps done: batches trained and settled in the ledger.
-            trainer: Saves its part if `trainer_state` is None.
+            trainer: The trainer, which saves its part if `trainer_state` is None.
             state: The loop's own part.
-            trainer_state: A folder with the trainer's part, if it was saved already; it is moved.
+            trainer_state: A folder with the trainer's part, if this part has been saved already; the folder is moved.
         """
 
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class RunSchedule:
     eval_episodes: int
     """Maximum number of episodes per evaluation and environment."""
     eval_examples: int | None
-    """Maximum number of examples per environment. None: as many as there are episodes."""
+    """Maximum number of examples per environment. None for as many as there are episodes."""
     eval_seed: int
     checkpoint_interval: int
     keeps_best: bool = False
@@ -85,10 +85,11 @@ class RunSchedule:
         return step % self.eval_interval == 0 or step == self.max_steps
 
     def is_kept(self, step: int) -> bool:
-        """True if a checkpoint is due after this step by the interval alone. The last step's is written separately."""
+        """True if a checkpoint is due after this step by the interval alone. The checkpoint of the last step is written
+        separately."""
         return step % self.checkpoint_interval == 0 and step < self.max_steps
 
     def may_be_kept(self, step: int) -> bool:
-        """True if the trainer must store its state after this step. Whether the evaluation is the best so far, and the
-        state thus needed, is known only later, when the trainer may already be working on the next batch."""
+        """True if the trainer must store its state after this step. Only later, when the trainer may already be working
+        on the next batch, is it known if the evaluation is the best so far and the state is thus needed."""
         return step < self.max_steps and (self.is_kept(step) or (self.keeps_best and self.is_evaluated(step)))

@@ -1,5 +1,5 @@
-"""Orders the requests to a trainer that sends its weights to the sampler's servers: a version must be sent before the
-next batch changes it.
+"""Orders the requests to a trainer that sends its weights to the sampler's servers: a version must be sent before
+training on the next batch changes the weights.
 
 ```
 train(1)    handed over, trained, published; returns a report
@@ -44,7 +44,8 @@ class SendingTrainer:
         return self._store
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
-        """As `TrainerLink.train`, once the previous version was sent or no longer needs to be."""
+        """Same as `TrainerLink.train`, but starts once the previous version has been sent or no longer needs to be
+        sent."""
         async with self._turn:  # first come, first served
             await self._may_train.wait()
             if self._holds_back:
@@ -57,7 +58,7 @@ class SendingTrainer:
                 raise
 
     async def send(self, order: SendOrder) -> SendReport:
-        """Have the trainer send its weights. After that the next batch may start.
+        """Have the trainer send its weights. After this the next batch may start.
 
         Raises:
             RunStopped: the trainer is gone, or one of its ranks failed.
@@ -74,7 +75,7 @@ class SendingTrainer:
             self._may_train.set()
 
     def stop_sending(self) -> None:
-        """Stop sending: batches no longer wait."""
+        """Stop sending, so that batches no longer wait."""
         self._holds_back = False
         self._may_train.set()
 
@@ -91,14 +92,14 @@ class SendingTrainer:
         }
 
     async def save(self, folder: Path, version: int) -> None:
-        """As `TrainerLink.save`."""
+        """Same as `TrainerLink.save`."""
         await self._link.save(folder, version)
 
     async def watch(self) -> None:
-        """As `TrainerLink.watch`."""
+        """Same as `TrainerLink.watch`."""
         await self._link.watch()
 
     async def close(self) -> None:
-        """As `TrainerLink.close`."""
+        """Same as `TrainerLink.close`."""
         self.stop_sending()
         await self._link.close()

@@ -1,4 +1,5 @@
-"""The staleness rule: decides which batches new rollouts may start for, and which rollouts are too old to train."""
+"""Defines the staleness rule, which decides for which batches new rollouts may start, and which rollouts are too old to
+train."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from verbatim.core.trajectories import age
 from verbatim.core.types import Group
 
 MOST_AGES = 16
-"""Ages up to this one have a metric in every step; older ones only when they occur."""
+"""Ages up to this number have a metric in every step; higher ages have one only when they occur."""
 
 
 def newest_batch(version: int, max_async_level: int) -> int:
     """The last batch for which rollouts may start with weights of this version: rollouts for batch n start with
     version `max(0, n - k)` or newer, where k is `max_async_level`.
 
-    Example: with k = 1 and version 2, rollouts may start for batch 3, and not yet for batch 4.
+    Example: with k = 1 and version 2, rollouts may start for batch 3, but not yet for batch 4.
     """
     return version + max_async_level
 
 
 def too_old(group: Group, batch: int, max_off_policy_steps: int) -> bool:
-    """True if no rollout of the group may be trained in this batch: every completed one is older than the bound.
+    """True if no rollout of the group may be trained in this batch, because every completed rollout is older than the
+    bound.
 
     False for a group in which every rollout failed.
     """
@@ -32,10 +34,12 @@ def too_old(group: Group, batch: int, max_off_policy_steps: int) -> bool:
 
 
 def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, float]:
-    """`staleness/mean`, `staleness/max`, and the histogram: `staleness/age/{a}` is the number of rollouts of age a.
+    """The metrics `staleness/mean`, `staleness/max`, and the histogram, where `staleness/age/{a}` is the number of
+    rollouts of age a.
 
     Args:
-        ages: The ages of a batch's rollouts, without those that are too old. If empty, there is only the histogram.
+        ages: The ages of a batch's rollouts, without rollouts that are too old. If it is empty, the result is only the
+            histogram.
         max_off_policy_steps: The oldest age that is trained.
 
     Example: ages 0, 1, 1 with a bound of 2 give mean 2/3, max 1, age/0 1, age/1 2, age/2 0.

@@ -29,7 +29,8 @@ class ReportsStats(Protocol):
     """A sampler that reports how busy it was."""
 
     def stats(self) -> Any:
-        """Totals since its start: `sampled_tokens`, and `busy_seconds`, the time with a sequence in flight."""
+        """Totals since the sampler's start: `sampled_tokens`, and `busy_seconds`, the time with at least one sequence
+        in flight."""
 
 
 @runtime_checkable
@@ -88,7 +89,8 @@ class StepMetrics:
             **(self.sampler.metrics() if isinstance(self.sampler, ReportsMetrics) else {}),
             **self.dispatcher.metrics(),
         }
-        # On a thread: observers write files and may take long. Dropped groups are taken here, on the loop's thread.
+        # The observer is called on a thread, because observers write files and may take long. Dropped groups are taken
+        # here, on the loop's thread.
         await asyncio.to_thread(self._tell, submitted, metrics, self.dispatcher.take_dropped(), report.tokens)
 
     def _tell(
@@ -158,7 +160,7 @@ def _with_tokens(
 
 
 def _with_teacher(outcomes: Sequence[TrajectoryOutcome], samples: Sequence[TrainingSample]) -> list[TrajectoryOutcome]:
-    """The outcomes of a batch, with the teacher's logprobs of the turns that it scored."""
+    """The outcomes of a batch, with the teacher's logprobs of the turns that the teacher scored."""
     found: dict[str, dict[int, Float32]] = {}
     for sample in samples:
         if sample.teacher_logprobs is not None:
@@ -174,8 +176,8 @@ def _with_teacher(outcomes: Sequence[TrajectoryOutcome], samples: Sequence[Train
 
 
 def _dropped_outcomes(kind: Flatness | None, group: Group) -> list[TrajectoryOutcome]:
-    """The outcomes of a group that the dispatcher dropped. `kind`: what online difficulty filtering found; None if the
-    group was too old."""
+    """The outcomes of a group that the dispatcher dropped. `kind` is what online difficulty filtering found; None if
+    the group was too old."""
     if kind is not None:
         return [TrajectoryOutcome.of_dropped(trajectory, "difficulty") for trajectory in group.trajectories]
     return [TrajectoryOutcome.of_dropped(t, "stale" if t.error is None else "error") for t in group.trajectories]

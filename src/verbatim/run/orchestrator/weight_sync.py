@@ -1,4 +1,4 @@
-"""Loads new weights into the sampler, and checks that it uses them."""
+"""Loads new weights into the sampler, and checks that the sampler uses them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from verbatim.trainer.transport.canary import (
 )
 
 CUT = SamplingParams(max_tokens=1, top_k=4, top_p=0.95, return_kept_sets=True)
-"""Sampling parameters for the comparison of kept sets. The sets are small, because each id in them costs a request."""
+"""Sampling parameters for the comparison of kept sets. The kept sets are small, because each id in them costs a
+request."""
 
 
 class WeightSync:
-    """Loads published weights into the sampler, and compares its logprobs of the probes with the trainer's.
+    """Loads published weights into the sampler, and compares the sampler's logprobs of the probes with the trainer's.
 
-    With several replicas, each of them is checked.
+    With several replicas, each replica is checked.
 
     Args:
         sampler: The sampler to update.
-        probes: The trainer's logprobs of the initial weights. None: these are not compared.
+        probes: The trainer's logprobs of the probes under the initial weights. None if these are not compared.
         tolerance: Largest allowed mean difference of logprobs, unless the probes measured a larger rounding error.
         cuts: True to compare kept sets too: top-p, top-k or min-p truncate the distribution that is trained on.
     """
@@ -49,7 +50,7 @@ class WeightSync:
         """Check the initial weights of the sampler.
 
         Raises:
-            RunStopped: they differ from the trainer's.
+            RunStopped: they differ from the trainer's weights.
         """
         allowed = allowed_difference(self._tolerance, self._probes)
         canary = Canary(self._probes, before=None, tolerance=allowed, cuts=self._cuts)
@@ -59,7 +60,7 @@ class WeightSync:
             await self._check(canary)
 
     async def load(self, report: StepReport) -> None:
-        """Load the version published in this report. From then on, the sampler samples with it.
+        """Load the version that this report publishes. From then on, the sampler samples with this version.
 
         Raises:
             RunStopped: the sampler's logprobs of the probes differ from the trainer's.
@@ -79,8 +80,8 @@ class WeightSync:
         self._difference = canary.difference
 
     def metrics(self) -> dict[str, float]:
-        """The mean difference of logprobs at the last update, of the replica furthest from the trainer, and the largest
-        difference allowed; empty if nothing was compared."""
+        """The mean difference of logprobs at the last update, for the replica furthest from the trainer, and the
+        largest difference allowed; empty if nothing was compared."""
         if math.isnan(self._difference):
             return {}
         return {"weights/canary": self._difference, "weights/canary_allowed": self._allowed}
@@ -102,8 +103,8 @@ class Canary:
     requested again afterwards.
 
     Args:
-        published: The trainer's logprobs of the version to check. None: nothing is compared.
-        before: The trainer's logprobs of the previous version; None at the start.
+        published: The trainer's logprobs under the version to check. None to compare nothing.
+        before: The trainer's logprobs under the previous version; None at the start.
         tolerance: Largest allowed mean difference of logprobs.
         cuts: True to also sample tokens from a truncated distribution, and compare their logprobs with those computed
             from the sampler's logprobs of all ids in their kept sets.
@@ -151,7 +152,7 @@ class Canary:
             if drawn.kept_sets is None or drawn.logprobs is None or not len(drawn.ids):
                 return f"it returns no kept set for a token sampled with top_k = {CUT.top_k}"
             kept, token = drawn.kept_sets[0], drawn.ids[0]
-            asked = kept.tolist() or range(sampler.vocab_size)  # an empty set: nothing was cut off
+            asked = kept.tolist() or range(sampler.vocab_size)  # an empty set means that nothing was cut off
             scores = [(await sampler.prompt_logprobs(np.append(prompt, i).astype(np.int32)))[-1] for i in asked]
             # Logprob of the token, renormalized over its kept set.
             over_kept = float(scores[list(asked).index(int(token))]) - math.log(math.fsum(map(math.exp, scores)))
