@@ -1,4 +1,4 @@
-"""`python -m verbatim.cli`: the command without its console script."""
+"""Runs the command as `python -m verbatim.cli`, without its console script."""
 
 from verbatim.cli.main import program
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse an option that is a JSON object; for `type=` of argparse."""
+    """Parse an option whose value is a JSON object. For `type=` of argparse."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -21,10 +21,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def number(kind: type[int] | type[float], expected: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
-    """Make a parser for an option that is a number; for `type=` of argparse.
+    """Make a parser for an option whose value is a number. For `type=` of argparse.
 
     Args:
-        kind: The type of the number. Text that is not a number counts as NaN.
+        kind: The type of the number. A string that is not a number counts as NaN.
         expected: What to type, for the message.
         fits: Returns True if the number is allowed.
     """

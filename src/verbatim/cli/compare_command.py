@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Read the runs, including unfinished ones, and print the differences.
 
     Raises:
-        UsageError: fewer than two runs, a folder without a run, a metric that no run has, or a plot file that exists.
+        UsageError: there are fewer than two runs, a folder is not a run, no run has the metric, or the plot file exists
+            already.
     """
     if args.plot is not None and args.plot.exists():
         raise UsageError(f"--plot {args.plot} exists already; name a new file")

@@ -45,7 +45,7 @@ def parser_for(line: str) -> argparse.ArgumentParser:
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError:  # an open quote, because the user is still typing
+    except ValueError:  # a quote is still open, because the user is still typing
         return line.split()
 
 
@@ -78,7 +78,8 @@ def _add_completers(command: argparse.ArgumentParser) -> None:
 
 
 def _add_keys(command: argparse.ArgumentParser) -> None:
-    """Add every key of the configuration as an option, like `--trainer.optim.lr`, with its values if they are few."""
+    """Add every key of the configuration as an option, like `--trainer.optim.lr`, with the key's values if they can be
+    listed."""
     from verbatim.config.backends import schema_with_backends
     from verbatim.config.fields import keys
     from verbatim.run.tables import component_tables

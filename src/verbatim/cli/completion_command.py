@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the code."""
+    """Print the code for the shell."""
     print(shellcode(["verbatim"], shell=args.shell))
     return exit_status.FINISHED

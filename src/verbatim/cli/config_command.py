@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the configuration with defaults and overrides. On standard error, print which settings the staleness rule
-    caps, which opening prompts leave no room, and which turns continue exactly as sampled.
+    caps, which opening prompts leave no room for a completion, and which turns continue exactly as sampled.
 
     Raises:
         UsageError: the run could not start, as far as that can be checked without loading weights and querying servers.

@@ -1,7 +1,7 @@
 """`verbatim doctor FILE.jsonl`: finds prompts that do not extend what was sampled, with the reason and the cost.
 
-With `--template` instead of a file: reports what a chat template allows a renderer to guarantee. With `--machine`:
-reports whether the package's C files compile here, and support a model.
+With `--template` instead of a file, it reports what a chat template allows a renderer to guarantee. With `--machine`,
+it reports whether the package's C files compile here and whether they support a model.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Check the log, the template or the machine, and print the report.
 
     Raises:
-        UsageError: the file is missing or not a log, the tokenizer does not fit it, or options exclude each other.
+        UsageError: the file is missing or is not a log, the tokenizer does not fit the file, or options exclude each
+            other.
         ModelError: a model cannot be loaded, or has no chat template.
     """
     if args.machine is not None:
@@ -133,7 +134,8 @@ def _refuse_options_of_logs(args: argparse.Namespace, *instead: str) -> None:
 
 
 def _recognised(file: LogFile) -> Format:
-    """The format of the log. A single JSON value is refused with the command that converts it to JSON lines."""
+    """The format of the log. A single JSON value is refused, with a message that has the command to convert it to JSON
+    lines."""
     if is_outcome_path(file.path):
         return OutcomeFormat()
     try:
@@ -161,7 +163,7 @@ def _is_one_value(path: Path) -> bool:
 
 def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     """The model whose tokenizer decodes the ids, and a note about it. Without --model it is the run's own model, but
-    only if that is a local folder: the hub is never queried unless the user names a model there."""
+    only if this model is a local folder: the hub is never queried unless the user names a model on it."""
     if asked is not None:
         return asked, asked
     run = _run_of(log)

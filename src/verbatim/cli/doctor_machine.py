@@ -56,9 +56,9 @@ class _Part:
     options: str
     """The compiler options."""
     reason: str
-    """Why the file is not compiled, or not with the fastest options; "" if it is."""
+    """Why the file is not compiled, or is not compiled with the fastest options; "" if it is."""
     disagrees: str
-    """Why the sampler does not use the compiled code; "" if it does."""
+    """Why the sampler does not use the compiled code; "" if it uses the code."""
 
     def __str__(self) -> str:
         if not self.compiled:
@@ -116,7 +116,7 @@ def _version(compiler: tuple[str, ...]) -> list[str]:
     """The lines of the compiler's version; empty if the compiler fails or hangs."""
     try:
         return native.compiler_version(compiler).decode(errors="replace").splitlines()
-    except (OSError, subprocess.TimeoutExpired):  # reported elsewhere, as the reason why nothing is compiled
+    except (OSError, subprocess.TimeoutExpired):  # this is reported elsewhere, as the reason why nothing is compiled
         return []
 
 
@@ -147,7 +147,7 @@ def _try_kernel() -> str:
 
 
 def _try_model(source: str) -> dict[str, str]:
-    """By part and dtype, why the sampler's kernel or the trainer's C code cannot compute the model; "" if it can."""
+    """Why the sampler's kernel or the trainer's C code cannot compute the model, by part and dtype; "" if it can."""
     reasons = {}
     for dtype in _DTYPES:
         model = load_model(source, dtype=dtype)

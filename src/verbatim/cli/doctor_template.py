@@ -31,7 +31,7 @@ _NEEDED = ("a tool's answer", "a user's message")
 _LONGEST = 160
 """Maximum number of characters shown of a template line: some templates are a single line."""
 _NEWLINE = re.compile(r"\r\n|\r|\n")
-"""The line breaks that Jinja counts; `splitlines` splits at more characters."""
+"""The line breaks that Jinja counts; `splitlines` also splits at further characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def _renderer(asked: str) -> str:
 
 
 def _show(console: PlainConsole, title: str, template: _Template) -> None:
-    """Print one row per kind of appended message and outcome, with the situations; below the table, the reasons."""
+    """Print one row per kind of appended message and outcome, with the situations, and the reasons below the table."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for column in ("appended", "a bridge is", "situations"):
         table.add_column(column, overflow="fold")

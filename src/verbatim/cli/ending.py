@@ -15,12 +15,12 @@ from verbatim.core.ctrl_c import end_at_a_press
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds that other threads have to end after the command is done."""
+"""Time in seconds that other threads have to end after the command is done."""
 
 
 def end_without_stragglers(status: int) -> None:
-    """Call once the command is done: after `PATIENCE` seconds, exit even if other threads still run; at Ctrl-C or
-    SIGTERM, exit at once with the same status.
+    """After `PATIENCE` seconds, exit even if other threads still run; at Ctrl-C or SIGTERM, exit at once with the same
+    status. To be called once the command is done.
 
     Python itself would wait for every non-daemon thread, without a limit.
     """

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check an environment and print the report; or list environments.
+    """Check an environment and print the report, or list environments.
 
     Raises:
         UsageError: no environment was named, or an option does not fit.
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             "or my_env:MyEnv for the class MyEnv in my_env.py"
         )
     targets = find_targets(args.environment, args.args or {}, component_tables())
-    with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout is for the report
+    with contextlib.redirect_stdout(sys.stderr):  # environments may print, but stdout is for the report
         renderer = _renderer(targets[0].config)
         standard = CheckSettings()
         reports = [
@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _renderer(config: RunConfig | None) -> Renderer | None:
-    """The renderer of the run's model. None without a run, or if the model cannot be read here: then a note is printed,
-    and the environment is played without it."""
+    """The renderer of the run's model. None without a run, or if the model cannot be read here; in the second case a
+    note is printed, and the environment is played without a renderer."""
     if config is None:
         return None
     try:
@@ -154,7 +154,7 @@ def _show(report: Report) -> None:
 
 
 def _list(name: str | None, *, as_json: bool) -> int:
-    """List the bundled environments, or the tasks or games of one that has many."""
+    """List the bundled environments, or the tasks or games of a bundled environment that has many."""
     if name is None:
         about = {id: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for id, path in ENVIRONMENTS.items()}
     else:

@@ -177,7 +177,7 @@ def _config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 
 def _models(args: argparse.Namespace, config: RunConfig, folder: Path | None) -> Sequence[str]:
-    """The models to evaluate: those of --model, or else the run's, or else the file's."""
+    """The models to evaluate: the models of --model, or else the model of the run, or else the model of the file."""
     if args.models:
         models: Sequence[str] = args.models
         return models
@@ -239,7 +239,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _price(text: str) -> tuple[str, tuple[float, float]]:
-    """The model's name on its server ("" for all models), and its prices."""
+    """Return (1) the model's name on its server ("" for all models) and (2) the model's prices."""
     name, _, prices = text.rpartition("=")
     try:
         prompt, completion = (float(part) for part in prices.split(","))

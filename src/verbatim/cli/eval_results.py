@@ -36,13 +36,14 @@ _MOST_KINDS = 5
 
 
 class Results:
-    """The results of one command's models, in the order in which they were typed.
+    """The results of the models that one command evaluates, in the order in which they were typed.
 
     Args:
         config: The configuration that was played.
-        settings: How much was played.
+        settings: The settings that say how much was played.
         source: The file or folder that the configuration came from.
-        prices: Prices of a million prompt and completion tokens, by the model's name on its server; "" for all others.
+        prices: Prices of a million prompt and completion tokens, by the model's name on its server; the name "" stands
+            for all other models.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Results:
         return list(dict.fromkeys(env for found in self._found for env in found.environments))
 
     def compared(self) -> list[Compared]:
-        """The comparisons of all pairs of models: the later minus the earlier one."""
+        """The comparisons of all pairs of models: the later model minus the earlier model."""
         places = range(len(self._found))
         return [
             Compared(
@@ -103,7 +104,7 @@ class Results:
         )
 
     def show(self, console: Console, *, where: str) -> None:
-        """Print the tables by environment. `where`: where all examples can be found."""
+        """Print the tables by environment. `where` is the place where all examples can be found."""
         compared = self.compared()
         for place, found in enumerate(self._found):
             console.print(
@@ -195,7 +196,7 @@ class Results:
 
 
 def _resolved(found: ModelResult) -> str:
-    """The model that a name refers to, if that is not obvious, and its step."""
+    """The model to which a name refers, if this is not obvious, and the model's step."""
     where = "" if found.model.api is not None or found.model.where == found.model.label else f" = {found.model.where}"
     return f"{where}{_steps(found)}"
 
@@ -205,7 +206,7 @@ def _steps(found: ModelResult) -> str:
 
 
 def _failures(result: EnvResult) -> str:
-    """How many episodes failed, and how they are counted."""
+    """A sentence on how many episodes failed and how they are counted."""
     if not result.num_failed:
         return "; no episode failed"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result.failures.items())

@@ -5,15 +5,16 @@ from __future__ import annotations
 from verbatim.core import ctrl_c
 
 FINISHED = 0
-"""Everything was done: a run took all its steps, or used up its examples, and trained something."""
+"""Everything was done: a run took all its steps or used up its examples, and it trained something."""
 STOPPED = 1
 """The command could not continue: every rollout failed, a process died, the machine failed; or part of its work
 failed."""
 USAGE = 2
-"""A mistake in the command or the configuration, or in a file or folder named there, which the user has to correct."""
+"""There is a mistake in the command, in the configuration, or in a file or folder named in either, which the user has
+to correct."""
 NOTHING_TRAINED = 3
 """The run finished without training a single token; the message has the reason."""
 ALARM = 4
 """An alarm ended the run early, with a checkpoint; the message has the finding and what to change."""
 INTERRUPTED = ctrl_c.INTERRUPTED
-"""Ctrl-C, or SIGTERM."""
+"""Ctrl-C or SIGTERM ended the command."""

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _steps(text: str | None) -> tuple[int, int | None]:
-    """The first and the last step; None: up to the end."""
+    """Return (1) the first step and (2) the last step, None to go up to the end."""
     if text is None:
         return 0, None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)

@@ -168,7 +168,7 @@ def told(report: ProgramReport) -> list[str]:
 
 
 def _parted(error: str) -> tuple[str, str]:
-    r"""How a program ended, and its last output; "" if the error quotes none.
+    r"""Return (1) how a program ended and (2) its last output, "" if the error quotes no output.
 
     >>> _parted("program_crashed: the program ended with exit status 1; it said 'Oh\\nno'")
     ('program_crashed: the program ended with exit status 1', 'Oh\nno')
@@ -176,6 +176,6 @@ def _parted(error: str) -> tuple[str, str]:
     how, *quoted = re.split("; (?:so far )?it said ", error, maxsplit=1)
     try:
         words = ast.literal_eval("".join(quoted))
-    except (ValueError, SyntaxError):  # nothing quoted, or the error was cut off within the quote
+    except (ValueError, SyntaxError):  # nothing is quoted, or the error was cut off within the quote
         return error, ""
     return (how, words) if isinstance(words, str) else (error, "")

@@ -31,7 +31,7 @@ from verbatim.run.rollouts import backend_inputs, check_backend, inference_setti
 from verbatim.run.tables import component_tables
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Hosts that are reachable only from this machine, so that a server there needs no key."""
+"""Hosts that are reachable only from this machine, so a server on them needs no key."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +164,8 @@ async def _serve_standing(
 
 
 async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task[Any]) -> bool:
-    """True if the work finished, False if the command was asked to stop first. Exceptions of the work are passed on."""
+    """True if the work finished; False if the command was asked to stop before that. Exceptions of the work are passed
+    on."""
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +179,7 @@ async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task
 
 
 def _without_urls(config: RunConfig) -> RunConfig:
-    """The configuration of the servers to start. The file's `urls` are for the run on the other host."""
+    """The configuration of the servers to start, without the file's `urls`, which are for the run on the other host."""
     settings = inference_settings(config)
     if not isinstance(settings, ServerSettings):
         return config

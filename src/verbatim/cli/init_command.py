@@ -17,7 +17,7 @@ KINDS = {
     "subagents": "the environment owns the control flow, and several agents take turns",
     "program": "an agent program that uses OpenAI's SDK against the gateway and knows nothing of Verbatim",
 }
-"""The kinds of projects, with a description of what each one demonstrates."""
+"""The kinds of projects, with a description of what each kind demonstrates."""
 GATEWAY_CHECK = """verbatim gateway check "python agent.py" --lines --example '{"state": "dry"}'"""
 """The command that checks a new project of kind "program"."""
 _WHOLE = ("program",)

@@ -55,7 +55,7 @@ COMMANDS = {
     "config": ("verbatim.cli.config_command", "print the resolved configuration, and check it"),
     "completion": ("verbatim.cli.completion_command", "print the code that enables completion in bash, zsh or fish"),
 }
-"""By name, the command's module and its description in `--help`."""
+"""The module of each command and its description in `--help`, by name."""
 KEYED = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
 """Commands that accept the keys of their FILE as options."""
 _REFUSE_THEMSELVES = ("gateway", "rollout")
@@ -67,8 +67,8 @@ OVERRIDES_HELP = (
 
 
 def program() -> NoReturn:
-    """The whole process of the command: exits with its status, even if other threads are left."""
-    gc.disable()  # until `main` has imported the command: imports allocate a lot, and none of it is garbage
+    """The whole process of the command. It exits with the command's status, even if other threads are left."""
+    gc.disable()  # off until `main` has imported the command: imports allocate a lot, and no garbage
     sys.excepthook = _show_traceback
     ignore_presses_at_the_very_end()
     sigterm_is_ctrl_c()
@@ -77,16 +77,16 @@ def program() -> NoReturn:
     sys.unraisablehook = _show_unraisable
     status = exit_status.STOPPED
     try:
-        if "_ARGCOMPLETE" in os.environ:  # called by a shell for completions
+        if "_ARGCOMPLETE" in os.environ:  # a shell calls this for completions
             importlib.import_module("verbatim.cli.completion").answer()
         spare.allow()
         try:
             status = main()
-        except spare.Become as order:  # raised in the forked copy, which now runs the trainer command
+        except spare.Become as order:  # this is raised in the forked copy, which now runs the trainer command
             status = main(order.arguments)
     except SystemExit as end:  # from argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
-    except KeyboardInterrupt:  # raised outside `main`, which handles Ctrl-C itself
+    except KeyboardInterrupt:  # this is raised outside `main`, which handles Ctrl-C itself
         status = exit_status.INTERRUPTED
     finally:
         status = _flush(status)
@@ -100,7 +100,7 @@ def _flush(status: int) -> int:
         sys.stdout.flush()
     except OSError as error:
         _complain("stopped", describe(error, "standard output"), exit_status.STOPPED)
-        # Python flushes stdout again at exit, and would print a traceback; let it go to /dev/null.
+        # Python flushes stdout again at exit, and would print a traceback; stdout now goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status or exit_status.STOPPED
     return status
@@ -140,7 +140,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command's arguments, and add `run` and `overrides`.
 
     Raises:
-        SystemExit: `--help`, `--version`, no command or an unknown one (argparse prints the message).
+        SystemExit: `--help` or `--version` was typed, or no command or an unknown command (argparse prints the
+            message).
         UsageError: the command does not have this option.
     """
     typed = next((a for a in arguments if not a.startswith("-")), None)
@@ -150,7 +151,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         known = parser.commands[typed]._option_string_actions
         rest, overrides = split_overrides(arguments, known)
         if overrides and typed not in (*KEYED, *_REFUSE_THEMSELVES) and not {"-h", "--help"} & {*rest}:
-            from verbatim.core.texts import nearest  # importing it takes a third of the time of `verbatim --help`
+            from verbatim.core.texts import nearest  # importing this takes a third of the time of `verbatim --help`
 
             there = ", ".join(option for option in known if option.startswith("--") and option != "--help")
             raise UsageError(
@@ -187,8 +188,8 @@ def make_parser(typed: str | None) -> CommandParser:
 def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[list[str], list[str]]:
     """Separate the command's own arguments from overrides, which may be anywhere among them.
 
-    An option that the command does not know is an override, and the next word is its value, unless that is an option
-    too. An "@" before the file, as in prime-rl, is dropped.
+    An option that the command does not know is an override, and the next word is its value, unless this word is an
+    option too. An "@" before the file, as in prime-rl, is dropped.
 
     >>> split_overrides(["rl", "--max-steps", "5", "a.toml", "--resume"], known=["--resume"])
     (['rl', 'a.toml', '--resume'], ['--max-steps', '5'])
@@ -215,7 +216,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _show_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Print the traceback of an uncaught exception in a thread, such as one of an environment."""
+    """Print the traceback of an uncaught exception in a thread, such as a thread of an environment."""
     if args.exc_type is not SystemExit:
         _show(f"thread {args.thread.name if args.thread is not None else 'unknown'} ended", args)
 
@@ -226,7 +227,8 @@ def _show_unraisable(args: sys.UnraisableHookArgs) -> None:
 
 
 def _show(where: str, args: threading.ExceptHookArgs | sys.UnraisableHookArgs) -> None:
-    """Print a line that says where, then the traceback; if memory ran out, a single line."""
+    """Print a line that says where the exception was raised, then the traceback; if memory ran out, print a single
+    line."""
     error = args.exc_value if args.exc_value is not None else args.exc_type()
     if is_out_of_memory(error):
         sys.stderr.write(printable(f"{where}: {describe(error)}\n"))
@@ -249,6 +251,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def _complain(kind: str, message: str, status: int) -> int:
     """Print an error message, and return the status."""
-    # Text, not markup: messages are full of [tables]. Soft wrap keeps file:line whole for a terminal to link.
+    # This is `Text`, not markup, because messages are full of [tables]. Soft wrap keeps file:line whole for a terminal
+    # to link.
     PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "bold red"), message), soft_wrap=True)
     return status

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the models, or make the folder of one.
+    """List the models, or make the folder of one model.
 
     Raises:
         UsageError: there is no such model, or its download failed.

@@ -1,4 +1,4 @@
-"""`verbatim orchestrator FILE --run-dir FOLDER`: runs everything but the trainer, which is started separately."""
+"""`verbatim orchestrator FILE --run-dir FOLDER`: runs everything except the trainer, which is started separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, as `verbatim rl`.
+    """Train, as `verbatim rl` does.
 
     Raises:
         NothingTrained: the run finished without training on a single token.

@@ -15,7 +15,7 @@ def own_stdout() -> Iterator[TextIO]:
     processes print goes to standard error. If the reader is gone at the end, the rest of the output is dropped."""
     sys.stdout.flush()
     before = os.dup(1)
-    os.dup2(2, 1)  # on the descriptor, because child processes and C code do not use `sys.stdout`
+    os.dup2(2, 1)  # this works on the descriptor, because child processes and C code do not use `sys.stdout`
     stdout = os.fdopen(os.dup(before), "w", encoding="utf-8")
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""Prints on standard error what a command is doing, if that takes long enough for a person to wonder."""
+"""Prints on standard error what a command is doing, if the command takes long enough for a person to wonder."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def told_if_slow(
 
     Args:
         what: What the command is doing, such as "importing torch".
-        seconds: Seconds before it is printed.
-        timer: Makes the timer; replaced in tests.
+        seconds: Time in seconds before `what` is printed.
+        timer: Makes the timer; tests replace it.
     """
     waiting = timer(seconds, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     waiting.daemon = True
@@ -42,4 +42,4 @@ def told_if_slow(
         yield
     finally:
         waiting.cancel()
-        waiting.join()  # the thread must be gone: a fork may follow
+        waiting.join()  # the thread must be gone, because a fork may follow

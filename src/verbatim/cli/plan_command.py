@@ -1,6 +1,6 @@
 """`verbatim plan FILE [--gpu NAME] [--gpus N]`: predicts whether a run fits into memory, and how long a step takes.
 
-Trains nothing and reads no weights: the trainer's step runs on fake tensors.
+The command trains nothing and reads no weights: the trainer's step runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        UsageError: an unknown device, too few devices, no trajectories, a share outside 0 to 1; or something that the
-            trainer would refuse, such as the model or more processes than it can use.
+        UsageError: the device is unknown, there are too few devices, there are no trajectories, or a share is outside 0
+            to 1; or the trainer would refuse something, such as the model or a number of processes that it cannot use.
     """
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the recipes, or copy one.
+    """List the recipes, or copy one of them.
 
     Raises:
         UsageError: there is no such recipe, or a file to be written already exists.

@@ -1,4 +1,4 @@
-"""Prints a replayed step next to the stored one."""
+"""Prints a replayed step next to the stored step."""
 
 from __future__ import annotations
 

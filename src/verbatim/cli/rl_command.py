@@ -94,7 +94,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    """Run --replay, which takes no other option but --run-dir, --json and keys."""
+    """Run --replay, which takes no options except --run-dir, --json and keys."""
     from verbatim.cli.replay import run_replay
 
     given = [
@@ -116,7 +116,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
-    """Load the configuration; for a fork without FILE, that of the forked run.
+    """Load the configuration; for a fork without FILE, load the configuration of the forked run.
 
     Raises:
         UsageError: FILE is missing.
@@ -132,7 +132,7 @@ def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Train. Returns 0 if all steps were taken; 130 after Ctrl-C, with a message on how to continue. With --replay,
-    returns 1 if the step differs from the stored one.
+    returns 1 if the replayed step differs from the stored step.
 
     Raises:
         NothingTrained: the run finished without training on a single token.
@@ -149,8 +149,8 @@ def train(
     *,
     trainer_elsewhere: bool = False,
 ) -> int:
-    """Train, for `verbatim rl` and `verbatim orchestrator`. `again` returns the command that resumes the run in a
-    folder."""
+    """Do the training of `verbatim rl` and `verbatim orchestrator`. `again` returns the command that resumes the run in
+    a folder."""
     is_plain = not (args.quiet or args.json)
     console = PlainConsole(quiet=not is_plain)
     notes = console if is_plain else PlainConsole(stderr=True)

@@ -1,7 +1,7 @@
 """`verbatim rollout TASKS.jsonl`: plays conversations with tools, or an environment, with one result per trajectory.
 
-Results are appended as they finish. The same command, run again, plays only tasks without a result; failures are
-repeated.
+Results are appended as the tasks finish. If the same command is run again, it plays only tasks without a result; failed
+tasks are repeated.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
 
 LONGEST_LOSING_STREAK = 16
-"""A server counts as dead after this many failures in a row, or twice the concurrency if that is more."""
+"""A server counts as dead after this many failures in a row, or after twice the concurrency if that is more."""
 _SETTINGS = ("model", "max_turns", "temperature", "max_tokens", "seed")
-"""The settings that results depend on. All results in a file share them."""
+"""The settings on which results depend. All results in a file share these settings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Play everything without a result, and print a summary.
 
     Raises:
-        UsageError: a mistake in TASKS or in an option, or --out contains something else.
-        RunStopped: many failures in a row.
+        UsageError: there is a mistake in TASKS or in an option, or the file of --out contains something else.
+        RunStopped: there were many failures in a row.
     """
     console = PlainConsole(stderr=True)
     log_to_console(console, logging.WARNING)
@@ -129,13 +129,13 @@ class _Ends:
 
     @property
     def earned(self) -> str:
-        """The mean reward of the trajectories that have one, as the end of a line."""
+        """The mean reward of the trajectories that have a reward, as the end of a line."""
         if not self._rewards:
             return ""
         return f"; mean reward {sum(self._rewards) / len(self._rewards):.3f} of {len(self._rewards)}"
 
     def take(self, index: int, trajectory: Trajectory) -> None:
-        """Store a finished trajectory. A cancelled one is not stored, so that it is played again."""
+        """Store a finished trajectory. A cancelled trajectory is not stored, so that it is played again."""
         if trajectory.stop_reason is StopReason.CANCELLED:
             return
         self._results.write(self._jobs[index], trajectory)

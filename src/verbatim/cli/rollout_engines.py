@@ -1,4 +1,4 @@
-"""The two engines of `verbatim rollout`: a chat-completions server, or the [inference] of a run."""
+"""Defines the two engines of `verbatim rollout`: a chat-completions server, and the [inference] of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verbatim.run.rollouts import check_backend, make_renderer, make_sampler
 from verbatim.run.tables import component_tables
 
 Work: TypeAlias = Callable[[ConversationRollout], Awaitable[None]]
-"""Plays all jobs with the given rollout."""
+"""A function that plays all jobs with the given rollout."""
 
 _OF_A_CHAT_SERVER: Mapping[str, Any] = {"api_key_env": None, "extra_body": {}, "request_timeout": 600.0}
 """Options that apply only to a chat server, with their defaults."""
@@ -33,20 +33,20 @@ class Engine:
     """Plays conversations."""
 
     model: str
-    """The model's name, folder or hub id. Results depend on it."""
+    """The model's name, folder or hub id, on which results depend."""
     settings: Mapping[str, Any]
-    """Further settings that results depend on, by option; options that were not typed are left out."""
+    """Further settings on which results depend, by option; options that were not typed are left out."""
     play: Callable[[Work, int], Coroutine[Any, Any, None]]
-    """Opens a rollout and does the work with it. The number is that of the tasks done by earlier commands; it changes
-    the seed, so that no seed is used twice."""
+    """Opens a rollout and does the work with it. The number argument is the number of tasks done by earlier commands;
+    it changes the seed, so that no seed is used twice."""
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
     """The engine that the options select, checked but not started.
 
     Raises:
-        UsageError: options that exclude each other, a setting that cannot be used, or a URL without a server.
-        ConfigError: a mistake in the file of --inference.
+        UsageError: options exclude each other, a setting cannot be used, or there is no server at a URL.
+        ConfigError: there is a mistake in the file of --inference.
     """
     if args.inference is None:
         if args.overrides:
@@ -110,7 +110,7 @@ def _over_inference(args: argparse.Namespace) -> Engine:
         seed = derive_seed(args.seed or 0, num_done)
         return MultiTurnRollout(sampler=sampler, template=renderer, seed=seed, progress=None, **settings)
 
-    # Make a rollout once now, so that a bad setting is refused before a server is started.
+    # A rollout is made once now, so that a bad setting is refused before a server is started.
     rollout(ScriptedSampler(script=[], vocab_size=1, context_length=1), 0)
 
     async def play(work: Work, num_done: int) -> None:

@@ -32,7 +32,7 @@ class RolloutJob:
     task: str
     """The task's `id`, or else a name derived from its content, so that results stay valid when the file grows."""
     sample: int
-    """The number of the trajectory among those of the task."""
+    """The number of this trajectory among the trajectories of the task."""
     digest: str
     """Digest of the task's content."""
     conversation: Mapping[str, Any]
@@ -40,7 +40,7 @@ class RolloutJob:
 
 
 def read_jobs(path: Path, samples: int) -> list[RolloutJob]:
-    """Read the tasks; each one becomes `samples` jobs.
+    """Read the tasks; each task becomes `samples` jobs.
 
     Raises:
         UsageError: there is no such file, a line is not a task, or an id occurs twice.
@@ -82,16 +82,18 @@ def _check_task(record: Mapping[str, Any], where: str) -> None:
 
 
 class ResultFile:
-    """The results so far; new ones are appended. One process at a time may open a file.
+    """The results so far, to which new results are appended. Only one process at a time may open a file.
 
-    Opening the file removes a torn last line and failures, so that these tasks are played again.
+    Opening the file removes a torn last line and the records of failures, so that the tasks of these lines are played
+    again.
 
     Args:
         path: The file, created if missing.
-        settings: The settings that results depend on, stored without secrets. All results in a file share them.
+        settings: The settings on which results depend, stored without secrets. All results in a file share these
+            settings.
 
     Raises:
-        UsageError: another process is writing the file, or it contains something else.
+        UsageError: another process is writing the file, or the file contains something else.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -110,7 +112,7 @@ class ResultFile:
         """True if the job has a result.
 
         Raises:
-            UsageError: the result under this id is of another task.
+            UsageError: the result under this id belongs to a different task.
         """
         digest = self._done.get((job.task, job.sample))
         if digest not in (None, job.digest):
@@ -134,7 +136,7 @@ class ResultFile:
         )
 
     def _take_in(self, record: Mapping[str, Any]) -> bool:
-        """Read one stored result; True if it is a failure."""
+        """Read one stored result; True if the result is a failure."""
         task, sample, digest = record["task"], record["sample"], record["digest"]
         settings, error = record["settings"], record["trajectory"]["error"]
         if settings != self._settings:
@@ -152,8 +154,8 @@ class ResultFile:
 
 
 def _settings_to_keep(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings without secrets. If there are any, `secrets` has 16 bits of a slow digest, which tells them from
-    other secrets but is too short to recover a key.
+    """The settings without secrets. If there are secrets, the key `secrets` has 16 bits of a slow digest of them, which
+    distinguishes them from other secrets but is too short to recover a key.
 
     >>> _settings_to_keep({"env_args": {"key": "answer"}})
     {'env_args': {'key': 'answer'}}

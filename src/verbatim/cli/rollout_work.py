@@ -1,4 +1,5 @@
-"""What `verbatim rollout` plays: the tasks of a file, with tools, a simulated user and a scorer; or an environment."""
+"""Defines what `verbatim rollout` plays: the tasks of a file, with tools, a simulated user and a scorer; or an
+environment."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from verbatim.rollouts.conversation_rollout import ConversationRollout
 from verbatim.run.evaluation.play import digest_of
 
 Take: TypeAlias = Callable[[int, Trajectory], object]
-"""Called with the index of a job and its finished trajectory."""
+"""A function that is called with the index of a job and the job's finished trajectory."""
 
 _OF_USER: tuple[str, ...] = ("user_base_url", "user_api_key_env", "user_prompt")
 _OF_TASKS: tuple[str, ...] = ("tools", "score", "user_model", *_OF_USER)
@@ -37,16 +38,16 @@ class RolloutPlan:
     jobs: Sequence[RolloutJob]
     """The jobs, one per trajectory."""
     settings: Mapping[str, Any]
-    """The settings that results depend on, in addition to the engine's."""
+    """The settings on which results depend, in addition to the engine's settings."""
     work: Callable[[Sequence[RolloutJob], Take], Work]
-    """Returns the work of playing these jobs, which passes each finished trajectory to `Take`."""
+    """Returns the work that plays these jobs and passes each finished trajectory to `Take`."""
 
 
 def plan_of(args: argparse.Namespace) -> RolloutPlan:
     """The plan that the options describe, checked.
 
     Raises:
-        UsageError: a mistake in TASKS, in an option, or in something that an option names.
+        UsageError: there is a mistake in TASKS, in an option, or in something that an option names.
     """
     if (args.file is None) == (args.env is None):
         raise UsageError(
@@ -110,7 +111,7 @@ def _user(args: argparse.Namespace) -> UserSimulator | None:
     if url is None:
         raise UsageError("--user-model needs a server: --user-base-url URL")
     key = args.user_api_key_env
-    if key is None and url == args.base_url:  # never send one server's key to another
+    if key is None and url == args.base_url:  # one server's key is never sent to another server
         key = args.api_key_env
     given = {"api_key_env": key, "request_timeout": args.request_timeout}
     api = OpenAI(model=args.user_model, base_url=url, **{name: v for name, v in given.items() if v is not None})

@@ -27,14 +27,14 @@ from verbatim.run.logs import log_to_console
 _CONTEXT = 4096
 """Default context length in tokens, if the model has at least that many positions."""
 _CHAT_PROCESSES = 2
-"""Render processes; one of them is reserved for small requests."""
+"""Number of render processes; one of them is reserved for small requests."""
 _REFUSAL_SECONDS = 0.25
 """Delay of an error response, in seconds, so that a client that repeats an invalid request costs less."""
 _SWITCH_SECONDS = 1e-4
-"""Switch interval of Python's global lock, in seconds. The engine needs the lock after every operation, and would wait
-for the event loop's thread much longer with the default of 5 ms."""
+"""Switch interval of Python's global lock, in seconds. The engine needs the lock after every operation; with the
+default of 5 ms it would wait much longer for the event loop's thread."""
 _LAST_ANSWERS = 1.0
-"""Seconds for which a server with a dead engine still answers requests with that error."""
+"""Time in seconds for which a server whose engine has died still answers pending requests, with the engine's error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, serve until Ctrl-C or SIGTERM, then clean up.
 
     Raises:
-        UsageError: a variable without a key, a folder that does not exist, or an address in use.
+        UsageError: the variable for the key is empty, a folder does not exist, or the address is in use.
         ModelError: the model cannot be loaded.
         EngineDead: the engine can no longer answer; a supervisor may restart the process.
     """
@@ -114,7 +114,7 @@ def key_of(args: argparse.Namespace) -> str | None:
     """The key in the environment variable that --api-key-env names.
 
     Raises:
-        UsageError: the variable is empty, or --uploads needs a key and there is none.
+        UsageError: the variable is empty, or --uploads needs a key and there is no key.
     """
     if args.api_key_env is None:
         if args.uploads is not None:
@@ -217,9 +217,10 @@ def _make_sampler(args: argparse.Namespace, console: Console) -> Any:
 
 
 def _positions(model: str) -> int:
-    """The number of positions in the model's configuration, or the default context length if it has none.
+    """The number of positions in the model's configuration, or the default context length if the configuration has no
+    such number.
 
-    Does not check whether the model can be loaded: that is up to the engine.
+    It is not checked whether the model can be loaded: that is up to the engine.
     """
     from transformers import AutoConfig
 

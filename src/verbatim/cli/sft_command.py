@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the file has no [warm_start] table.
     """
-    if is_led():  # a rank other than 0: rank 0 has the run folder and leads
+    if is_led():  # this is a rank other than 0: rank 0 has the run folder and leads
         follow_leader()
         return exit_status.FINISHED
     config = load_config(args.file, args.overrides, component_tables())

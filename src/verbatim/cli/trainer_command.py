@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "On another host, --run-dir must be a folder that both hosts share. Ctrl-C ends the run, with a checkpoint"
     )
-    # Passed by `verbatim rl`, which starts this process and watches it:
+    # `verbatim rl`, which starts this process and watches it, passes these:
     parser.add_argument("--session", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator until the run is over."""
     supervised = args.session is not None
-    if not supervised and is_led():  # a rank other than 0: rank 0 has the run folder and leads
+    if not supervised and is_led():  # this is a rank other than 0: rank 0 has the run folder and leads
         follow_leader()
         return exit_status.FINISHED
     config = rl_command.load(args).named(args.file.stem)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _asked_to_end(exchange: Exchange, heartbeat: Heartbeat, console: Console) -> Iterator[Callable[[], bool]]:
     """At the first Ctrl-C or SIGTERM, ask the orchestrator to end the run with a checkpoint; without an orchestrator,
-    end this process. At the second one, end this process at once."""
+    end this process. At the second Ctrl-C or SIGTERM, end this process at once."""
     asked = False
 
     def ask(which: str) -> None:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from verbatim.inspection.viewer.run_view import RunView
 
 _FILTERS = ("kind", "env", "step", "reward", "stop-reason", "reason", "flag", "group", "text")
-"""The options that are filters, as on the page."""
+"""The options that filter trajectories, as on the page."""
 _TRAJECTORIES = 200
 """Default number of exported trajectories."""
 _PORT = 8642
-"""Default port; if it is in use, a free one is taken."""
+"""Default port; if it is in use, a free port is taken."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -122,7 +122,7 @@ def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     search_beside(plan.run / CONFIG)
     config = load_config(plan.config_file, tables=component_tables())
     changed = load_config(plan.config_file, overrides, component_tables()) if overrides else config
-    changed, _ = resolve_dtypes(changed, stored=config.model_dump())  # a change to "auto" means the run's own dtype
+    changed, _ = resolve_dtypes(changed, stored=config.model_dump())  # "auto" here means the run's own dtype
     changes = tuple(changed_keys(changed, dump_config(config)))
     _refuse_idle(changes)
     stored = {number: read_step(plan.run, number) for number in plan.steps}

@@ -185,7 +185,7 @@ def serve_trainer(
             )
         if ranks is None:
             set_num_threads(threads_of(config, config.trainer.num_threads))
-        if session is not None and shares_cores(config):  # started by the orchestrator, so on the same machine
+        if session is not None and shares_cores(config):  # the orchestrator is on this machine
             worker.share(CoreShare(exchange.cores, "trainer", own_cores()))
         exchange.ready(ready)
         look = ranks.look if ranks is not None else lambda: None

@@ -66,7 +66,7 @@ class InFlight:
 
     def add(self, index: int, version: int) -> None:
         """Add a group that was launched with this policy version."""
-        insort(self._indices.setdefault(version, []), index)  # mostly at the end; groups run again have lower indices
+        insort(self._indices.setdefault(version, []), index)  # mostly at the end; a repeated group has a lower index
 
     def remove(self, index: int, version: int) -> None:
         """Remove a group that is no longer in flight."""
