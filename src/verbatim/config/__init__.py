@@ -1,8 +1,7 @@
 """Typed, frozen records of a run's configuration file.
 
-Input: TOML and command-line options. Output: frozen records, or a `UsageError` that says what to type instead. Read
-    first:
-`schema.py`. Imports `core`, and no torch.
+Input: TOML and command-line options. Output: frozen records, or a `UsageError` that says what to type instead.
+Read first: `schema.py`. Imports `core`, and no torch.
 """
 
 from verbatim.config.backends import Backend, find_backend, settings_for

@@ -58,7 +58,8 @@ def run_program(
         folder: The program's working directory, or None for that of this process.
 
     Raises:
-        OSError: the program cannot be started. subprocess.TimeoutExpired: the program did not end in time.
+        OSError: the program cannot be started.
+        subprocess.TimeoutExpired: the program did not end in time.
     """
     process = start(
         command,

@@ -90,8 +90,8 @@ def demonstrations(environments: Environments, count: int, seed: int) -> list[Im
     """Scripted conversations from the training environments that provide them, at least `count` in total.
 
     Raises:
-        ComponentError: no environment provides demonstrations. NoDemonstrations: the environments that support
-        demonstrations provide none with their current settings.
+        ComponentError: no environment provides demonstrations.
+        NoDemonstrations: the environments that support demonstrations provide none with their current settings.
     """
     everyone = environments.by_label
     seeds = {label: derive_seed(seed, "demonstrations", label) % 2**32 for label in everyone}
@@ -168,7 +168,8 @@ def imitated_samples(
     """The training samples of each conversation, cut to `seq_len`.
 
     Raises:
-        ComponentError: as for `imitated`. UsageError: raised after the last conversation if no conversation fits.
+        ComponentError: as for `imitated`.
+        UsageError: raised after the last conversation if no conversation fits.
     """
     fits = False
     for number, conversation in enumerate(conversations):
@@ -181,7 +182,7 @@ def imitated_samples(
 
 
 def check_imitation(config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer) -> None:
-    """Refuse a warm start in which one of the `_TRIED` tried conversations would fail, or in which none of them fits.
+    """Refuse a warm start in which one of the conversations tried (`_TRIED` of them) would fail, or none fits.
     The warm start itself reports faults in the other conversations, with the same message.
 
     Raises:

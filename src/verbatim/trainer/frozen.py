@@ -37,7 +37,8 @@ class FrozenModels:
         adapters: Low-rank adapters of the model in training. A frozen model with the same `base` is then the model in
             training with its adapters disabled, and costs no memory.
         ranks: The processes that train together, over which the frozen models are sharded too; None for one process.
-        seq_len: Maximum number of tokens in a sample, 0 if unknown. config: The `[trainer]` table.
+        seq_len: Maximum number of tokens in a sample, 0 if unknown.
+        config: The `[trainer]` table.
         dtype: Dtype of the weights.
 
     Raises:
@@ -106,10 +107,10 @@ def load_frozen(
         name: Name of its logprob stream, for messages.
         beside: The model in training. Both must have the same vocabulary size.
         dtype: Dtype of the weights.
-        seq_len: Maximum tokens in a sample, 0 if unknown.
+        seq_len: Maximum number of tokens in a sample, 0 if unknown.
         only_attention: Refuse a model that mixes tokens outside attention and so cannot compute trees.
-        ranks: The processes that train together; None for one process. compute: Dtype of the computation: "float32" or
-        "bfloat16".
+        ranks: The processes that train together; None for one process.
+        compute: Dtype of the computation: "float32" or "bfloat16".
         compiled: True to compile the model's layers.
 
     Raises:

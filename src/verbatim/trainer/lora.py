@@ -253,7 +253,7 @@ def _inject(model: Any, config: LoraConfig) -> Any:
     """Add the adapters, with deterministic values. Returns the `peft` configuration of the adapters.
 
     Raises:
-        ModelError: as `Adapters`.
+        ModelError: as for `Adapters`.
     """
     import peft
     from peft.tuners.lora import LoraLayer

@@ -153,7 +153,7 @@ def flatness(group: Group) -> Flatness | None:
     gives None.
 
     Example: rewards 0 and 0 give "hard"; 1 and 1 give "easy"; 0.5 and 0.5 give "flat"; 0 and 1 give None; 1 and a
-        missing reward give "easy".
+    missing reward give "easy".
     """
     rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
     of_agents: dict[str, list[float]] = {}

@@ -26,8 +26,7 @@ def ipa_loss(
     full weight. Bad chunks are suppressed with a weight that decreases as the chunk becomes less likely.
 
     Example: chunk 0 has tokens with `l - m = log 0.25` and `log 1`, so `rho = 0.5`; chunk 1 has a token with `log 3`.
-        With
-    `G = -1` for both, the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.
+    With `G = -1` for both, the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.
 
     Args:
         inputs: A whole trajectory, float [seq] tensors, with chunk ids; only tokens under `loss_mask` are read.

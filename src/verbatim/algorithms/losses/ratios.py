@@ -69,7 +69,7 @@ def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         segments: Number of each value's segment: int [M].
 
     Example: values `[1, 4, 5]` in segments `[7, 2, 7]` give the means `[4, 3]` of segments 2 and 7, and the indices
-        `[1, 0, 1]`.
+    `[1, 0, 1]`.
     """
     numbers, places = segments.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     zeros = values.new_zeros(len(numbers))

@@ -32,7 +32,7 @@ def age(trajectory: TrajectoryRecord, batch: int) -> int:
     if the version is unknown.
 
     Example: a rollout whose first token was sampled by version 4, and whose last token by version 6, has age 3 in batch
-        7.
+    7.
     """
     version = first_version(trajectory)
     return 0 if version is None else batch - version
