@@ -68,7 +68,7 @@ def build_samples(
         include_failed: Also build samples from a trajectory with an `error`, using the turns before the error.
 
     Raises:
-        ValueError: the strategy is unknown.
+        ValueError: an unknown strategy.
 
     Example:
         >>> from verbatim import Trajectory
@@ -108,7 +108,7 @@ def build(
             that are in no turn are dropped as `error`.
 
     Raises:
-        ValueError: the strategy is unknown.
+        ValueError: an unknown strategy.
         ComponentError: a user's own strategy cannot be imported, or joins turns that do not extend each other.
         RunStopped: there is a break, and `on_break` is "error"; the message names the position of the break.
     """
