@@ -184,8 +184,8 @@ class _Forest:
         self.num_tokens = int(self._lengths.sum() - self.shared.sum())
 
     def pieces(self, piece_tokens: int) -> list[tuple[list[Row], int]]:
-        """Cut the forest into pieces of at most `piece_tokens` tokens where possible. Returns each piece with its number
-        of tokens."""
+        """Cut the forest into pieces of at most `piece_tokens` tokens where possible. Returns each piece with its
+        number of tokens."""
         return tree_pieces(self.rows, self.shared, piece_tokens=piece_tokens, whole_tokens=self._whole_tokens)
 
     def cost(self, rows: Sequence[Row]) -> float:
