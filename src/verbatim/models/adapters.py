@@ -27,8 +27,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The prefix that `peft` adds to module names."""
 BASE_FILE, BASE_FINGERPRINT, ROUNDED_FINGERPRINT = "base_model.json", "fingerprint", "fingerprint_bfloat16"
-"""Verbatim's own file next to `peft`'s, and its keys: the fingerprint of the adapter's base weights, and the
-fingerprint of these weights rounded to bfloat16, for a sampler that keeps them in bfloat16."""
+"""Name of the file that Verbatim writes next to `peft`'s files, and its two keys: the fingerprint of the adapter's base
+weights, and the fingerprint of the same base weights rounded to bfloat16, for a sampler that keeps its weights in
+bfloat16."""
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _PLAIN = {
     "use_dora": False,
@@ -49,9 +50,9 @@ class Adapter:
     """A LoRA adapter, read from a folder in `peft`'s format."""
 
     folder: Path
-    """The folder that it was read from."""
+    """The folder that the adapter was read from."""
     base: str
-    """The folder or hub id of its base model."""
+    """The folder or hub id of the adapter's base model."""
     r: int
     """The rank."""
     scale: float
@@ -165,7 +166,7 @@ class BaseWeights:
                     f"model has {what}"
                 )
         self._refuse_another_base(adapter)
-        weights = dict(self._kept)  # layers that only an earlier adapter changed return to their base weights
+        weights = dict(self._kept)  # layers that only earlier adapters changed get their base weights back
         for name, (a_RI, b_OR) in adapter.pairs.items():
             key = f"{name}.weight"
             base = self._kept.setdefault(key, own[key].detach().clone())
@@ -177,10 +178,11 @@ class BaseWeights:
         dtype = self._model.dtype
         expected = adapter.rounded_fingerprint if dtype == torch.bfloat16 else adapter.base_fingerprint
         if expected is None or dtype not in (torch.float32, torch.bfloat16):
-            return  # no fingerprint: another program wrote the adapter, or there is none for this dtype
+            return  # no fingerprint to compare: another program wrote the adapter, or this dtype has none
         if self._fingerprint is None:
             named = ((name, self._kept.get(name, value)) for name, value in self._model.named_parameters())
-            # Rounded, because some classes keep a few parameters of a bfloat16 model in float32.
+            # Round all tensors to the dtype, because some model classes keep a few parameters of a bfloat16 model in
+            # float32.
             self._fingerprint = fingerprint(named, dtype=torch.bfloat16 if dtype == torch.bfloat16 else None)
         if self._fingerprint != expected:
             raise ModelError(
@@ -189,7 +191,7 @@ class BaseWeights:
             )
 
     def forget(self) -> None:
-        """Forget the base weights, after full weights were loaded. The loaded weights are the new base."""
+        """Forget the base weights after full weights have been loaded. The loaded weights then are the new base."""
         self._kept, self._fingerprint = {}, None
 
 
@@ -231,8 +233,8 @@ def fingerprint(
 ) -> str:
     """A digest of the tensors' names, dtypes, shapes and values. It detects another model; it is not tamper-proof.
 
-    A tensor's values enter as the sum of their bit patterns, read as integers. The sum is computed at memory speed, and
-    the sums of shards add up to the sum of the whole tensor.
+    Of a tensor's values, only the sum of their bit patterns, read as integers, enters the digest. The sum is computed
+    at memory speed, and the sums of a tensor's shards add up to the sum of the whole tensor.
 
     Args:
         tensors: Pairs of name and tensor.
@@ -240,7 +242,7 @@ def fingerprint(
         dtype: Fingerprint the tensors as if they were rounded to this dtype.
     """
     named = sorted(tensors, key=lambda each: each[0])
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")  # for a process without tensors: `stack` needs one
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")  # `stack` needs a tensor, and a process may have none
     sums = [zero, *(_sum_of_bytes(local_rows(tensor)[0].detach().to(dtype or tensor.dtype)) for _, tensor in named)]
     found = hashlib.sha256()
     for (name, tensor), value in zip(named, total(torch.stack(sums)).tolist()[1:], strict=True):

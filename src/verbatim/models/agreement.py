@@ -22,13 +22,15 @@ from verbatim.models.float64 import NoFloat32
 from verbatim.models.head import CausalLM
 
 TIMES = 8
-"""Maximum accepted error, as a multiple of the error of the model's own code. Measured: at most 2.4 for a correct
-implementation, 70,000 for a wrong head."""
+"""Maximum accepted error, as a multiple of the error of the model's own code. In measurements, a correct implementation
+had at most 2.4 times that error, and one with a wrong head 70,000 times."""
 _WORST = 32
-"""Additional factor for the worst row, whose error may come from a single large number."""
+"""Factor by which the limit for the worst row is larger, because that row's error may come from a single large
+number."""
 _TIMES_ROUNDED = 2
-"""`TIMES` if both implementations round the same inputs to bfloat16. This rounding dominates both errors, so the limit
-can be tight. Measured: 1.13 for a correct implementation, 8 for a wrong head."""
+"""Used instead of `TIMES` if both implementations round the same inputs to bfloat16. This rounding dominates both
+errors, so the limit can be tight. In measurements, the factor was 1.13 for a correct implementation, and 8 for a wrong
+head."""
 FLOOR = 2.0**-23
 """Relative error that is always accepted (float32's epsilon), because the model's own code may by chance be closer to
 float64 than any other order of operations."""
@@ -46,19 +48,19 @@ def disagreement(
     length: int,
     rounds: bool = False,
 ) -> str:
-    """Where another implementation of a model's layers first differs by more than rounding; "" if nowhere.
+    """Describe where another implementation of a model's layers first differs by more than rounding; "" if nowhere.
 
     The weights of a bfloat16 model are first widened to float32.
 
     Args:
-        model: The model. Each layer's first argument and result are the hidden states, [1, T, W].
-        layer: The other implementation of one layer: the layer's index and float32 [T, W] to [T, W], at positions 0 to
-            T - 1.
-        hidden: The other implementation of the whole backbone: ids, int64 [T], to the hidden states after the final
-            norm, [T, W].
+        model: The model. The first argument of each layer, and its result, are hidden states, [1, T, W].
+        layer: The other implementation of one layer. It maps the layer's index and its input, float32 [T, W] at
+            positions 0 to T - 1, to its output, [T, W].
+        hidden: The other implementation of the whole backbone. It maps ids, int64 [T], to the hidden states after the
+            final norm, [T, W].
         length: T, the length of the sequence.
-        rounds: True if the other implementation rounds the inputs of matrix products to bfloat16. Those of the model's
-            own code are then rounded too.
+        rounds: True if the other implementation rounds the inputs of matrix products to bfloat16. In the model's own
+            code, the inputs of matrix products are then rounded too.
     """
     layers, plan = list(model.backbone.layers), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
@@ -71,7 +73,7 @@ def disagreement(
         ours.append(layer(len(ours), args[0][0]))
 
     def keep(kept: list[Tensor], _: Any, args: Any, output: Tensor) -> Tensor:
-        """Record the model's own output, and return ours, so that the next layer gets the same input in all passes."""
+        """Record the own layer's output, but return ours, so that the next layer gets the same input in all passes."""
         kept.append(output[0])
         return ours[len(kept) - 1].to(output.dtype)[None]
 
@@ -94,7 +96,7 @@ def disagreement(
 
 
 def beyond_rounding(ours: Tensor, own: Tensor, exact: Tensor, times: float = TIMES) -> str:
-    """The errors of both implementations as text; "" if ours is within rounding.
+    """Describe the errors of both implementations; "" if the error of `ours` is within rounding.
 
     Args:
         ours: Results of the other implementation, [..., W]. Errors are relative to the norm of each row.

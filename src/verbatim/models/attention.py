@@ -1,8 +1,8 @@
 """Routes attention through one interface: the plan of a forward pass defines which tokens attend to which.
 
 Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers` then
-builds no mask, and each attention layer calls `plan.attend`. Packed rows, prefix trees and the sampler's KV cache are
-plans; the model code itself is that of `transformers`, unchanged.
+builds no mask, and each attention layer calls `plan.attend`. There are plans for packed rows, for prefix trees and for
+the sampler's KV cache; the model code itself is that of `transformers`, unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "verbatim"
 QUERIES = 128
-"""Number of queries per block whose attention scores are materialised at a time. It bounds the memory for them."""
+"""Number of queries per block. The attention scores of one block are materialised at a time, which bounds their
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,13 +25,15 @@ class AttentionCall:
     """A layer's attention parameters, apart from which keys each query sees."""
 
     scale: float
-    """Factor by which query-key products are multiplied to get the scores."""
+    """Factor by which the query-key products are multiplied to get the attention scores."""
     sliding_window: int | None = None
-    """Sliding window: number of tokens (in a tree: ancestors) that a query sees, including itself. None: no window."""
+    """Sliding window: the number of tokens (in a tree, of ancestors) that a query sees, including itself. None means
+    that there is no window."""
     softcap: float | None = None
-    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None: no soft cap."""
+    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None means that there is no soft cap."""
     sinks_H: Tensor | None = None
-    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. Or None."""
+    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. None if the
+    model has no sinks."""
 
     @property
     def is_plain(self) -> bool:
@@ -106,7 +109,8 @@ def explicit_attention(
     scores = scores.masked_fill(~sees_QT, -torch.inf)
     weights = scores.softmax(-1)
     if call.sinks_H is not None:
-        # sigmoid(logsumexp - sink) = Z / (Z + exp(sink)): turns softmax weights into those with the sink, stably.
+        # sigmoid(logsumexp - sink) = Z / (Z + exp(sink)): turns softmax weights without the sink into weights with it,
+        # in a numerically stable way.
         sinks = call.sinks_H[:, None, None].to(scores.dtype)
         weights = weights * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
     return weights.to(values.dtype) @ values
@@ -145,7 +149,7 @@ def _attend(
     )
     layer_index: int = module.layer_idx  # type: ignore[assignment]
     out = attention_plan.attend(layer_index, query, key, value, call)
-    return out.contiguous(), None  # some models call `view` on it
+    return out.contiguous(), None  # some models call `view` on the result
 
 
 def follow_plans(model: Any) -> None:

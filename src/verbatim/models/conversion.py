@@ -1,6 +1,6 @@
-"""Converts tensors from the layout of a Hugging Face folder to that of the model, as `transformers` does.
+"""Converts tensors from the layout of a Hugging Face folder to the layout of the model, as `transformers` does.
 
-`save_pretrained` writes the published layout of the architecture, which vLLM and others read. In that layout a
+`save_pretrained` writes the published layout of the architecture, which vLLM and other programs read. In that layout a
 mixture-of-experts layer has one tensor per expert; in the model it has one fused tensor.
 """
 
@@ -30,7 +30,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         saved: Tensors by their names in the folder, of any dtype.
 
     Returns:
-        The tensors by the model's names, and the folder's names that the model does not have. Tensors that need no
+        (the tensors by the model's names, the folder's names that the model does not have). Tensors that need no
         conversion are not copied. Shapes are not compared with the model's.
 
     Raises:
@@ -49,7 +49,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         for key, pattern in found:
             saved_as[name, pattern].append(key)
             if pattern is not None:
-                # A copy, because a converter collects the tensors that it is given.
+                # Copied, because a converter accumulates the tensors that are added to it.
                 conversion = conversions.setdefault(name, deepcopy(converter_of[pattern]))
                 conversion.add_tensor(name, key, pattern, saved[key])
     converted: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
-    """The sources in the folder of each tensor of the model, in stacking order, and the names that the model lacks.
+    """(for each tensor of the model, its sources in the folder in stacking order; the names that the model lacks).
 
     A source is (the tensor's name in the folder, the pattern of its conversion, or None if it is only renamed). If one
     conversion makes several of the model's tensors, its sources are listed under the first of them.

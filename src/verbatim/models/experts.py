@@ -2,7 +2,7 @@
 
 A router computes a logit per token and expert, picks the K largest with `topk`, and turns their values into weights.
 To replay recorded experts, that `topk` is made to return the recorded indices with the router's own values for them.
-The weights are then still computed by the model's code from its own logits, and keep their gradient.
+The model's code then still computes the weights from its own logits, so the weights keep their gradient.
 
 Legend: T tokens of a forward pass, L layers with a router, E experts, K experts of a token, D decoder layers.
 """
@@ -44,15 +44,15 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterPass:
-    """What one forward pass does at the routers: replay, observe, or both."""
+    """What one forward pass does at the routers: replay recorded experts, observe the routers' choices, or both."""
 
     choices: Choices | None = None
     observe: Observer | None = None
     tokens: slice = field(default_factory=lambda: slice(None))
-    """The position of the pass's tokens in the micro-batch, if each row has a forward pass of its own."""
+    """The range of the micro-batch's tokens that the pass computes, if each row has a forward pass of its own."""
 
     def of(self, start: int, stop: int) -> RouterPass:
-        """The router pass for tokens `start` to `stop` alone."""
+        """The router pass for a forward pass of only the tokens `start` to `stop`."""
         choices = self.choices
         if choices is not None:
             choices = Choices(choices.experts_TDK[start:stop], choices.known_T[start:stop])
@@ -102,7 +102,7 @@ class Routers:
 
     @contextmanager
     def during(self, router_pass: RouterPass | None) -> Iterator[None]:
-        """Apply a router pass to the forward passes inside the block. None: ordinary passes."""
+        """Apply a router pass to the forward passes inside the block. With None, these are ordinary passes."""
         before, self._now = self._now, router_pass
         try:
             yield
@@ -112,8 +112,8 @@ class Routers:
     def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The two contexts of activation checkpointing: the forward pass, and its recomputation in the backward pass.
 
-        The recomputation runs after `during` has ended, so it restores the router pass in order to choose the same
-        experts.
+        The recomputation runs after `during` has ended, so its context applies the router pass again; otherwise other
+        experts could be chosen.
         """
         return nullcontext(), self.during(self._now)
 
@@ -151,8 +151,8 @@ def _experts_per_token(config: Any) -> int | None:
 
 
 def _limits_groups(config: Any) -> bool:
-    """True for DeepSeek-V2's routing, where the weights come from scores that are 0 outside the chosen groups. Later
-    DeepSeek models choose by masked scores too, but compute the weights from the unmasked ones."""
+    """True for DeepSeek-V2's routing, which computes the weights from scores that are 0 outside the chosen groups.
+    Later DeepSeek models also choose by such masked scores, but compute the weights from the unmasked scores."""
     limited = getattr(config, "topk_method", None) == "group_limited_greedy"
     return bool(limited and (config.topk_group or 0) < (config.n_group or 0))
 
@@ -162,7 +162,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 class _Choose(TorchFunctionMode):
-    """Replaces the choice of a `topk` over all experts. A `topk` over groups of experts has another shape and stays."""
+    """Replaces the result of a `topk` over all experts. A `topk` over groups has another shape and is left alone."""
 
     def __init__(self, experts_TK: Tensor, known_T: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -182,10 +182,10 @@ class _Choose(TorchFunctionMode):
 
 
 def find_routers(model: Any) -> Routers | None:
-    """Find the routers of a mixture of experts. None for a dense model, and for routers of an unsupported kind.
+    """Find the routers of a mixture of experts. Returns None for a dense model, and for routers of an unsupported kind.
 
-    A supported router is the only one in its decoder layer, in a module separate from the experts, and has logits as
-    its first output.
+    A router is supported if it is the only one in its decoder layer, is a module separate from the experts, and returns
+    its logits as its first output.
     """
     modules = router_modules(model)
     layers = _layers(model, modules)
@@ -240,7 +240,7 @@ def _try_replay(model: Any) -> None:
     """Replay experts in a small copy of the model.
 
     Raises:
-        ModelError: its routers do not follow the recorded experts.
+        ModelError: the model's routers do not follow the recorded experts.
     """
     try:
         tiny = tiny_copy(model)

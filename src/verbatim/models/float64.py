@@ -32,7 +32,7 @@ def keep_float64(model: nn.Module) -> None:
             probe = torch.linspace(-1, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
                 own = torch.linspace(0.5, 2, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-                found = functional_call(module, {"weight": own}, (probe,))  # its own weight may be sharded
+                found = functional_call(module, {"weight": own}, (probe,))  # the norm's own weight may be sharded
                 same = torch.allclose(_rms_norm(own, eps, probe), found, rtol=0, atol=1e-5)
             if same:
                 module.forward = partial(_normalize, module, eps)
@@ -42,7 +42,7 @@ def keep_float64(model: nn.Module) -> None:
     for router in routers:
         router.forward = partial(_in_float64, router.forward)
     if routers and model._can_set_experts_implementation():  # type: ignore[operator]
-        model.set_experts_implementation("eager")  # type: ignore[operator]  # the fused one lacks float64
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # the fused kernel lacks float64
 
 
 def _normalize(module: nn.Module, eps: float, x: Tensor) -> Tensor:

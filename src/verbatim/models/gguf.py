@@ -23,8 +23,8 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         file: The GGUF file.
         folder: An existing, empty folder.
         dtype: "float32" or "bfloat16".
-        splits_digits: Make every digit a token of its own before BPE merges. That is what
-            `tokenizer.ggml.pre = "smollm"` means, and `transformers` ignores that key.
+        splits_digits: Make every digit a token of its own before BPE merges. The file's key `tokenizer.ggml.pre =
+            "smollm"` means this, but `transformers` ignores the key.
 
     Raises:
         ModelError: the file cannot be read.
@@ -37,7 +37,7 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         tokenizer = AutoTokenizer.from_pretrained(**source)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = copy.deepcopy(read.config)
-    for name in ("quantization_config", "_name_or_path"):  # not quantised any more, and a local path
+    for name in ("quantization_config", "_name_or_path"):  # both would be wrong in the new folder
         if hasattr(config, name):
             delattr(config, name)
     config.architectures = [type(read).__name__]

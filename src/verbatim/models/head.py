@@ -20,14 +20,14 @@ class ModelCalls(Protocol):
     """Calls functions that use a model's parameters; a sharded model gathers the parameters around each call."""
 
     def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
-        """Call `function(**inputs)` with the parameters in place, and return its result."""
+        """Call `function(**inputs)` while the parameters are available, and return the result."""
 
     def release(self) -> None:
-        """Free the gathered parameters after several passes without a backward pass, which would free them."""
+        """Free the gathered parameters after passes without a backward pass (a backward pass frees them itself)."""
 
 
 class DirectCalls:
-    """The `ModelCalls` of a model that is not sharded: plain calls."""
+    """The `ModelCalls` for a model that is not sharded. It calls each function directly."""
 
     def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
         """The result of `function(**inputs)`."""
@@ -49,7 +49,7 @@ class CausalLM:
     def __init__(self, model: Any, calls: ModelCalls | None = None, routers: Routers | None = None) -> None:
         self.model = model
         self.routers = routers
-        """The routers of a mixture of experts; None if no pass observes or replays their choices."""
+        """The routers of a mixture of experts; None if no pass observes or replays expert choices."""
         self.calls = calls or DirectCalls()
         self.config = model.config.get_text_config()
         self.backbone = model.base_model
@@ -74,13 +74,13 @@ class CausalLM:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output head; ids are below this."""
+        """Number of rows of the output head. All ids are below this number."""
         return int(self.output.weight.shape[0])
 
     def hidden(
         self, input_ids_U: Tensor, position_ids_U: Tensor, plan: AttentionPlan, router_pass: RouterPass | None = None
     ) -> Tensor:
-        """Last hidden states after the final norm, [U, D]. With `rows_alone`, each position 0 starts a new row."""
+        """The last hidden states, after the final norm, [U, D]. With `rows_alone`, each position 0 starts a new row."""
         if not self.rows_alone:
             return self._forward(input_ids_U, router_pass, position_ids=position_ids_U[None], attention_plan=plan)
         starts = [*(position_ids_U == 0).nonzero()[:, 0].tolist(), len(input_ids_U)]
@@ -99,7 +99,7 @@ class CausalLM:
         return hidden
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
-        """The model's logits, [M, V]."""
+        """The model's logits for these hidden states, [M, V]."""
         logits: Tensor = self.output(hidden_MD)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -109,7 +109,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse a model whose logits are more than its output head (with scale and soft cap) on the hidden states."""
+        """Refuse a model that computes logits by more than its head (with scale and soft cap) on the hidden states."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)
@@ -117,7 +117,8 @@ class CausalLM:
         inputs = {} if self.rows_alone else {"position_ids": positions[None], "attention_plan": plan}
         theirs = self.calls.run(self.model, input_ids=probe[None], use_cache=False, **inputs).logits[0]
         self.calls.release()
-        # The tolerance covers only rounding: both sides run the same operations, in bfloat16 with 8 bits of mantissa.
+        # The tolerance covers only rounding: both sides run the same operations, perhaps in bfloat16 with its 8 bits of
+        # mantissa.
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2 if ours.dtype == torch.bfloat16 else 1e-4):
             raise ModelError(
                 f"{type(self.model).__name__} computes its logits with more than its output head; Verbatim would train "

@@ -8,7 +8,7 @@ import torch
 def has_bfloat16() -> bool:
     """True if the processor multiplies bfloat16 natively: AVX512-BF16 or AMX on x86, or Arm's extension.
 
-    Without these, torch first widens every number, which is slower than computing in float32.
+    Without such instructions, torch first widens every number, which is slower than computing in float32.
     """
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # only newer releases of torch have it
     found = {} if capabilities is None else capabilities()

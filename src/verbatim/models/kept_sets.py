@@ -1,4 +1,4 @@
-"""Masks the ids outside each token's kept set: those that top-p, top-k or min-p cut when the token was sampled."""
+"""Masks the ids outside each token's kept set: the ids that top-p, top-k or min-p cut when the token was sampled."""
 
 from __future__ import annotations
 

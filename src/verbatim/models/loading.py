@@ -1,4 +1,4 @@
-"""Loads and saves causal language models in Hugging Face format, and replaces the weights of loaded ones."""
+"""Loads and saves causal language models in Hugging Face format, and replaces the weights of loaded models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of this name; "auto" is CUDA if available, else the CPU.
+    """The torch device with this name; "auto" means CUDA if it is available, else the CPU.
 
     Raises:
         ModelError: the machine or this build of torch does not have the device.
@@ -132,10 +132,10 @@ def load_model(
         name: A folder or hub id in Hugging Face format.
         dtype: Dtype of the weights: float32, bfloat16 or float64.
         device: Device of the weights; "auto" is CUDA if available, else the CPU.
-        only_attention: Refuse a model that mixes tokens by more than attention. False: the model keeps its own
+        only_attention: Refuse a model that mixes tokens by more than attention. If False, such a model keeps its own
             attention, and `CausalLM` computes each row separately.
-        shards: Shards the weights. All processes call this function, and each reads and keeps only its own rows. None:
-            not sharded.
+        shards: Shards the weights. All processes have to call this function, and each reads and keeps only its own
+            rows. None means that the model is not sharded.
 
     Raises:
         ModelError: no such folder or id, not a causal language model, an unsupported one, or weights that are not
@@ -157,7 +157,7 @@ def load_model(
 
     model.eval()
     if shards is None:
-        refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # one NaN may not reach the logits below
+        refuse_not_finite(model.named_parameters(), f"model {str(name)!r}")  # a NaN need not show in the logits below
         model = model.to(place)
     else:
         shards.apply(model, fill_rows)
@@ -178,7 +178,7 @@ def load_model(
 
 
 def _kind(source: str) -> str:
-    """The architecture named in a folder's config.json, for a message: " (Qwen3ForCausalLM)", or ""."""
+    """The architecture named in a folder's config.json, to put in a message: " (Qwen3ForCausalLM)", or ""."""
     try:
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -211,7 +211,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Replace a model's weights in place with those of a folder, without building a second model.
+    """Replace a model's weights in place with the weights in a folder, without building a second model.
 
     The folder is in the format that `save_model` writes and `from_pretrained` reads.
 
@@ -254,7 +254,7 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into a model's own, in place. They come, checked, from `read_weights` or `BaseWeights.merged`."""
+    """Copy tensors into a model's own tensors. `read_weights` or `BaseWeights.merged` has checked the new tensors."""
     own = own_tensors(model)
     with torch.no_grad():
         for key, value in weights.items():
@@ -264,7 +264,7 @@ def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
 def refuse_not_finite(
     tensors: Iterable[tuple[str, torch.Tensor]], where: str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuse weights that are NaN or infinite in the dtypes in which they will be stored (by default their own).
+    """Refuse weights that are NaN or infinite in the dtypes in which they will be stored (by default, unchanged).
 
     Raises:
         ModelError: a NaN, an infinity, or a number outside the dtype's range; the message names the tensor.
@@ -286,7 +286,7 @@ def refuse_not_finite(
 def _refuse_two_values_for_one_tensor(
     folder: Path, incoming: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
 ) -> None:
-    """Refuse different values for two tied tensors: they share one storage, so one of the values would be lost."""
+    """Refuse different values for two tied tensors. These share one storage, so one of the two values would be lost."""
     first_name: dict[int, str] = {}
     for key, value in incoming.items():
         first = first_name.setdefault(own[key].data_ptr(), key)

@@ -1,4 +1,4 @@
-"""Checks that only attention mixes a model's tokens, so that a plan can isolate rows and branches from each other."""
+"""Checks that only attention mixes a model's tokens; only then can a plan isolate rows and branches from each other."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from verbatim.models.rope import probe_length
 ROW = 6
 """Tokens in each of the two rows of the test."""
 LEAK = 0.05
-"""Relative difference above which one row counts as depending on the other. Rounding stays below it, even in
-bfloat16."""
+"""Relative difference above which one row counts as depending on the other. Rounding causes smaller differences, even
+in bfloat16."""
 
 
 def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
     """Make a model's attention follow an `AttentionPlan`.
 
     Returns:
-        None if only attention mixes the tokens. Otherwise what else does; the model then keeps its own attention.
+        None if only attention mixes the tokens. Otherwise a description of what else mixes them; the model then keeps
+        its own attention.
 
     Raises:
         ModelError: a token depends on later ones, or the model cannot be compared with its own attention.
@@ -79,7 +80,7 @@ def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
 
 @torch.no_grad()
 def _another_model(model: Any) -> str | None:
-    """How a tiny copy under a plan differs from the copy with its own attention, or None if it does not.
+    """How a tiny copy under a plan differs from a copy with its own attention, or None if the two agree.
 
     The configuration's layer types do not reveal every mask of a model, so the results are compared.
     """
@@ -104,7 +105,7 @@ def _another_model(model: Any) -> str | None:
 
 
 class _TwoRows(WholeSequencePlan):
-    """Two rows: the first `ROW` tokens, and the rest."""
+    """A plan with two rows: the first `ROW` tokens, and the rest."""
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall

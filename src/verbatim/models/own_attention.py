@@ -24,14 +24,14 @@ from verbatim.models.rope import probe_length
 from verbatim.models.tiny import WINDOW, NoTinyCopy, tiny_copy
 
 LENGTH = 3 * WINDOW
-"""Number of tokens in a probe: several times the window of a tiny copy."""
+"""Number of tokens in a probe, which is several times the window of a tiny copy."""
 TOLERANCE = 2e-3
 """Maximum difference attributed to float32 rounding: absolute for logprobs, relative to the norm for gradients."""
 CAUSAL = 2e-2
-"""Maximum difference, attributed to rounding, of any log probability between passes of different lengths."""
+"""Maximum difference of a log probability between passes of different lengths that is attributed to rounding."""
 SMALL = 1e-2
 """Floor for the norm that a gradient difference is divided by, as a share of the largest gradient norm. Some gradients,
-like that of the key bias, are exactly 0 up to rounding; a relative difference would be noise."""
+like that of the key bias, are 0 except for rounding, so that their relative difference would be noise."""
 
 _MASKS = (
     "use_sliding_window",
@@ -57,7 +57,7 @@ class PlanFault(ModelError):
 
     def __init__(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        is_ours = isinstance(cause, NotImplementedError)  # raised by one of our plans, written for users
+        is_ours = isinstance(cause, NotImplementedError)  # raised by one of our plans, with a message written for users
         super().__init__(str(cause) if is_ours else f"attention that no plan can replace ({describe(cause)})")
 
 
@@ -82,8 +82,8 @@ def probe_ids(pair: TinyPair, length: int = LENGTH, *, seed: int = 0) -> Tensor:
 
 
 def weights_of(offsets: Tensor) -> Tensor:
-    """A loss weight for each target, by its offset in the sequence: float32, same shape. Equal weights would let errors
-    of different tokens cancel."""
+    """A loss weight for each target, computed from its offset in the sequence: float32, of the same shape as `offsets`.
+    With equal weights, the errors of different tokens could cancel."""
     return torch.cos(offsets.float())
 
 
@@ -97,7 +97,7 @@ def gradient(model: Any, backward: Callable[[], None]) -> Gradient:
 
 
 def differences(found: Gradient, expected: Gradient) -> dict[str, float]:
-    """Relative difference of each parameter's gradient: norm of the difference over the norm. NaN becomes infinity."""
+    """Relative difference of each parameter's gradient: norm of the difference over its norm. NaN becomes infinity."""
     floor = SMALL * max((float(g.norm()) for g in expected.values()), default=0.0)
     relative = {}
     for name in found.keys() | expected.keys():
@@ -133,7 +133,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
         ours = copy.deepcopy(own)
         if planned:
             follow_plans(ours)
-        CausalLM(own)  # built first: a fault of the head raises here, so an error of the next one is the plan's
+        CausalLM(own)  # built first: a fault of the head is raised here, so an error below is the plan's
         try:
             pair = TinyPair(own, CausalLM(ours))
         except ModelError as error:
@@ -176,8 +176,8 @@ def _refuse_unless_it_works(own: Any) -> None:
 def _refuse_unless_causal(own: Any) -> None:
     """Refuse a model whose predictions depend on later tokens in sequences longer than a window.
 
-    Some models select keys by content once there are more keys than fit into a window, so lengths below and above it
-    are tried.
+    Some models select keys by content once there are more keys than fit into a window, so lengths below and above the
+    window are tried.
     """
     vocab_size, most = own.get_input_embeddings().weight.shape[0], probe_length(own.config.get_text_config(), LENGTH)
     ids = torch.randint(vocab_size, (most,), generator=torch.Generator().manual_seed(1))
@@ -202,7 +202,7 @@ def raise_not_causal(model: Any) -> NoReturn:
 
 
 def mask_settings(config: Any) -> str:
-    """The mask settings of a configuration, for a message: " (sliding_window = 4096)", or "" if none is set."""
+    """The mask settings of a configuration, as part of a message: " (sliding_window = 4096)"; "" if none is set."""
     config = config.get_text_config()
     found = [(name, getattr(config, name, None)) for name in _MASKS]
     text = ", ".join(f"{name} = {value}" for name, value in found if value or (name == "is_decoder" and value is False))

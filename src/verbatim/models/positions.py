@@ -1,8 +1,8 @@
 """Refuses sequences so long that a position encoding depends on the longest sequence of a forward pass.
 
 The RoPE types `dynamic` and `longrope` change the angles of all positions as soon as one sequence of the pass is longer
-than the original training length. A sample's logprobs would then depend on its neighbours in the pass, and a token's on
-later tokens. Up to that length these encodings behave like ordinary ones.
+than the original training length. A sample's logprobs would then depend on its neighbours in the pass, and a token's
+logprob on later tokens. Up to the original training length these encodings behave like ordinary ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
     """Refuse sequences so long that they change the positions of shorter ones.
 
     Args:
-        model: The model. It remembers the accepted length.
+        model: The model. The accepted length is stored in it.
         length: The longest sequence, in tokens.
         setting: The configuration key to lower, for the message.
 

@@ -1,9 +1,9 @@
 """Multiplies float32 matrices with oneDNN on AMD processors, where torch's default BLAS runs at half speed.
 
 For float32 products torch calls MKL, which uses only 256-bit instructions on processors not made by Intel. oneDNN,
-which torch also ships, uses 512-bit instructions: 2.2 times the throughput on a core with AVX-512. oneDNN builds a
-kernel for each new number of rows, in up to a millisecond, and caches a few, so callers should use few distinct row
-counts.
+which torch also ships, uses 512-bit instructions: 2.2 times the throughput on a core with AVX-512. For each new number
+of rows, oneDNN builds a kernel, which takes up to a millisecond. It caches only a few kernels, so callers should use
+few distinct row counts.
 """
 
 from __future__ import annotations

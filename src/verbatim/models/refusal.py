@@ -9,14 +9,14 @@ from verbatim.core.errors import ModelError, VerbatimError
 from verbatim.core.machine_faults import is_out_of_memory
 
 FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ZeroDivisionError)
-"""Exceptions that a model's code raises if it is called in a way that it does not support."""
+"""Exceptions that a model's code raises if it is called in an unsupported way."""
 
 
 def describe(error: Exception) -> str:
     """Describe an error raised by a model's code in one line: its type and the first line of its text.
 
     Raises:
-        Exception: the error itself if it is an out-of-memory error, because then the model is not at fault.
+        Exception: the error itself if it is an out-of-memory error, because such an error is not the model's fault.
     """
     if is_out_of_memory(error):
         raise error
@@ -28,7 +28,7 @@ def describe(error: Exception) -> str:
 def refusing(what: str) -> Iterator[None]:
     """Turn any exception of a block into a `ModelError` that begins with `what`.
 
-    Out-of-memory errors are raised unchanged, because then the model is not at fault.
+    Out-of-memory errors are raised unchanged, because they are not the model's fault.
 
     Raises:
         ModelError: contains the error's text, and its type unless it is an OSError or ValueError, whose texts are

@@ -9,7 +9,7 @@ from typing import Any
 def fixed_length(config: Any) -> int | None:
     """The longest sequence, in tokens, for which `dynamic` or `longrope` leave the positions unchanged.
 
-    None if the configuration uses neither.
+    None if the configuration uses neither type.
     """
     lengths = []
     for parameters in _encodings(getattr(config, "rope_parameters", None)):
@@ -27,14 +27,14 @@ def probe_length(config: Any, most: int) -> int:
 
 
 def rope_name(config: Any) -> str:
-    """The RoPE type that changes positions, for a message: " ('longrope' rope)", or "" if none does."""
+    """The RoPE type that changes positions, to put in a message: " ('longrope' rope)", or "" if no type does."""
     names = {str(p.get("rope_type")) for p in _encodings(getattr(config, "rope_parameters", None))}
     found = sorted(names & {"dynamic", "longrope"})
     return f" ({found[0]!r} rope)" if found else ""
 
 
 def _encodings(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """All RoPE settings. A configuration has one for all layers, or nested ones for each kind of layer."""
+    """All RoPE settings of a configuration. It has one for all layers, or one for each kind of layer."""
     if isinstance(parameters, Mapping):
         yield parameters
         for value in parameters.values():

@@ -25,7 +25,7 @@ def check_round_trip(model: Any) -> None:
     trained, updated = deepcopy(model), deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for tensor in trained.state_dict().values():
-        if tensor.is_floating_point():  # distinct values: a swap of two all-zero biases would go unnoticed
+        if tensor.is_floating_point():  # distinct values, because a swap of two all-zero biases would go unnoticed
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
     for tensor in updated.state_dict().values():  # so that a tensor that is not loaded cannot match by chance
         tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.bitwise_not_()

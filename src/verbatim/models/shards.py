@@ -1,7 +1,7 @@
 """Builds a model on the meta device and fills its parameters from a folder; each process reads only its own rows.
 
-No process ever holds the whole model. It holds at most one whole tensor, when that is assembled from several tensors of
-the folder.
+No process ever holds the whole model. A process holds at most one whole tensor at a time, while it assembles that
+tensor from several tensors of the folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from verbatim.models.conversion import sources_of, to_model_tensors
 logger = logging.getLogger(__name__)
 
 _FILES: Mapping[str, Any] = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
-"""The files to download from the hub. The excluded ones hold the same weights in another layout: `consolidated*` for
-Mistral's models, subfolders for gpt-oss."""
+"""The files to download from the hub. The excluded files (`consolidated*` of Mistral's models, subfolders of gpt-oss)
+hold the same weights in another layout."""
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     if not isinstance(tensor, DTensor):
         return tensor, 0
     mesh = tensor.device_mesh
-    rows = -(-tensor.shape[0] // mesh.size())  # rounded up, as DTensor does: the last processes may hold fewer
+    rows = -(-tensor.shape[0] // mesh.size())  # rounded up, as DTensor does: the last processes may hold fewer rows
     return tensor.to_local(), min(rows * mesh.get_local_rank(), tensor.shape[0])
 
 
@@ -100,7 +100,7 @@ def _fill(model: Any, file_of: Mapping[str, Any], where: str) -> None:
             made = {target: (value, tuple(value.shape)) for target, value in converted.items()}
         for target, (value, shape) in made.items():
             filled.add(target)
-            if tied.get(target) not in own:  # otherwise the tensor it is tied to is copied, as in from_pretrained
+            if tied.get(target) not in own:  # else the tied tensor is copied instead, as in from_pretrained
                 _copy(own[target], value, shape, f"{where}: {target}")
     missing = [name for name in own if name not in filled and tied.get(name) not in filled]
     if missing:
@@ -134,7 +134,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     `torch.device("meta")` around the constructor would put the buffers there as well.
     """
-    building = threading.get_ident()  # the hook is global: torch calls it for modules built in other threads too
+    building = threading.get_ident()  # the hook is global, so torch also calls it for modules that other threads build
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != building:

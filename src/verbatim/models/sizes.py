@@ -9,7 +9,7 @@ from verbatim.core.errors import UsageError
 
 
 def vocab_size_of(model: str | Path) -> int:
-    """The number of rows of the model's output head; all ids are below it.
+    """The number of rows of the model's output head. All ids are below this number.
 
     Raises:
         UsageError: the model has no config.json with a vocab_size.

@@ -27,7 +27,7 @@ def is_adapter(name: str | Path) -> bool:
     folder = Path(name).expanduser()
     try:
         return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
-    except OSError:  # an invalid path is reported by the code that opens it
+    except OSError:  # the code that opens an invalid path reports it
         return False
 
 
@@ -35,7 +35,7 @@ def base_of(folder: str | Path) -> str:
     """The folder or hub id of an adapter's base model.
 
     Raises:
-        ModelError: the adapter's configuration lacks it.
+        ModelError: the adapter's configuration does not contain it.
     """
     return str(_adapter_setting(folder, "base_model_name_or_path"))
 
@@ -44,7 +44,7 @@ def rank_of(folder: str | Path) -> int:
     """The rank of an adapter.
 
     Raises:
-        ModelError: the adapter's configuration lacks it.
+        ModelError: the adapter's configuration does not contain it.
     """
     return int(_adapter_setting(folder, "r"))
 

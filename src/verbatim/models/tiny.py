@@ -1,7 +1,8 @@
 """Builds a tiny copy of a model: same class and configuration, random weights, few layers, small widths and windows.
 
-A copy with a few thousand parameters shows a class's behaviour as well as the model itself, and faster: 40 tokens are
-enough to cross a window of 16. The copy keeps every flag and every kind of layer. Only sizes change.
+A copy with a few thousand parameters shows the behaviour of a model class as well as the model itself does, and is
+faster: 40 tokens are enough to cross a window of 16. The copy keeps every flag and every kind of layer. Only sizes
+change.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WINDOW = 16
 MAX_POSITIONS = 2048
 """Maximum number of rows in a table of learned positions."""
 _MOST_PARAMETERS = 30_000_000
-"""Maximum accepted number of parameters. A larger copy has a size field that is missing in `SIZES`."""
+"""Maximum accepted number of parameters. If a copy is larger, one of its size fields is missing in `SIZES`."""
 
 _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 
@@ -52,7 +53,7 @@ SIZES: Mapping[str, int] = {
                 "global_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim mamba_d_head "
                 "mamba_headdim"),
         (_HEAD // 2, "qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim d_rel"),
-        (16, "index_n_heads"),  # with few heads many keys score 0, and their selection is random
+        (16, "index_n_heads"),  # with few heads many keys score 0, and the selection among them is random
         (_RANK, "kv_lora_rank q_lora_rank o_lora_rank laurel_rank hidden_size_per_layer_input hc_lowrank"),
         (_EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
         (8, "mamba_n_heads"),
@@ -69,7 +70,7 @@ SIZES: Mapping[str, int] = {
     )
     for name in names.split()
 }  # fmt: skip
-"""Upper limits of configuration fields, also for each value of a per-layer list."""
+"""Upper limits of configuration fields. If a field is a per-layer list, its limit applies to each value."""
 
 _KEY_HEADS = {
     "num_key_value_heads": "num_attention_heads",
@@ -79,8 +80,8 @@ _KEY_HEADS = {
     "swa_num_key_value_heads": "swa_num_attention_heads",
     "kv_n_heads": "n_heads",
 }
-"""Fields with the number of key/value heads, and the matching field for query heads. A copy keeps the kind of ratio:
-equal, grouped or single."""
+"""Fields with the number of key/value heads, each with the matching field for query heads. A copy keeps the kind of
+ratio between the two: equal, grouped or single."""
 
 Sizes = Literal["narrow", "scaled", "true"]
 """How a copy is made small. "narrow": each size is cut independently. "scaled": width and heads are cut together, so
@@ -107,8 +108,8 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     """A tiny model of the same class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
     If the reduced sizes do not fit together, other ways to reduce them are tried, up to a copy with the model's own
-    widths. If no copy returns logits when called with ids only, the first one is returned, and the caller reports the
-    error that it raises.
+    widths. If no copy returns logits when called with ids only, the first copy is returned; calling it raises an error,
+    which the caller reports.
 
     Out-of-memory errors are raised unchanged, because then the model is not at fault.
 
@@ -116,7 +117,7 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
         NoTinyCopy: the configuration cannot be made small.
     """
     problem: Exception | None = None
-    silent: Any = None  # the first copy that could be built but returns no logits
+    silent: Any = None  # the first copy that could be built, although it returns no logits
     for sizes in get_args(Sizes):
         try:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -141,14 +142,14 @@ def tiny_copy(model: Any, *, seed: int = 0) -> Any:
 
 
 def _said(error: Exception) -> Exception:
-    """The error of a configuration's own validation, unwrapped from that of huggingface_hub; else the error itself."""
+    """The error of a configuration's own validation, without huggingface_hub's error around it; or the error itself."""
     cause = error.__cause__
     return cause if isinstance(error, StrictDataclassError) and isinstance(cause, Exception) else error
 
 
 @torch.no_grad()
 def _gives_logits(tiny: Any) -> bool:
-    """True if the copy can be called with ids alone. Assumed true for fake tensors, which have no values to compute."""
+    """True if the copy can be called with ids alone. Always true for fake tensors, which have no values."""
     if any(type(parameter.data) is not torch.Tensor for parameter in tiny.parameters()):
         return True
     try:
@@ -186,12 +187,12 @@ def _fitting(model: Any, sizes: Sizes) -> Any:
             raise ValueError(f"it has {size:,} parameters")
         missing = set(kinds) - {_kind(layer) for layer in decoder_layers(tiny)}
         if not missing:
-            return tiny if sizes != "true" else type(model)(config)  # checked to be small, so now with real memory
+            return tiny if sizes != "true" else type(model)(config)  # known to be small, so now with real memory
     raise problem or ValueError(f"{len(missing)} of {len(set(kinds))} kinds of layer are missing in it")
 
 
 def tiny_config(config: Any, depth: int, sizes: Sizes = "narrow") -> Any:
-    """A configuration cut to `depth` layers and to the sizes of `sizes`; every flag and every other number stays."""
+    """A configuration cut to `depth` layers, in the way named by `sizes`; all flags and other numbers stay."""
     values = _cut(config.to_dict(), depth, sizes)
     for name in ("dtype", "torch_dtype", "quantization_config", "_name_or_path"):
         values.pop(name, None)
@@ -290,7 +291,7 @@ def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _key_heads(value: int, heads: Any) -> int:
-    """Key/value heads of a copy, a divisor of its (at most `_HEADS`) query heads: still equal, grouped or single.
+    """The number of key/value heads of a copy: it divides that of query heads, and stays equal, grouped or single.
 
     >>> [_key_heads(value, heads) for value, heads in ((8, 8), (2, 8), (1, 8), (2, 2), (1, 2), (3, 3), (2, 6))]
     [4, 2, 1, 2, 1, 3, 2]

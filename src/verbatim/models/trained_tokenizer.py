@@ -25,9 +25,10 @@ CONTROL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """Added tokens that are not special, so that parsers see them in decoded text."""
 
-# In order: a number; one newline; anything else. Merges may span whole lines, so that the fixed text of a prompt or a
-# call costs one or two tokens per line instead of one per word. They never include digits, so that a number that the
-# model chooses is a separate token, nor a newline, so that text cut at the end of a line keeps its ids.
+# The pattern matches, in order: a number; one newline; anything else. Merges may span whole lines, so that the fixed
+# text of a prompt or a call costs one or two tokens per line instead of one per word. They never include digits, so
+# that a number that the model chooses is a separate token, and never a newline, so that text cut at the end of a line
+# keeps its ids.
 SPLIT = r"\p{N}+|[\r\n]|[^\p{N}\r\n]+"
 
 

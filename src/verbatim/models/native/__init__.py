@@ -1,6 +1,6 @@
 """Compiles this package's C files with the machine's own compiler, caches the libraries, and loads them.
 
-Everything written in C here also exists in plain torch. Without a compiler, callers use the slower torch version.
+Every function written in C also exists in plain torch. Without a compiler, callers use the slower torch version.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from verbatim.models.native.ownership import read_own, why_not_own
 logger = logging.getLogger(__name__)
 
 SWITCH = "VERBATIM_NATIVE"
-"""Environment variable; "0" turns off compiling and the use of compiled libraries."""
+"""Environment variable. The value "0" turns off compiling and the use of compiled libraries."""
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
-"""Compiler options, tried in this order. The OpenMP runtime is deliberately not linked: its symbols resolve to the
-runtime that torch has loaded, so that both share one team of threads. If they do not resolve, the library is built
-without threads, and a warning is logged."""
+"""Compiler options, tried in this order. The OpenMP runtime is deliberately not linked: the library's OpenMP symbols
+resolve to the runtime that torch has loaded, so that both share one team of threads. If the symbols do not resolve, the
+library is built without threads, and a warning is logged."""
 _PATIENCE = 120.0
 """Timeout of a compiler run in seconds."""
 _HUNG: set[tuple[str, ...]] = set()
-"""Compilers that timed out. This process does not run them again, because they would also hang with other options."""
+"""Compilers that timed out. This process does not run such a compiler again, because it would also hang with other
+options."""
 
 
 @dataclass(frozen=True)
 class CSource:
     """A C file, read when the Python module that calls its functions is imported.
 
-    It is compiled later, and an upgrade or a checkout may replace the file in between. The functions of the new file
-    could then expect different structs from those that the already imported module passes.
+    It is compiled later, and an upgrade or a checkout may replace the file in between. The functions in the new file
+    could then expect structs that differ from those that the already imported module passes.
     """
 
     name: str
@@ -51,7 +52,7 @@ class CSource:
 
     @classmethod
     def read(cls, path: Path) -> CSource:
-        """Read a C file. It may include only this folder's headers, and those of the compiler and the C library."""
+        """Read a C file. It may include only headers of this folder, of the compiler and of the C library."""
         files = (path, *sorted(Path(__file__).parent.glob("*.h")))
         return cls(path.name, tuple((file.name, file.read_bytes()) for file in files))
 
@@ -65,13 +66,13 @@ class Build:
     options: str = ""
     """The compiler options that worked, such as "-march=native -fopenmp"."""
     reason: str = ""
-    """Why there is no library, or why the preferred options failed; "" if they worked."""
+    """Why there is no library, or why the preferred options failed; "" if the preferred options worked."""
     is_off: bool = False
     """True if `SWITCH` turns compiling off."""
 
 
 def library(source: CSource) -> ctypes.CDLL | None:
-    """The library of a C file, compiled for this processor, or None if that is not possible or turned off."""
+    """The library of a C file, compiled for this processor, or None if compiling is not possible or is turned off."""
     return build(source).functions
 
 
@@ -79,8 +80,8 @@ def library(source: CSource) -> ctypes.CDLL | None:
 def build(source: CSource) -> Build:
     """Load the library of a C file, compiled for this processor; compile it if the cache does not have it.
 
-    The user's cache folder keeps libraries by source, compiler and processor. Calls through `ctypes` release the GIL.
-    They use as many threads as `torch.set_num_threads` has set for the calling thread.
+    The user's cache folder keeps libraries by source, compiler and processor. Calls through `ctypes` release the GIL,
+    and use as many threads as `torch.set_num_threads` has set for the calling thread.
     """
     import torch  # noqa: F401 - loads the OpenMP runtime that the library's symbols resolve to
 
@@ -126,7 +127,7 @@ def _built(source: CSource, compiler: tuple[str, ...]) -> Build:
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """The command of the C compiler: that in the variable `CC` (such as `ccache gcc`), or one of the usual names."""
+    """The command of the C compiler: the value of `CC` (such as `ccache gcc`), or else one of the usual names."""
     for name in (os.environ.get("CC", ""), *_COMPILERS):
         try:
             words = shlex.split(name)
@@ -153,7 +154,7 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
     for found in sorted(folder.glob(f"{name}-*.so")):
         try:
             content = read_own(found)
-        except FileNotFoundError:  # another process has just removed it as damaged
+        except FileNotFoundError:  # another process has just removed the library because it was damaged
             continue
         is_whole = content is not None and found.stem.removeprefix(f"{name}-") == _digest(content)
         if content is not None and is_whole and _mark(name) in content:
@@ -211,7 +212,7 @@ def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]
 
 @cache
 def library_folder() -> Path:
-    """The folder of compiled libraries: in the user's cache, or a temporary one if that is unsafe or not writable."""
+    """The folder of compiled libraries: in the user's cache, or temporary if the cache is unsafe or not writable."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verbatim" / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -241,7 +242,7 @@ def compiler_version(compiler: tuple[str, ...]) -> bytes:
 
 
 def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -> bytes:
-    """The output of a compiler command. If it hangs, it is killed with its children, and the compiler is not run again.
+    """The output of a compiler command. A hanging command is killed with its children, and its compiler not run again.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the command failed or hung.
@@ -267,7 +268,7 @@ def _program(path: str) -> bytes:
 
 @cache
 def _processor() -> bytes:
-    """What `-march=native` depends on. It is part of the library's name, because machines may share a cache folder."""
+    """What `-march=native` depends on. Part of the library's name, because machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -2,10 +2,10 @@
 
 Two thread teams on the same cores slow each other down, so each side gets half of the cores while both compute. But one
 side is idle for most of a step: the trainer if sampling takes longer, otherwise the sampler. So each side publishes in
-a memory-mapped file whether it is computing, and a side takes all cores for one pass once the other has been idle for
-as long as such a pass takes. A shorter wait would not be enough: a sampler is idle for 5 to 50 ms many times in a step,
-while all its sequences wait for tools, and a trainer with passes of 200 ms would hold the cores long after the sampler
-needs them.
+a memory-mapped file whether it is computing. A side takes all cores for one pass once the other side has been idle for
+as long as such a pass takes. A shorter wait would not be enough: many times in a step, a sampler is idle for 5 to 50 ms
+because all its sequences wait for tools, and a trainer with passes of 200 ms would then still hold the cores long after
+the sampler needs them again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def own_cores() -> int:
 
 
 class CoreShare:
-    """One side's handle. Reading the other side's state takes no system call, so it is cheap before every pass.
+    """One side's handle. Reading the other side's state takes no system call, so it can be done before every pass.
 
-    Example: on four cores a side gets two threads while the other side computes. If its passes take 0.2 s, it gets four
-    once the other side has been idle for 0.2 s.
+    Example: on four cores, a side gets two threads while the other side computes. A side whose passes take 0.2 s gets
+        four threads once the other side has been idle for 0.2 s.
 
     Args:
         path: The file that both sides map; created if it does not exist.
@@ -60,7 +60,7 @@ class CoreShare:
         self._cores = cores
         self._pass_seconds = FIRST_PASS
         self._began: float | None = None
-        self._idle_since[self._own] = 0.0  # this side has not computed yet, so its cores are free
+        self._idle_since[self._own] = 0.0  # this side has not computed yet, so the other side may use its cores
 
     def compute(self, now: bool) -> None:
         """Publish that this side starts (`now`) or stops computing."""

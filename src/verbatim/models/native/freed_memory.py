@@ -1,8 +1,7 @@
 """Makes glibc keep freed memory in the process instead of returning it to the kernel.
 
-A step on a CPU allocates and frees the same buffers in each layer and micro-batch. Memory that was returned to the
-kernel has to be zeroed page by page before it is used again. With glibc's defaults that took a tenth of a small model's
-step.
+A step on a CPU allocates and frees the same buffers in each layer and micro-batch. The kernel has to zero returned
+memory page by page before it is used again. With glibc's defaults, this took a tenth of a small model's step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ KEPT = 2**30
 """Maximum amount of freed memory, in bytes, that is kept at the end of the heap."""
 PADDING = 64 * 2**20
 """Number of bytes by which a heap grows. The heaps of all threads but the first consist of parts of this size, so these
-also keep freed memory."""
+heaps also keep freed memory."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -28,7 +27,7 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD
 def keep_freed_memory() -> bool:
     """Raise glibc's limits for this process, once. Returns True if they were raised.
 
-    They are left alone if environment variables set them, or if the C library is not glibc.
+    The limits are left alone if environment variables set them, or if the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in _SETTINGS):

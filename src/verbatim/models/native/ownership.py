@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def why_not_own(folder: Path) -> str | None:
-    """Why other users could put files into a folder or replace it, or None if they cannot.
+    """Why other users could put files into a folder or replace the folder, or None if they can do neither.
 
     A folder is safe if it belongs to this user, its parents belong to this user or root, and no one else may write to
     any of them. A parent with the sticky bit, like /tmp, is safe, because users can rename only their own entries
@@ -30,7 +30,7 @@ def why_not_own(folder: Path) -> str | None:
 
 
 def read_own(path: Path) -> bytes | None:
-    """The content of a file, or None if it is a link, not a regular file, not this user's, or writable by others.
+    """The content of a file, or None if the file is a link, not a regular file, not this user's, or writable by others.
 
     The checks are made on the open descriptor, so the file cannot be swapped between check and read.
 
