@@ -33,7 +33,8 @@ RENDERERS: Mapping[str, str] = {
     "gpt-oss": "verbatim.models.renderers.harmony:HarmonyRenderer",
 }  # fmt: skip
 """The class of each renderer, as "module:class". It is called with (tokenizer, name), `thinking_retention`, `history`
-and `later_system`. These are strings instead of classes, so that only the renderer in use loads its heavy libraries."""
+and `later_system`. Strings are used instead of the classes, so that only the renderer in use loads its heavy
+libraries."""
 
 ALIASES: Mapping[str, str] = {
     "glm4.5": "glm-4.5",
@@ -63,18 +64,18 @@ def create_renderer(
     """Create the renderer with this name for a tokenizer.
 
     "auto" recognises published models by the name that the tokenizer was loaded under. For any other model it picks the
-    first family that renders every probe dialogue to the same ids as the model's own chat template. If there is none,
+    first family that renders every probe dialogue to the same ids as the model's own chat template. If no family does,
     it uses the template itself.
 
     Args:
         name: "auto", "template", or a family.
         tokenizer: The model's tokenizer.
-        tools: "hermes": render with the chat template, and write tools as text into its messages. None: the model's own
-            tool format.
-        thinking_retention: "tool_cycle": earlier thoughts are dropped at a user's message if the format drops them
-            there. "all": thoughts are kept.
-        history: "verbatim": prompts continue the sampled tokens. "template": every prompt is rendered from its
-            messages, as a chat endpoint does.
+        tools: "hermes" renders with the chat template, and writes tools as text into its messages. None means the
+            model's own tool format.
+        thinking_retention: With "tool_cycle", earlier thoughts are dropped when a new user message follows, if the
+            format drops them there. With "all", they are kept.
+        history: With "verbatim", prompts continue the sampled tokens. With "template", every prompt is rendered from
+            its messages, as a chat endpoint does.
         later_system: What to do with a system or developer message that the format does not write: "fold" it into
             another message, or "refuse" it (`message_support`).
 
@@ -124,7 +125,7 @@ def create_renderer(
 
 
 def _make_with_hermes(name: str, known: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
-    """The template renderer that writes tools as text. Logs a warning if the template has its own tool format."""
+    """Make the template renderer that writes tools as text. Logs a warning if the template has its own tool format."""
     from verbatim.models.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
@@ -145,7 +146,7 @@ def _make(name: str, tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> R
 
 
 def _detect_family(tokenizer: EscapingTokenizer, kept: Mapping[str, Any]) -> Renderer:
-    """The renderer for "auto"."""
+    """Make the renderer that "auto" stands for."""
     from verbatim.models.renderers.detect_family import family_by_name, first_difference
 
     named = family_by_name(tokenizer)

@@ -1,17 +1,18 @@
-"""Parses values that a format writes without quotes, `<parameter=at>null</parameter>`, by the types of their parameter.
+"""Parses values that formats write without quotes, `<parameter=at>null</parameter>`, by the types of their parameter.
 
 These formats write different values the same way: `null` for the string "null" and for null, `5` for "5" and for 5. One
 rule decides between them, for every format:
 
 - if the parameter allows only strings, the value is the text;
-- if it allows other types too, or declares none, the value is the null, boolean, number, list or object that the text
-  parses to, if that type is allowed. Otherwise the value is the text. It is also the text if that has leading or
-  trailing white space, or contains a number that a double cannot represent (`0.1234567890123456789`, `1e400`);
-- if it allows no strings, the value is JSON or a word such as `None`, with any white space around it. Other text is not
-  a value.
+- if it allows other types too, or declares no types, the value is the null, boolean, number, list or object that the
+  text parses to, provided that this type is allowed. Otherwise the value is the text. The value is also the text if the
+  text has leading or trailing white space, or contains a number that a double cannot represent
+  (`0.1234567890123456789`, `1e400`);
+- if it does not allow strings, the value is JSON or a word such as `None`, with any white space around it. Other text
+  is not a value.
 
-So writing a parsed value and parsing it again returns the same value. If two values are written the same way, one of
-them can never be parsed: the string "null" for a parameter that may be null.
+So writing a parsed value and parsing it again returns the same value. If two values are written the same way, parsing
+never returns one of them: for a parameter that may be null, it never returns the string "null".
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from verbatim.models.renderers.responses import NOT_JSON, is_json, read_json, type_names
 
 _PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
-"""The words for values in Python's spelling, which templates write with `value | string`."""
+"""Python's words for null and the booleans, which templates write with `value | string`."""
 _WORDS: Mapping[str, tuple[str, Any]] = {
     "true": ("boolean", True),
     "false": ("boolean", False),
@@ -40,7 +41,7 @@ def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> An
 
     Args:
         text: The text as it was sampled.
-        types: The JSON types that the parameter allows; empty if none is declared.
+        types: The JSON types that the parameter allows; empty if it declares no types.
         python_words: True if the format writes Python's words, such as `None` for null. If types are declared, these
             words count in every format.
 
@@ -59,10 +60,10 @@ def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> An
 
 
 def _of_no_text(text: str, types: frozenset[str]) -> Any:
-    """The value of a text whose parameter allows no strings.
+    """The value of a text if its parameter does not allow strings.
 
-    A value of an undeclared type is returned too: refusing it is up to the tool. A JSON string keeps its quotes,
-    because the format itself would not write any.
+    A value of an undeclared type is returned too, because refusing it is up to the tool. A JSON string keeps its
+    quotes, because the format itself would not write quotes.
     """
     is_word, meant = _word(text, types)
     if is_word:

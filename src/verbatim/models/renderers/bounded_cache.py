@@ -10,8 +10,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_BYTES = 64 * 2**20
-"""Bound on the memory of a renderer's cached prompts, in bytes. Without it, thousands of long completions would stay in
-memory after their episodes."""
+"""Maximum memory of a renderer's cached prompts, in bytes. Without this bound, thousands of long completions would stay
+in memory after their episodes."""
 
 
 _UNKNOWN = object()
@@ -24,7 +24,8 @@ class BoundedCache(dict[K, V], Generic[K, V]):
 
     Args:
         most: Maximum number of entries.
-        most_bytes: Maximum total size in bytes, by the sizes passed to `add`. None: no bound on bytes.
+        most_bytes: Maximum total size in bytes, according to the sizes passed to `add`. None means that bytes are not
+            bounded.
     """
 
     def __init__(self, most: int, most_bytes: int | None = None) -> None:
@@ -34,7 +35,7 @@ class BoundedCache(dict[K, V], Generic[K, V]):
         self._num_bytes = 0
 
     def of(self, key: K, make: Callable[[K], V], num_bytes: int = 0) -> V:
-        """The value of a key. If it is missing, it is computed by `make` and added with a size of `num_bytes`.
+        """The value of a key. If the key is missing, `make` computes the value, which is added with `num_bytes`.
 
         Two threads may compute the same value at once, because `make` runs outside the lock in order not to block other
         threads.

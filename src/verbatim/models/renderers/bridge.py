@@ -2,25 +2,25 @@
 
 Let P be the ids of a prompt, C the ids sampled after it, N the messages to append, and B the ids that the format writes
 after an assistant's turn: the rest of the turn's close, N, and the next generation prompt. The next prompt is P + C +
-B. The sampler sees these ids, and the trainer trains on them. It does not matter if the format would have written the
-turn itself differently (an empty thinking block, white space, the spelling of JSON, a malformed call).
+B. The sampler sees these ids, and the trainer trains on them. It does not matter whether the format itself would have
+written the turn differently (an empty thinking block, white space, the spelling of JSON, a malformed call).
 
 In the following cases the prompt is rendered from its messages instead, and the reason is counted:
 
 (a) C contains, before its end, a control token that opens or closes a turn (`control_token`);
 (b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
     tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, or an id that only generation_config.json has
-    (`stop_ids`). A turn that was cut off does not count here; it gets the format's close;
+    (`stop_ids`). This does not apply to a turn that was cut off, which gets the format's close;
 (c) C ended inside a thought without being cut off (`open_thought`);
 (d) the tools differ from those of P (`tools_changed`);
 (e) N contains messages that are neither a tool's nor a user's, after folding by `message_support` (`other_messages`);
-(f) N contains a user's message, the format drops thoughts there, and P or C contains a non-empty one
-    (`thought_dropped`); not with `thinking_retention = "all"`;
-(g) it is not known what the format writes (`format_unknown`).
+(f) N contains a user's message, at which the format drops thoughts, and P or C contains a non-empty thought
+(`thought_dropped`). This does not apply with `thinking_retention = "all"`; (g) it is not known what the format writes
+(`format_unknown`).
 
 Example, ChatML, P = `<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`, C = `yo<|im_end|>`, N = [user "so?"]:
 after a turn the format writes `<|im_end|>\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`. C already has
-the first of these tokens; the others are B.
+the first of these tokens; the remaining ones are B.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ class ContinuingRenderer(abc.ABC):
         self.tokenizer = tokenizer if isinstance(tokenizer, EscapingTokenizer) else EscapingTokenizer(tokenizer)
         self._sampled = SampledText(self.tokenizer)
         self.thinking_retention: ThinkingRetention = thinking_retention
-        """What happens to earlier thoughts at a user's message."""
+        """What happens to earlier thoughts when a new user message follows."""
         self.history: History = history
-        """Whether prompts continue the sampled tokens."""
+        """"verbatim" if prompts continue the sampled tokens, "template" if they are rendered from their messages every
+        time."""
         self.later_system: LaterSystem = later_system
-        """What happens to system and developer messages that the format does not write."""
+        """What happens to system and developer messages that the format does not write: they are folded or refused."""
         self._prompts: BoundedCache[bytes, Conversation] = BoundedCache(_KNOWN_PROMPTS, MOST_BYTES)
 
     def render_ids(
@@ -126,7 +127,7 @@ class ContinuingRenderer(abc.ABC):
 
     @abc.abstractmethod
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
-        """The ids that the format writes after the turn, or None if they are not known.
+        """The ids that the format writes after the sampled turn, or None if they are not known.
 
         They start with the turn's close (in a format without a close, with the opening of the next message), followed
         by the new messages and the generation prompt. `body` is the completion without the token that ended it.
@@ -166,9 +167,10 @@ class ContinuingRenderer(abc.ABC):
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The previous turn's ids verbatim, plus the new messages and the generation prompt; None if not possible.
+        """The previous turn's ids verbatim, the new messages and the generation prompt; None if this is not possible.
 
-        For callers without a handle. The prompt is looked up by its ids among the last prompts of this renderer.
+        This is for callers without a `Conversation`. The prompt is looked up by its ids among this renderer's last
+        prompts.
         """
         known = self._prompts.get(_key(prev_prompt_ids))
         if known is None or not new_messages:
@@ -213,7 +215,7 @@ class ContinuingRenderer(abc.ABC):
         return np.concatenate([conversation.prompt_ids, completion, added], dtype=np.int32)
 
     def holds_thoughts(self, messages: Sequence[Message]) -> bool:
-        """True if the rendering of these messages contains a non-empty thought after the last user's message."""
+        """True if the rendering of these messages contains a non-empty thought after the last user message."""
         behind_user: list[Message] = []
         for message in messages:
             behind_user = [] if message.get("role") == "user" else [*behind_user, message]
@@ -260,8 +262,8 @@ class ContinuingRenderer(abc.ABC):
     def turn_token_ids(self) -> frozenset[int]:
         """The control tokens that open or close a turn, found by rendering.
 
-        They are the tokens that end a turn, and those that the format writes before the text of system, user and tool
-        messages. Tokens of a plain answer are excluded, because they are legitimate inside a turn.
+        These are the tokens that end a turn, and the tokens that the format writes before the text of system, user and
+        tool messages. Tokens of a plain answer are excluded, because they are legitimate inside a turn.
         """
         found = set(self.stop_token_ids)
         for messages in ([ASK], [SYSTEM, ASK]):
@@ -285,7 +287,7 @@ class ContinuingRenderer(abc.ABC):
 
     @cached_property
     def drops_thoughts(self) -> bool:
-        """True if the format drops the thoughts of earlier turns at a user's message."""
+        """True if the format drops the thoughts of earlier turns when a new user message follows."""
         return not self._holds_thought([ASK, _thoughtful(ANSWER), ASK])
 
     @cached_property
@@ -311,7 +313,7 @@ class ContinuingRenderer(abc.ABC):
         return ids
 
     def _probed_behind(self, calls: Sequence[ToolCall], new: Sequence[Any]) -> list[int]:
-        """The ids that the format writes after a turn with these calls, for a single question; empty if not known."""
+        """The ids that the format writes after a turn that answers one question with these calls; empty if unknown."""
         prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
         nothing = np.empty(0, dtype=np.int32)
         said = SampledReply(

@@ -27,7 +27,7 @@ _Lines = Sequence[tuple[str, int]]
 _Messages = list[Message]
 
 _SHOWN_BY_TEXTS = (BreakReason.THOUGHT_DROPPED, BreakReason.FORMAT_UNKNOWN)
-"""Reasons for a break that are visible as a difference between two renderings."""
+"""The reasons for a break that show as a difference between two renderings."""
 _EXCERPT = 40
 """Number of characters quoted from each text."""
 _WORD_BEFORE = re.compile(r"(<?[^\s<>]*)\Z")
@@ -45,11 +45,11 @@ class BridgeProbe:
     """`bridged`, `refused` (a break), `left out` (the template does not write the appended messages), or `raises` (the
     template refuses the conversation)."""
     turn: int | None = None
-    """If refused: the turn, counted from 0, where the renderings first differ."""
+    """If refused: the index of the turn, from 0, in which the renderings first differ."""
     line: int | None = None
     """If refused: the line of the template that writes the difference."""
     reason: str = ""
-    """If refused: excerpts of both renderings from there on. If it raises: the template's error."""
+    """If refused: an excerpt of each rendering, from the first difference on. If the template raises: its error."""
 
 
 def probe_bridges(renderer: TemplateRenderer, tokenizer: EscapingTokenizer) -> list[BridgeProbe]:
@@ -119,7 +119,8 @@ class _ProbePlayer:
         """The turn as the template writes it, up to its end token; None if the template changes the prompt before it.
 
         Some templates write an empty thinking block into the last turn, which a model that does not think would not
-        sample. So a turn without thinking is preferably taken from its rendering before the appended messages.
+        sample. So a turn without thinking is, if possible, taken from the rendering in which the appended messages
+        follow it.
         """
         alone = _text(self._lines([*self._messages, self._reply], prompt=False))
         above = _text(self._lines([*self._messages, self._reply, *self._new]))
@@ -133,7 +134,7 @@ class _ProbePlayer:
         return self._renderer.write_lines(messages, self._tools, prompt)
 
     def _refused(self, before: _Lines, sampled: str, after: _Lines) -> BridgeProbe:
-        """Find where the prompt and the turn differ from their later rendering."""
+        """Find where the prompt and the turn differ from the rendering with the appended messages."""
         kept, now = _text(before) + sampled, _text(after)
         at, there = _parting(kept, now, exact=len(kept) - len(sampled))
         if at == len(kept):
@@ -152,7 +153,7 @@ class _ProbePlayer:
 
 
 def _parting(kept: str, now: str, *, exact: int) -> tuple[int, int]:
-    """The indices, in each text, of the first difference. From `exact` on, white space is ignored."""
+    """The index of the first difference in each of the two texts. From `exact` on, white space is ignored."""
     at = there = 0
     while at < len(kept):
         if at >= exact and kept[at].isspace():
@@ -181,14 +182,14 @@ def _text(lines: _Lines) -> str:
 
 
 def _quoted(text: str, at: int) -> str:
-    """An excerpt of the text, starting with the word or tag around an index."""
+    """An excerpt of a text that starts with the word or tag around an index."""
     start = at - len(_WORD_BEFORE.search(text[max(at - _EXCERPT, 0) : at])[0])  # type: ignore[index]  # finds "" too
     text = text[start:].replace(BREAK, "")
     return repr(text[:_EXCERPT]) + ("..." if len(text) > _EXCERPT else "") if text else "nothing"
 
 
 def _turn(number: int, *, num_calls: int = 0, thinks: bool = False) -> Message:
-    """A turn that ends with the unique words `_words(number)`, in its text or in its calls."""
+    """A turn that ends with the unique words `_words(number)`, either in its text or in its calls."""
     calls = [
         {
             "id": f"zqcall00{call}",

@@ -2,12 +2,12 @@
 
 Kimi writes a call as its id and its arguments. The tool's name is part of the id, `functions.look:0`, where 0 counts
 the calls of the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our own ids
-(`call_0`) and those of other servers fit neither form. Which form a format requires is found by rendering.
+(`call_0`) and other servers' ids fit neither form. Rendering shows which form a format requires.
 
-An id that already has the required form is kept, because it was sampled, and the prompt's ids contain it.
+A call id that already has the required form is kept, because it was sampled and is part of the prompt's tokens.
 
-Many formats write no ids (Qwen, GLM, Llama). For these, tool answers are sorted into the order of the calls, because a
-model assumes that the first answer belongs to its first call.
+Many formats write no call ids (Qwen, GLM, Llama). For these formats, tool answers are sorted into the order of the
+calls, because a model assumes that the first answer belongs to its first call.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class CallIds:
     ids; answers are matched to calls by position."""
 
     def rewritten(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation with ids in the format's form. Tool answers refer to the same calls as before.
+        """The conversation with its call ids in the format's form. Tool answers refer to the same calls as before.
 
-        An answer with an unknown id belongs to the only call without an answer, if there is exactly one of each. If
-        every call has its answer, the unknown id refers to a call that could not be parsed.
+        If exactly one answer has an unknown id and exactly one call has no answer, the answer is assumed to belong to
+        that call. If every call has its answer, an unknown id is assumed to refer to a call that could not be parsed.
 
         Raises:
             EnvironmentFault: an answer may belong to several calls, or no turn precedes it.
@@ -64,7 +64,7 @@ class CallIds:
     def continuing(
         self, messages: Sequence[Message], said: SampledReply, new: Sequence[Message]
     ) -> tuple[Sequence[ToolCall], Sequence[Message]]:
-        """The calls of a sampled turn with the ids as sampled, and the new messages that refer to these ids.
+        """(the calls of a sampled turn with their ids as sampled, the new messages with ids that refer to these).
 
         Args:
             messages: The messages before the turn.
@@ -72,7 +72,7 @@ class CallIds:
             new: The messages after the turn.
 
         Raises:
-            EnvironmentFault: as `rewritten`.
+            EnvironmentFault: as for `rewritten`.
         """
         if self.form == "as_given" or not any(message.get("role") == "tool" for message in new):
             return said.calls, new
@@ -91,7 +91,7 @@ class CallIds:
         return calls, self._answers(new, len(messages) + 1, given, own, num_calls + len(own))
 
     def sampled(self, call: ToolCall) -> ToolCall:
-        """A sampled call. Its id is removed if it does not have the format's form."""
+        """A sampled call, without its id if the id does not have the format's form."""
         return replace(call, id="") if self.form == "nine" and not self._is_own(call.id, "") else call
 
     def _turn(self, turn: Message, num_before: int, used: set[str]) -> tuple[Message, list[str], list[str]]:
@@ -128,8 +128,8 @@ class CallIds:
 
         Args:
             messages: The messages up to the next turn.
-            place: The index of the first message in the conversation.
-            given, own: The previous and the new ids of the turn's calls.
+            place: The index in the conversation of the first of these messages. given, own: The previous and the new
+            ids of the turn's calls.
             num_calls: Number of calls in the conversation, up to and including the turn.
         """
         left, found, unknown = list(range(len(own))), list(messages), list[int]()
@@ -152,7 +152,7 @@ class CallIds:
                 )
             found[unknown[0]] = _naming(first, own[left[0]])
             return found
-        for k, number in enumerate(unknown):  # these answer calls that could not be parsed
+        for k, number in enumerate(unknown):  # these messages answer calls that could not be parsed
             name = str(messages[number].get("name") or "")
             if name or self.form == "nine":
                 own_id = self._own(_named(messages[number]), name, num_calls + k, set(own))
@@ -171,7 +171,7 @@ def find_call_ids(render: Render) -> CallIds:
 
 
 def _written(render: Render, call_id: str) -> str:
-    """The rendering of a call with this id and its answer, or of the call alone; "" if the format refuses both.
+    """The rendering of a call with this id and of its answer, or of the call alone; "" if the format refuses both.
 
     The answer has no `name`, so that the tool's name in the text can only come from the call.
     """

@@ -1,7 +1,8 @@
-"""Refuses tools that cannot be called in a chat format, because a call, once written, could not be parsed back.
+"""Refuses tools that cannot be called in a chat format, because a written call could not be parsed back.
 
-Formats that write calls as JSON accept any name. Others end a name at a space, a quote, a bracket or "<", and those
-that write Python need parameters that are Python identifiers. A model could not call a tool named `get weather`.
+Formats that write calls as JSON accept any name. In other formats a name ends at a space, a quote, a bracket or "<",
+and formats that write Python need parameter names that are Python identifiers. In such a format, a model could not call
+a tool named `get weather`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Read = Callable[[Int32, Int32], Sequence[ToolCall]]
 """(completion ids, prompt ids) -> the calls in the completion."""
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Names that every format accepts, except Python's keywords."""
+"""Matches names that every format accepts, and Python's keywords, which some formats do not accept."""
 _KNOWN = 1024
 _KEY = "zqat"
 
@@ -90,7 +91,7 @@ class CallableTools:
 
 
 def _required(function: Mapping[str, Any]) -> list[str]:
-    """The parameters that a tool requires. Schemas come from environments; a malformed one requires none."""
+    """The parameters that a tool requires. Schemas come from environments; a malformed one counts as requiring none."""
     parameters = function.get("parameters")
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
     return [key for key in required if isinstance(key, str)] if isinstance(required, (list, tuple)) else []

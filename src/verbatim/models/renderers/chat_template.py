@@ -21,7 +21,7 @@ MAX_SOURCE = 400_000
 """The longest template source, in characters; published templates have about 10,000."""
 _MEND = "fix the model's chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The field names for reasoning in messages. A template reads one of the two."""
+"""The field names for reasoning in messages. Each template reads one of the two."""
 
 
 def compile_template(source: str, name: str = "") -> jinja2.Template:
@@ -42,12 +42,12 @@ def compile_template(source: str, name: str = "") -> jinja2.Template:
     if len(source) > MAX_SOURCE:
         raise ModelError(f"{called} has {len(source):,} characters; expected at most {MAX_SOURCE:,}; {_MEND}")
     try:
-        source.encode()  # half a surrogate pair cannot be tokenised
+        source.encode()  # text with half a surrogate pair cannot be tokenised
         return compiled(source)
     except jinja2.TemplateSyntaxError as error:
         where = f"line {error.lineno}: {cut(str(error.message))}"
         raise ModelError(f"{called} is not valid Jinja ({where}); {_MEND}") from error
-    except Exception as error:  # any exception: deep nesting and huge numbers break the compiler in many ways
+    except Exception as error:  # any exception, because deep nesting and huge numbers break the compiler in many ways
         raise ModelError(f"{called} cannot be compiled ({error_text(error)}); {_MEND}") from error
 
 
@@ -60,7 +60,7 @@ class ChatTemplate:
         name: The model or file that the template belongs to, for error messages.
 
     Raises:
-        ModelError: as `compile_template`.
+        ModelError: as for `compile_template`.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], name: str = "") -> None:
@@ -84,8 +84,8 @@ class ChatTemplate:
         """Render the messages to pieces of text, each with the line of the template that wrote it.
 
         Raises:
-            EnvironmentFault: as `text`.
-            TemplateFault: as `text`.
+            EnvironmentFault: as for `text`.
+            TemplateFault: as for `text`.
         """
         found: list[tuple[str, int]] = []
 
@@ -139,7 +139,8 @@ class ChatTemplate:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as `transformers` passes it: without None fields, with reasoning under the names templates read."""
+    """The message as `transformers` passes it: without None fields, and with reasoning under the names templates
+    read."""
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

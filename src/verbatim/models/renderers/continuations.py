@@ -24,7 +24,7 @@ KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = 
 
 
 def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:
-    """Each kind of turn that the format writes, with the reason for the break after it; None if there is no break."""
+    """Each kind of turn that the format writes, with the reason why the prompt breaks after it, or None."""
     nothing = np.empty(0, dtype=np.int32)
     for kind, (calls, thought, new) in KINDS.items():
         tools = [TOOL] if calls else None
@@ -38,7 +38,7 @@ def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]
 
 
 def told(renderer: Renderer, thinking_retention: ThinkingRetention, history: History) -> Iterator[str]:
-    """Lines for display: the renderer with its settings, then a sentence for each kind of turn."""
+    """Lines to display: the renderer with its settings, then one sentence per kind of turn."""
     yield f'renderer "{renderer.name}", thinking_retention = "{thinking_retention}", history = "{history}":'
     for kind, reason in continuations(renderer):
         outcome = "continues the sampled tokens" if reason is None else f"starts a new sample: {reason.sentence}"

@@ -4,7 +4,8 @@
     conversation = conversation.answered(completion_ids, parsed)        # C: sampled and parsed
     conversation = conversation.continued(new_messages)                 # P + C + B, or rendered again, with the reason
 
-The episode or gateway session owns it. A conversation is immutable, so several requests may continue the same one.
+An episode or a gateway session owns the conversation. A conversation is immutable, so several requests may continue the
+same one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.renderer import ParsedResponse, Renderer, Schemas
 
 ThinkingRetention = Literal["tool_cycle", "all"]
-"""What happens to earlier thoughts at a user's message. "tool_cycle": they are dropped if the format drops them there.
-"all": they are kept."""
+"""What happens to earlier thoughts when a new user message follows. With "tool_cycle", they are dropped if the format
+drops them there. With "all", they are kept."""
 History = Literal["verbatim", "template"]
-"""Whether prompts continue the sampled tokens, or are rendered from messages every time, as a chat endpoint does."""
+"""With "verbatim", prompts continue the sampled tokens. With "template", they are rendered from their messages every
+time, as a chat endpoint does."""
 
 
 class BreakReason(StrEnum):
-    """Why a prompt does not continue the previous turn. The values are stable.
+    """Why a prompt does not continue the previous turn. The values do not change between versions.
 
     `control_token` to `format_unknown` are (a) to (g) of the rule in `bridge`.
     """
@@ -42,13 +44,13 @@ class BreakReason(StrEnum):
     TOOLS_CHANGED = "tools_changed"
     """The tools differ from those in the prompt."""
     OTHER_MESSAGES = "other_messages"
-    """A new message comes neither from a tool nor from a user."""
+    """One of the new messages comes neither from a tool nor from a user."""
     THOUGHT_DROPPED = "thought_dropped"
-    """A user's message follows, at which the format drops a thought that was sampled before."""
+    """A user's message follows, and the format then drops a thought that was sampled earlier."""
     FORMAT_UNKNOWN = "format_unknown"
     """It is not known what the format writes after this turn."""
     HISTORY_TEMPLATE = "history_template"
-    """`history = "template"`: every prompt is rendered from its messages."""
+    """Because of `history = "template"`, every prompt is rendered from its messages."""
     HISTORY_EDITED = "history_edited"
     """Earlier messages were changed."""
 
@@ -105,7 +107,7 @@ class ContinuesConversations(Protocol):
         """The ids of the next prompt, or why it cannot continue the sampled tokens."""
 
     def holds_thoughts(self, messages: Sequence[Message]) -> bool:
-        """True if the rendering of these messages contains a non-empty thought after the last user's message."""
+        """True if the rendering of these messages contains a non-empty thought after the last user message."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,19 +136,20 @@ class Conversation:
     renderer: Renderer
     """The renderer that made the prompt."""
     messages: tuple[Message, ...]
-    """The messages of the prompt; sampled turns as they were parsed."""
+    """The messages of the prompt. Sampled turns are stored as they were parsed."""
     tools: Schemas
     """The tool schemas in the prompt."""
     prompt_ids: Int32
     """The prompt: int32 [P]."""
     thinks: bool = False
-    """True if the prompt contains a non-empty thought after its last user's message."""
+    """True if the prompt contains a non-empty thought after its last user message."""
     said: SampledReply | None = None
     """The turn that was sampled after the prompt, or None before sampling."""
     extends: bool = False
     """True if the prompt extends the turn before it, exactly as it was sampled."""
     broken: BreakReason | None = None
-    """Why the prompt does not extend the turn before it. None: it does, or there is no turn before it."""
+    """Why the prompt does not extend the turn before it. None if it does extend that turn, or if no turn precedes
+    it."""
 
     @classmethod
     def open(
@@ -175,9 +178,9 @@ class Conversation:
 
         Args:
             completion_ids: The ids as sampled, including the token that ended the turn: int32 [C].
-            parsed: The renderer's parse of the ids. None: parse them now.
-            message: The message that represents the turn in later prompts. None: the parsed one.
-            calls: The attempted calls with the ids that tool answers will refer to. None: the parsed ones.
+            parsed: The renderer's parse of the ids. If None, the ids are parsed now.
+            message: The message that represents the turn in later prompts. None means the parsed message.
+            calls: The attempted calls with the ids that tool answers will refer to. None means the parsed calls.
         """
         if parsed is None:
             parsed = self.renderer.parse_response(completion_ids, self.prompt_ids, self.tools)
@@ -191,7 +194,7 @@ class Conversation:
         return dataclasses.replace(self, said=said)
 
     def retold(self, messages: Sequence[Message]) -> Self:
-        """The same conversation with its messages replaced, for an owner that keeps them elsewhere.
+        """The same conversation with its messages replaced, for an owner that keeps the messages elsewhere.
 
         The last of `messages` represents the sampled turn. The ids do not change.
         """
@@ -203,7 +206,7 @@ class Conversation:
         """The conversation with the next prompt.
 
         Its ids are those of this prompt and its turn, unchanged, followed by what the format writes after them. If that
-        is not possible, the prompt is rendered from its messages, and `broken` has the reason.
+        is not possible, the next prompt is rendered from its messages, and its `broken` has the reason.
 
         Raises:
             EnvironmentFault: the format refuses the messages.
@@ -253,5 +256,5 @@ def _continues(renderer: Renderer) -> TypeGuard[ContinuesConversations]:
 
 
 def same_tools(before: Schemas, now: Schemas) -> bool:
-    """True if two prompts have the same tool schemas. An empty list equals None."""
+    """True if two prompts have the same tool schemas. An empty list counts as equal to None."""
     return before is now or list(before or ()) == list(now or ())

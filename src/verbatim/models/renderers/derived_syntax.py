@@ -1,6 +1,7 @@
 """Finds the syntax of a model's tool calls by rendering calls with its chat template.
 
-The template renders calls with known, unique names and arguments. The text around these is the syntax.
+The template renders calls with known, unique names and arguments. The text around the names and arguments is the
+syntax.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LONGEST = 50_000
 
 
 def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -> ToolSyntax | None:
-    """The syntax in which a format writes tool calls; None if it writes no calls, or writes them in an unknown form.
+    """The syntax in which a format writes tool calls; None if the format writes no calls, or an unknown form of calls.
 
     Args:
         render: Renders with the format.
@@ -76,9 +77,10 @@ def _named(text: str) -> str:
 
 
 def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax:
-    """The syntax, completed with how it writes values that are not strings.
+    """The syntax, completed with the way in which the format writes values that are not strings.
 
-    This adds the text before such values, if it differs, and whether null and booleans are Python's words.
+    This adds the text before such values if it differs from the text before strings, and whether null and booleans are
+    written as Python's words.
     """
     if syntax.tags is None:
         return syntax
@@ -89,7 +91,7 @@ def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> To
 
 
 def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax | None:
-    """The syntax, if strings with quotes and backslashes are parsed back as written; None if they come back changed."""
+    """The syntax if it parses strings with quotes and backslashes back as written, else None."""
     if not syntax.opens and syntax.form != "whole":
         return None
     text = _written(render, _calls(1, syntax.named_by_id, _HOSTILE), stops) or ""
@@ -102,7 +104,7 @@ def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSy
 
 
 def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) -> str | None:
-    """The text shared by the renderings of these calls with and without content; None if the calls are missing."""
+    """The text that renderings of these calls with and without content share; None if the calls are missing."""
     texts = []
     for content in (_CONTENT, "", None):
         ask = {"role": "user", "content": "zqquestion"}
@@ -222,7 +224,7 @@ def _derive_marked(single: str, double: str, marks: Sequence[str]) -> ToolSyntax
 
 
 def _around(before: str, after: str, between: str | None) -> dict[str, Any]:
-    """The text that opens and closes each call, found as the common part of the first and the second call."""
+    """(text that opens each call, text that closes it), found as what the first two calls have in common."""
     if between is None:
         return {"before": "", "opens": before.strip(), "closes": after.strip()}
     opens = _from_tag(before.rstrip(), len(_shared_end(before.rstrip(), between.rstrip())))

@@ -18,13 +18,13 @@ from verbatim.models.renderers.special_token_escaping import BREAK, ESCAPE, Esca
 
 
 def family_by_name(tokenizer: EscapingTokenizer) -> str | None:
-    """The family of a published model, by the name the tokenizer was loaded under; None for other names and folders."""
+    """The family of a published model, by the name that its tokenizer was loaded under; None for any other name."""
     family: str | None = MODEL_RENDERER_MAP.get(str(tokenizer.name_or_path))
     return family
 
 
 def first_difference(renderer: Renderer, tokenizer: EscapingTokenizer) -> str | None:
-    """The subject of the first probe that the renderer writes differently from the model's chat template, or None.
+    """The subject of the first probe that the renderer and the model's chat template write differently, or None.
 
     The renderer also has to refuse the dialogues that the template refuses. Without a template the result is None.
     """
@@ -45,9 +45,10 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
     """Refuse a renderer that bypasses the special-token escaping in any field of a message or tool.
 
     Raises:
-        ModelError: untrusted text changed the control tokens of the prompt, or could not be decoded from the ids.
+        ModelError: untrusted text changed the control tokens of the prompt, or did not come back when the ids were
+            decoded.
     """
-    # All control tokens at once, separated by the escape character, which must itself survive.
+    # All control tokens at once, separated by the escape character, which must itself come back unchanged.
     every = f"x{ESCAPE.join([*tokenizer.control_tokens, ''])}x"
     ids = _ids(renderer, *_spoken(lambda field: every), True)
     if ids is not None and every not in tokenizer.decode(ids):
@@ -92,7 +93,7 @@ def _compare(
 ) -> None:
     ids = _ids(renderer, *dialogue(lambda field: hostile.get(field, _PLAIN[field])), True)
     if ids is None:
-        return  # refusing the text is safe
+        return  # a renderer that refuses the text is safe
     found = _control_counts(tokenizer, ids)
     if found == own:
         return
@@ -115,7 +116,7 @@ def _disguises(token: str) -> str:
 
 
 def _completions(tokenizer: EscapingTokenizer, text: str, word: str) -> Iterator[str]:
-    """Texts that would form a control token with the surrounding text if they replaced `word`."""
+    """Strings that, in place of `word`, would form a control token with the surrounding text."""
     tokens = {token: token.lower() for token in tokenizer.control_tokens}
     reach = max(map(len, tokens), default=0)
     places = [found.span() for found in re.finditer(re.escape(word), text)]
@@ -133,7 +134,7 @@ def _instead(renderer: Renderer) -> str:
 
 
 def _ids(renderer: Renderer, messages: Sequence[Message], tools: Schemas, generation: bool) -> list[int] | None:
-    """The ids that a renderer writes, even if it leaves out the tools; None if it refuses the dialogue."""
+    """The ids that a renderer writes, even if these leave out the tools; None if it refuses the dialogue."""
     write = getattr(renderer, "write_ids", renderer.render_ids)
     try:
         ids: list[int] = write(messages, tools, generation).tolist()
@@ -147,7 +148,7 @@ def _template_ids(
 ) -> list[int] | None:
     """The ids that the chat template writes; None if it refuses the dialogue.
 
-    Some templates (DeepSeek's) require a call's arguments as JSON text. This form is tried second.
+    Some templates (DeepSeek's) require a call's arguments as JSON text, so that form is tried second.
     """
     for variant in (messages, [_with_text_arguments(message) for message in messages]):
         try:
@@ -252,4 +253,5 @@ PROBES: Sequence[tuple[str, Sequence[Message], Schemas]] = (
     ("an answer after tools", [_ASK, _TALKS, _SEES, _SEES, _ANSWER, _THANK], _TOOLS),
     ("thinking between tools", [_ASK, _CALLS, _SEES, _TALKS, _SEES, _SEES, _THOUGHT], _TOOLS),
 )
-"""(subject, messages, tools). Together they cover everything in which published chat templates differ."""
+"""The probes, as (subject, messages, tools). Together they cover everything in which published chat templates
+differ."""

@@ -41,11 +41,12 @@ class HarmonyRenderer(ContinuingRenderer):
     """The harmony format for one tokenizer.
 
     The gpt-oss family of the package `renderers` is not used: it encodes with a vocabulary that `openai-harmony`
-    downloads, and its prompt differs from the chat template's (`<|start|>assistant<|channel|>analysis<|message|>`).
-    Here the ids are those of the chat template, on every machine.
+    downloads, and its generation prompt differs from the chat template's
+    (`<|start|>assistant<|channel|>analysis<|message|>`). This class gives the ids of the chat template, on every
+    machine.
 
-    A completion is a sequence of messages, each with a header. It ends with `<|return|>` after an answer or `<|call|>`
-    after a call:
+    A completion is a sequence of messages, each with a header. The completion ends with `<|return|>` after an answer,
+    or with `<|call|>` after a call:
 
         <|channel|>analysis<|message|>Look first.<|end|><|start|>assistant<|channel|>commentary to=functions.look
         <|constrain|>json<|message|>{"place": "Bonn"}<|call|>
@@ -58,7 +59,7 @@ class HarmonyRenderer(ContinuingRenderer):
     """
 
     renders_by_template = True
-    """The renderer uses the chat template itself, so the two are not compared."""
+    """This renderer uses the chat template itself, so there is nothing to compare with the template."""
 
     def __init__(self, tokenizer: Any, name: str = "gpt-oss", **kept: Any) -> None:
         super().__init__(tokenizer, name, **kept)
@@ -93,7 +94,7 @@ class HarmonyRenderer(ContinuingRenderer):
         """Parse a completion. Never raises on anything that a model may sample. Text without a header is content."""
         ids = completion_ids.tolist()
         stop = self._end_of_turn(ids)
-        # `<|call|>` is kept: without it a call counts as unclosed.
+        # `<|call|>` is kept, because a call without it counts as unclosed.
         ids = ids[: stop + 1] if ids[stop : stop + 1] == [self._ids["call_id"]] else ids[:stop]
         if self._ids["message_id"] not in ids:
             return ParsedResponse(content=self.tokenizer.decode(ids))
@@ -210,7 +211,7 @@ def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message as the template reads it, with reasoning as `thinking`, and arguments as a value.
 
     The template writes only one text before a call, the analysis. So the content of a message with a call is appended
-    to it.
+    to the analysis.
     """
     fields = dict(message)
     thinking = fields.pop("reasoning_content", None)

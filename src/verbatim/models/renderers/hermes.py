@@ -7,11 +7,11 @@ the tags is not. The rules are:
 - a call becomes text in the assistant's message,
   `<tool_call>\\n{"name": "look", "arguments": {"at": "Bonn"}}\\n</tool_call>`;
 - the answers to one turn become one message,
-  `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`, with the role `tool`, or `user` if the
-  template does not write `tool` messages unchanged.
+  `<tool_response>\\n{"name": "look", "content": "20 °C"}\\n</tool_response>`, with the role `tool`, or with the role
+  `user` if the template does not write `tool` messages unchanged.
 
-Answers, arguments and schemas are JSON, in which a tag is written as `\\u003c/tool_response>`. So no text can close its
-own block, and parsing returns the original.
+Answers, arguments and schemas are JSON, in which a tag is written as `\\u003c/tool_response>`. So no text can close the
+block that it is in, and parsing returns the original text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class HermesFormat:
     answering: Literal["tool", "user"]
     """The role of the messages that contain tools' answers."""
     plain_tags: frozenset[str] = frozenset(TAGS)
-    """Tags that are ordinary text for the tokenizer. All other tags are control tokens, which text cannot become."""
+    """Tags that are ordinary text for the tokenizer. All other tags are control tokens, which untrusted text cannot
+    form."""
 
     def wrap(self, messages: Sequence[Mapping[str, Any]], tools: Schemas) -> list[dict[str, Any]]:
         """Rewrite messages so that they contain only roles and text.
@@ -135,7 +136,7 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
         control_tokens: The tokenizer's control tokens.
 
     Raises:
-        ModelError: one of these cannot be written; the message says which.
+        ModelError: schemas, calls or answers cannot be written; the message says which.
     """
     plain = frozenset(TAGS) - frozenset(control_tokens)
     openings: Sequence[Literal["system", "user"]] = ("system", "user")
@@ -143,7 +144,8 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
     showing = [made for made in formats if _shows(render, made)]
     if not showing:
         raise _no_room("the tools' schemas in a system message or a user's message as they are")
-    # Some templates move the system message to the newest question. Schemas there would rewrite history every turn.
+    # Some templates move the system message to the newest question. With schemas in it, history would be rewritten
+    # every turn.
     opening = next((made.opening for made in showing if _keeps(render, made)), showing[0].opening)
     answerings: Sequence[Literal["tool", "user"]] = ("tool", "user")
     for answering in answerings:
@@ -169,7 +171,7 @@ def _answers(render: Render, made: HermesFormat) -> bool:
     called = calling(num_calls=2)
     for later in ([], [ANSWER, ASK]):
         text = tried(render, made.wrap([ASK, called, RESULT, RESULT, *later], None), None, True)
-        # The count excludes templates that wrap tool answers in their own tags, which would duplicate ours.
+        # The count excludes templates that wrap tool answers in tags of their own, which would duplicate our tags.
         own = [_call(call) for call in called["tool_calls"]] + [f"{_answer(RESULT)}\n{_answer(RESULT)}"]
         if not all(part in text for part in own) or text.count("<tool_response>") != 2:
             return False

@@ -3,7 +3,7 @@
     look{at:<|"|>Bonn<|"|>,days:[1,2],deep:{warm:true}}
 
 A string may contain anything: in sampled ids the mark is a control token, and text that merely looks like the mark is
-hidden (`sampled_text`). A key cannot contain the characters that end it.
+hidden (`sampled_text`). A key cannot contain the characters that end a key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def marked_call(text: str, mark: str) -> ToolCall:
 
 
 def _as_json(text: str, mark: str) -> str:
-    """The value as JSON; "" if there is anything outside the strings that the format would not write.
+    """The value as JSON; "" if anything outside the strings is not what the format would write.
 
     >>> _as_json('{at:|Bonn|,days:[1,2]}', "|")
     '{"at":"Bonn","days":[1,2]}'

@@ -4,14 +4,15 @@ Many chat templates write only the first system message, do not know the role `d
 be at the beginning". What a format writes is found by rendering (`message_windows`). The rules are:
 
 - a system or developer message that the format writes at its position stays as it is;
-- otherwise, those at the start of the conversation become one system message, joined by an empty line;
-- any other becomes a user's message at its position. If the format does not allow two user messages in a row, it
-  becomes part of the adjacent one. It is never moved to the front, so that the prompt still extends the tokens sampled
-  before;
+- otherwise, the system and developer messages at the start of the conversation become one system message, joined by
+  empty lines;
+- any later system or developer message becomes a user message at its position, or part of the adjacent user message if
+  the format does not allow two user messages in a row. It is never moved to the front, so that the prompt still extends
+  the tokens sampled before;
 - a tool's answer after a turn without a readable call is treated the same way, if the format writes answers only to
   calls (gpt-oss, Gemma 4);
-- a message's `name` is refused if the format does not write it, except for a tool's answer, whose name is also in the
-  call;
+- a message's `name` is refused if the format does not write it, except in a tool's answer, because its name is also in
+  the call;
 - everything else that would be lost is refused with the name of its field: `messages[3].content`.
 
 Example, for a format that writes one system message, and does not allow two user messages in a row:
@@ -51,7 +52,7 @@ from verbatim.models.renderers.probe_messages import Render
 from verbatim.models.renderers.renderer import Schemas
 
 LaterSystem = Literal["fold", "refuse"]
-"""What happens to a system or developer message that the format does not write: it is folded as described above, or
+"""What happens to a system or developer message that the format does not write: it is folded by the rules above, or
 refused with an EnvironmentFault."""
 _PLANS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**22, 64
 _FOLD = 'orchestrator.renderer.later_system = "fold" writes it in another message'
@@ -63,7 +64,8 @@ class Folded(NamedTuple):
     messages: Sequence[Message]
     """The messages to write."""
     places: Sequence[int]
-    """The index of each message (or of the first one folded into it) among the given messages."""
+    """For each message, its index among the given messages, or the index of the first message that was folded into
+    it."""
 
 
 class _WindowPlan(NamedTuple):
@@ -73,11 +75,11 @@ class _WindowPlan(NamedTuple):
     """
 
     leads: bool = False
-    """True: the first run becomes one system message."""
+    """True if the first run becomes one system message."""
     folded: frozenset[int] = frozenset()
-    """The numbers of the runs that become a user's message."""
+    """The numbers of the runs that become a user message."""
     joins: bool = False
-    """True: folded messages are joined with adjacent user messages."""
+    """True if folded messages are joined with adjacent user messages."""
 
 
 _AS_GIVEN = _WindowPlan()
@@ -98,11 +100,11 @@ class MessageSupport:
         self._plans: BoundedCache[MessageWindow, _WindowPlan | int] = BoundedCache(_PLANS, _BYTES)
 
     def folded(self, messages: Sequence[Message], tools: Schemas) -> Folded:
-        """The conversation with its system and developer messages in a form that the format writes.
+        """The conversation with its system and developer messages folded into a form that the format writes.
 
         Raises:
-            EnvironmentFault: the format writes a message in no form, `later_system` refuses it, or a name would be
-                lost.
+            EnvironmentFault: the format does not write a message in any form, `later_system` refuses it, or a name
+                would be lost.
         """
         self._refuse_names(messages, 0)
         if not _may_fold(messages):
@@ -131,7 +133,7 @@ class MessageSupport:
             tools: The tool schemas in the prompt.
 
         Raises:
-            EnvironmentFault: the format leaves one of them out.
+            EnvironmentFault: the format leaves out one of the new messages.
         """
         first, before = len(messages) + 1, _role_before(messages, len(messages))
         self._refuse_names(new, first)
@@ -153,7 +155,7 @@ class MessageSupport:
         for window, start, end in _windows(given.messages, tools, add_generation_prompt):
             lost = self._probes.lost(window)
             if lost is None or lost.nothing:
-                continue  # None: the format refuses the window itself, and its own error says why
+                continue  # None means that the format refuses the window itself; its own error says why
             if window.turn is not None:
                 turn, name = given.messages[start], f"messages[{given.places[start]}]"
                 self._refuse_calls(turn, name, window.turn, lost)
@@ -194,8 +196,8 @@ class MessageSupport:
     def _refused_call(self, window: MessageWindow, turn: Message) -> str:
         """The call that makes the format refuse a window, as its field and what was expected; "" if no call does.
 
-        It is the first call whose arguments are not a JSON object, if the format accepts the window with objects; or
-        the second call, if it accepts the window with one call.
+        This is the first call whose arguments are not a JSON object, if the format accepts the window with objects
+        instead; or the second call, if the format accepts the window with only one call.
         """
         assert window.turn is not None
         # Probe with the calls repaired, then with a single call: which change makes the format accept the window?
@@ -211,7 +213,7 @@ class MessageSupport:
         return ""
 
     def _is_thought(self, window: MessageWindow) -> bool:
-        """True if the text next to a call is dropped once another turn follows, as thoughts are."""
+        """True if the format drops the text next to a call once another turn follows, as it drops thoughts."""
         if window.turn is None or not window.turn.calls or window.end != "more":
             return False
         lost = self._probes.lost(window._replace(end="prompt"))
@@ -236,7 +238,7 @@ class MessageSupport:
         raise EnvironmentFault(f"{field}: {self._who} writes {about}")
 
     def _refuse_message(self, messages: Sequence[Message], places: Sequence[int], lost: Lost) -> None:
-        """Refuse the first lost message that has text; a message without text loses nothing."""
+        """Refuse the first of the lost messages that has text. A lost message without text does no harm."""
         kinds = collapsed(message["role"] for message in messages)
         for number in lost.messages:
             role, place = kinds[number]
@@ -272,7 +274,7 @@ class MessageSupport:
         return _apply(plan, given)
 
     def _refuse_names(self, messages: Sequence[Message], first: int, *, folding: Sequence[str] = ()) -> None:
-        """Refuse a `name` that would be lost. Messages with a role in `folding` lose theirs when they are folded."""
+        """Refuse a `name` that would be lost. Folding removes the names of messages with a role in `folding`."""
         for place, message in enumerate(messages, first):
             name, role = message.get("name"), message["role"]
             if not name or role == "tool" or (role not in folding and self._probes.writes_name(role)):
@@ -301,11 +303,11 @@ class MessageSupport:
             return _AS_GIVEN
         plan = next((plan for plan in _plans(window, set(missing)) if self._is_written(plan, window)), None)
         if plan is None and lost is None:
-            return _AS_GIVEN  # the format refuses every form; its own error is reported when it is rendered
+            return _AS_GIVEN  # the format refuses every form; rendering then reports the format's own error
         return missing[0] if plan is None or self._later_system == "refuse" else plan
 
     def _folds_answers(self, window: MessageWindow) -> bool:
-        """True if the window's tool answers follow no call, and the format writes answers that follow one."""
+        """True if the window's tool answers follow no call, and the format would write them after a call."""
         if "tool" not in window.roles or window.turn is None or window.turn.calls:
             return False
         call = TurnShape(has_text=False, thinks=False, calls=("object",))
@@ -359,7 +361,7 @@ def _apply(plan: _WindowPlan, given: Folded) -> Folded:
 
 def _roles(plan: _WindowPlan, roles: Sequence[str]) -> tuple[str, ...]:
     """The roles of a window's messages after a plan was applied."""
-    # A plan depends only on roles, so any text will do. It must not be empty, because empty text is dropped.
+    # A plan depends only on roles, so any text will do, except empty text, which would be dropped.
     messages: list[Message] = [{"role": role, "content": "zq"} for role in roles]
     folded = _apply(plan, Folded(messages, range(len(messages)))).messages
     return tuple(role for role, _ in collapsed(message["role"] for message in folded))
@@ -371,7 +373,7 @@ def _joined(messages: Sequence[Message]) -> str:
 
 
 def _runs(roles: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Runs of adjacent messages of one kind: (kind, their indices). The kind is "system", "tool", or "" for others."""
+    """Runs of adjacent messages of the same kind, as (kind, indices). The kind is "system", "tool", or ""."""
     kinds = ["system" if role in SYSTEM_ROLES else "tool" if role == "tool" else "" for role in roles]
     return [(kind, [place for place, _ in run]) for kind, run in groupby(enumerate(kinds), key=lambda item: item[1])]
 

@@ -1,10 +1,11 @@
 """Finds which parts of messages a chat format writes, by rendering.
 
-A conversation is split into windows, each of which is an assistant's turn and the messages up to the next turn. A
-window is identified by its shape: the roles, whether the turn has text and a thought, the kinds of its calls, and what
-precedes and follows it. For each shape a conversation of unique words is rendered once. Every word has to appear in the
-rendering, and in order (a turn's text only has to come before the next message that is not a tool's). The real text is
-never searched for, because formats trim and escape it, and because the same text may occur twice.
+A conversation is split into windows, each of which consists of an assistant's turn and the messages up to the next
+turn. A window is identified by its shape: the roles, whether the turn has text and a thought, the kinds of the turn's
+calls, and what precedes and follows the window. For each shape, a conversation of unique words is rendered once. The
+rendering has to contain every word, and in order (a turn's text only has to come before the next message that is not a
+tool's). The real text is never searched for, because formats trim and escape it, and because the same text may occur
+twice.
 
 Example: the window [assistant with text and one call, tool, system] after a user's message is rendered as
 
@@ -33,11 +34,11 @@ T = TypeVar("T", bound=Hashable)
 
 SYSTEM_ROLES = ("system", "developer")
 _WINDOWS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**23, 64
-"""Bounds of the cache of shapes: number, total bytes, and bytes per role. Environments use about a dozen shapes, but
-clients may send any number."""
+"""Bounds of the cache of shapes: number of shapes, total bytes, and bytes per role. Environments use about a dozen
+shapes, but clients may send any number of them."""
 MOST_ALIKE = 2
-"""Longer runs of equal messages are cut to this length, because a format that writes two tool answers also writes
-three."""
+"""Runs of equal messages that are longer are cut to this length, because a format that writes two tool answers also
+writes three."""
 _ROLES = 64
 """Number of roles for which `writes_name` is cached."""
 _SAYS = {"content": "zq says zq", "name": "zqwho"}
@@ -51,7 +52,7 @@ class TurnShape(NamedTuple):
     thinks: bool
     """True if its reasoning is more than white space."""
     calls: tuple[CallKind, ...]
-    """The kinds of its calls, with runs of equal ones cut to two."""
+    """The kinds of its calls, with runs of equal kinds cut to two."""
 
 
 class MessageWindow(NamedTuple):
@@ -64,9 +65,9 @@ class MessageWindow(NamedTuple):
     before: str
     """The role before the turn; "" if the turn is the first message, or the first after a leading system message."""
     turn: TurnShape | None
-    """The shape of the turn. None: the window is the start of the conversation, before any turn."""
+    """The shape of the turn. None if the window is the start of the conversation, before any turn."""
     roles: tuple[str, ...]
-    """The roles of the messages after the turn, with runs of equal ones cut to two."""
+    """The roles of the messages after the turn, with runs of equal roles cut to two."""
     end: Literal["prompt", "end", "more"]
     """What follows the window: a generation prompt, nothing, or another turn."""
 
@@ -101,7 +102,7 @@ class WindowProbes:
         """True if the format writes the field `name` of a message with this role."""
 
     def lost(self, window: MessageWindow) -> Lost | None:
-        """What the format leaves out or writes in another order; None if it refuses the window."""
+        """What the format leaves out or writes in another order; None if the format refuses the window."""
         return self._found.of(window, self._probed, _BYTES_OF_A_ROLE * len(window.roles))
 
     def _writes_name(self, role: str) -> bool:
@@ -136,7 +137,7 @@ class WindowProbes:
 def turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, Sequence[Message]]]:
     """The turns of a conversation, as (index after the turn, turn, messages up to the next turn).
 
-    Messages before the first turn come first, with None as their turn.
+    The messages before the first turn come first, with None in place of a turn.
     """
     starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     ends = [*starts, len(messages)]
@@ -170,7 +171,7 @@ def call_kind(arguments: object) -> CallKind:
 
 
 def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:
-    """The values with runs of equal ones cut to `MOST_ALIKE`, each with its original index.
+    """The values, each with its original index, after runs of equal values have been cut to `MOST_ALIKE`.
 
     >>> collapsed(["tool", "tool", "tool", "user"])
     [('tool', 0), ('tool', 1), ('user', 3)]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 MAX_DEPTH = 64
 """Maximum accepted nesting. Deeper values could overflow the stack of code that reads them recursively later."""
 _LEAVES = frozenset({str, int, float, bool, type(None)})
-"""Types without members. They are checked for first, because `isinstance(value, Mapping)` takes many times as long."""
+"""Types without members. A value's type is looked up here first, because `isinstance(value, Mapping)` takes many times
+as long."""
 
 
 def is_shallow(value: object) -> bool:
@@ -18,7 +19,7 @@ def is_shallow(value: object) -> bool:
 def levels(value: object) -> Iterator[list[object]]:
     """The value, then its members, then their members, and so on.
 
-    Each object appears at most once per level, so that shared members do not grow exponentially.
+    Each object appears at most once per level, so that the number of shared members does not grow exponentially.
     """
     level = [value]
     while level:

@@ -29,15 +29,16 @@ from verbatim.models.renderers.tool_support import ToolSupport, name_of_tool, pr
 from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 _REMEMBERED = 64
-"""Number of conversations whose ids are cached. Caching pays off because all episodes of a group start with the same
+"""Number of conversations whose ids are cached. The cache is useful because all episodes of a group start with the same
 conversation."""
 
 _REMEMBERED_BRIDGES, _SHORT = 4096, 256
-"""Number of cached bridges, and the maximum number of ids in one. If episodes are short and examples few, the same turn
-recurs many times."""
+"""Number of cached bridges, and the maximum number of ids in a cached bridge. If episodes are short and examples few,
+the same turn recurs many times."""
 
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Exceptions with which families refuse messages and schemas, on purpose or by accident (`"properties": null`)."""
+"""Exceptions that families raise, on purpose or by accident (`"properties": null`), for messages and schemas that they
+do not accept."""
 
 _DECLARE_IN_JSON = ("kimi-k2.5",)
 """Families whose own notation for tools cannot express some schemas: `oneOf`, `allOf`, `not`, `const`, a missing type,
@@ -81,7 +82,7 @@ class PackageRenderer(ContinuingRenderer):
 
     @cached_property
     def _syntax(self) -> ToolSyntax | None:
-        """The syntax in which the family writes calls, or None if it is not a known one."""
+        """The syntax in which the family writes calls, or None if it is not a known syntax."""
         return derive(self.written, self.end_texts, marks=self._sampled.control_tokens)
 
     def _read_calls(self, ids: Sequence[int], tools: Sequence[Any]) -> tuple[str, Sequence[ToolCall]] | None:
@@ -183,8 +184,8 @@ class PackageRenderer(ContinuingRenderer):
         """The (thinking, content) so far that further tokens cannot change.
 
         Each family has its own marks, so this is conservative. It omits everything from the first control token or "<"
-        on (except the marks around thinking), text that might be a call without marks, and an answer that begins with
-        white space, because some families keep or drop the white space depending on what follows.
+        on (except the marks around thinking), and text that might be a call without marks. It also omits an answer that
+        begins with white space, because some families keep or drop that white space depending on what follows.
         """
         ids = completion_ids[: self._end_of_plain(completion_ids.tolist())]
         parsed = self.parse_response(ids, prompt_ids)
@@ -206,9 +207,9 @@ class PackageRenderer(ContinuingRenderer):
 
     @cached_property
     def _takes_text_back(self) -> bool:
-        """True if later tokens can turn text that was content into something else.
+        """True if later tokens can turn earlier content into something else.
 
-        Two examples are a mark that closes thinking that was never opened, and the end of a header.
+        Examples are a mark that closes thinking although no mark opened it, and the end of a header.
         """
         alpha, beta, close = (self.tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
         later = [close, *([token] for token in self._control_ids.difference(self.stop_token_ids))]
@@ -229,7 +230,7 @@ class PackageRenderer(ContinuingRenderer):
             )
             if len(found) <= _SHORT:  # long tool answers rarely recur, and would fill the cache
                 self._bridged.add(key, found)
-        # The family closes a thought that it believes to be open. Our own parse decides whether one is.
+        # The family closes a thought if it believes that one is open. Our own parse decides whether a thought is open.
         closes = found[:1] == [self.tokenizer.control_tokens.get("</think>")]
         return found[1:] if closes and not conversation.said.parsed.thought_open else found
 
@@ -238,7 +239,7 @@ class PackageRenderer(ContinuingRenderer):
     ) -> list[int]:
         """The ids that the family's bridge adds to an unfinished turn; empty if it refuses or changes earlier ids.
 
-        It uses the family that keeps all thoughts, because `bridge` has already decided that they may stay.
+        The family is configured to keep all thoughts, because `bridge` has already decided that they may stay.
         """
         escaper = self.tokenizer.escaper
         num_prompt = len(before) - num_sampled
@@ -252,12 +253,13 @@ class PackageRenderer(ContinuingRenderer):
             return []
         added = list(rendered.token_ids[len(before) :])
         close = 1 if added[:1] == [self.tokenizer.control_tokens.get("</think>")] else 0
-        # A format without a close. The family adds EOS as a close, although it does not write EOS after earlier turns.
+        # In a format without a close, the family adds EOS as a close, although it does not write EOS after earlier
+        # turns.
         is_doubled = len(added) > close + 1 and self._own_stop_ids.issuperset(added[close : close + 2])
         return [*added[:close], *added[close + 1 :]] if is_doubled else added
 
     def _keeping_thoughts(self, config: Any) -> Any:
-        """The family, configured to keep thoughts at user messages; unchanged if it has no such setting."""
+        """The family, configured to keep thoughts before a new user message; unchanged if it has no such setting."""
         try:
             return create_family(self.tokenizer, type(config)(thinking_retention="all"))
         except (NotImplementedError, ValueError):

@@ -1,4 +1,4 @@
-"""The messages with which renderers probe chat templates. Their words (zq...) appear in no template's own text."""
+"""The messages with which renderers probe chat templates. No template's own text contains their words (zq...)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verbatim.core.errors import EnvironmentFault
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 """(messages, tools, add_generation_prompt) -> text. Raises EnvironmentFault if the format refuses the messages."""
 NAME, VALUE = "zqlook", "zqbonn"
-"""The tool's name, and the prefix of each call's argument."""
+"""The name of the probe's tool, and the prefix of the argument in each call."""
 SYSTEM: dict[str, Any] = {"role": "system", "content": "zq system zq"}
 ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}

@@ -33,8 +33,9 @@ def python_calls(
 
     Args:
         raw: The text between the marks.
-        quote: The quote around strings, if the format writes them unescaped; "" if it escapes them. If a format without
-            escapes would not have written `raw`, a string with a backslash is ambiguous, and its call is unreadable.
+        quote: The quote around strings if the format writes them unescaped; "" if it escapes them. If `raw` is not what
+            a format without escapes would have written, a string with a backslash is ambiguous, and its call is
+            unreadable.
         known: Maps a tool's name to its parameters, or to an empty set if they are not known.
     """
     as_python = escaped(raw, quote, known) if quote else None
@@ -47,7 +48,7 @@ def _calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
     source = _KEYWORD.sub(lambda found: f"{_MASK}{found[0]}" if found[1] else found[0], raw)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # otherwise Python prints warnings about escapes in the model's text
+            warnings.simplefilter("ignore")  # otherwise Python would print warnings about escapes in the model's text
             tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [unreadable(raw, "invalid_json")]
@@ -73,8 +74,8 @@ class _Reader:
     def call(self, node: ast.expr) -> tuple[str, Iterator[tuple[str | None, ast.expr]]]:
         """The name and the keyword arguments of a call.
 
-        The name is the source text before the parenthesis, not the tree's: models also write `files.read(...)` and
-        `get-weather(...)`, and Python normalises Unicode letters in identifiers.
+        The name is taken from the source text before the parenthesis, not from the tree, because models also write
+        `files.read(...)` and `get-weather(...)`, and because Python normalises Unicode letters in identifiers.
 
         Raises:
             ValueError: the node is not a call, or has positional arguments.
@@ -88,7 +89,7 @@ class _Reader:
         return name, ((self._key(given), given.value) for given in call.keywords)
 
     def _key(self, given: ast.keyword) -> str | None:
-        """The name of a keyword argument; None for `**`, or if Python's name differs from the sampled one."""
+        """The name of a keyword argument; None for `**`, or if Python's name differs from the sampled name."""
         written = self._lines[given.lineno - 1][given.col_offset :].decode("utf-8", "surrogatepass")
         return given.arg.removeprefix(_MASK) if given.arg and written.startswith(given.arg) else None
 

@@ -23,7 +23,7 @@ _OTHER = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|[\[{]|[\]}]|[,)]
 
 
 def escaped(source: str, quote: str, known: Callable[[str], frozenset[str]]) -> str | None:
-    """A list of calls as valid Python, with escaped strings; None if the format would not write `source`.
+    """The list of calls as valid Python, with escaped strings; None if `source` is not what the format would write.
 
     Args:
         source: The text between the marks.
@@ -65,14 +65,14 @@ def _value(source: str, start: int, quote: str, ends: re.Pattern[str], known: fr
     if end is None:
         return None
     text = source[start + 1 : end.start()]
-    # Ambiguous: these may be two arguments, the first without its closing quote.
+    # Ambiguous: this may also be two arguments, the first without its closing quote.
     if any(not known or found[1] in known for found in _BEGINS.finditer(text)):
         return None
     return json.dumps(text), end.end()
 
 
 def _end_of_other(source: str, start: int) -> int | None:
-    """The index after a value that is not a string. None for a string in other quotes, which would be invalid."""
+    """The index after a value that is not a string; None if the value is a string in other quotes, which is invalid."""
     depth, place = 0, start
     while (piece := _OTHER.match(source, place)) is not None:
         if depth == 0 and (piece[0] in ",)" or piece[0][0] in "'\""):

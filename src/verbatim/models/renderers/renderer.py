@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from verbatim.core.types import Int32, Message, ToolCall
 
 Schemas: TypeAlias = Sequence[Mapping[str, Any]] | None
-"""Tool schemas in OpenAI's format. None: no tools."""
+"""Tool schemas in OpenAI's format. None means that there are no tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,10 @@ class Renderer(Protocol):
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The next prompt's ids: those of the previous turn verbatim, the new messages, the generation prompt.
+        """The next prompt's ids: the previous turn's ids verbatim, the new messages, the generation prompt.
 
-        None if the next prompt has to be rendered from its messages; the next turn then starts a new training sample.
+        Returns None if the next prompt has to be rendered from its messages; the next turn then starts a new training
+        sample.
         """
 
     def decode(self, ids: Int32) -> str:
@@ -86,5 +87,4 @@ class ReadsGrowingText(Protocol):
     """A renderer that can parse a completion while it is being sampled."""
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """The (thinking, content) so far that further tokens cannot change, at most as long as the text sampled so
-        far."""
+        """The (thinking, content) that further tokens cannot change, at most as long as the text sampled so far."""

@@ -23,7 +23,7 @@ ReadCalls: TypeAlias = "Callable[[Sequence[int], Sequence[Mapping[str, Any]]], t
 in the family's format."""
 
 _LAST_OF_PROMPT = 64
-"""Number of tokens at the end of a prompt that are searched for the mark that opens a thought."""
+"""Number of tokens at the end of a prompt in which the mark that opens a thought is searched for."""
 _MAX_BITS = 14_000
 """Maximum size of an integer, in bits. Python refuses to convert much larger integers to text
 (`sys.get_int_max_str_digits`)."""
@@ -32,7 +32,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _THOUGHT_MARK = re.compile(r"</?think(?::\w+)?>|<\|channel>|<channel\|>")
 _THOUGHT_END = re.compile(r"</think(?::\w+)?>|<channel\|>")
 _MOST_BRANCHES = 16
-"""Maximum depth to which branches and references of a schema are followed to find the types of an argument."""
+"""How deep branches and references of a schema are followed to find the types of an argument."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES: Mapping[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -68,8 +68,8 @@ def read_completion(
         tools: The tool schemas.
         read_calls: Parses the calls from the first one on. If it finds none, the calls that the family's parser found
             are recorded as unreadable.
-        has_thought_marks: True if the format puts thinking between marks. False: a call's form shows that it is outside
-            the thinking.
+        has_thought_marks: True if the format puts thinking between marks. False if a call's form shows that the call is
+            outside the thinking.
     """
     try:
         parsed = family.parse_response(list(ids), prompt_ids=prompt_ids, tools=tools)
@@ -84,7 +84,7 @@ def read_completion(
             behind, attempts = found
             if not content.endswith(behind):  # GLM's parsers already include the text after the calls
                 content = f"{content}\n{behind}" if content else behind
-    except Exception as error:  # noqa: BLE001  models sample what no parser foresaw, such as 100,000 brackets
+    except Exception as error:  # noqa: BLE001  models sample text that no parser expects, such as 100,000 brackets
         _log.debug("unreadable completion: %s: %s", type(error).__name__, error)
         return ParsedResponse(content="", tool_calls=(unreadable(tokenizer.decode(ids), "invalid_json"),))
     return ParsedResponse(
@@ -96,7 +96,7 @@ def read_completion(
 
 
 def _may_think(tokenizer: EscapingTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
-    """True if the first call may be inside a thought: one was parsed, or a mark precedes the call or ends the prompt.
+    """True if the first call may be in a thought: one was parsed, or a mark precedes the call or ends the prompt.
 
     This cheap test avoids the second parse in `_open_thought` for most completions.
     """
@@ -147,7 +147,7 @@ def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -
 
 
 def _refused(call: Any) -> ToolCall:
-    """Record text that a family's parser took for a call, but that is not a call in the family's format."""
+    """Record text that a family's parser reported as a call, although it is not a call in the family's format."""
     status: ParseStatus = call.status.value
     assert status in get_args(ParseStatus)
     return unreadable(call.raw, "malformed_structure" if status == "ok" else status)
@@ -179,7 +179,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def arguments_as_value(arguments: object) -> Any:
-    """The arguments of a message's call as a value: their JSON text parsed; text that is not JSON unchanged.
+    """The arguments of a message's call as a value. JSON text is parsed; text that is not JSON is returned unchanged.
 
     >>> arguments_as_value('{"at": "Bonn"}'), arguments_as_value(None), arguments_as_value("at Bonn")
     ({'at': 'Bonn'}, {}, 'at Bonn')
@@ -194,7 +194,7 @@ def is_json(value: object) -> bool:
     """True if a value can be written as JSON text in UTF-8 and is nested less than `MAX_DEPTH` deep."""
     if type(value) in _SCALARS:
         return _is_json_item(value)
-    if type(value) is dict and all(type(item) in _SCALARS for item in value.values()):  # as most arguments are
+    if type(value) is dict and all(type(item) in _SCALARS for item in value.values()):  # fast path: most arguments
         return _is_json_item(value) and all(map(_is_json_item, value.values()))
     return is_shallow(value) and all(_is_json_item(item) for level in levels(value) for item in level)
 

@@ -1,4 +1,4 @@
-"""Decodes sampled ids such that text that merely looks like a control token is not mistaken for one.
+"""Decodes sampled ids so that text that merely looks like a control token is not mistaken for a control token.
 
 A model may spell `<tool_call>` out of ordinary tokens. In the decoded text that would be indistinguishable from the
 control token, so `hide` marks it with a noncharacter, and `shown` removes the mark again.

@@ -3,16 +3,16 @@
 There are two independent halves, so that renderers may split and join text between them:
 
 - `SpecialTokenEscaper.text` marks untrusted text: it inserts a break after every character with which a control token
-  begins, and before every character with which one ends. So no piece of the text can begin or end a control token, even
-  if a template removes parts of the text, adds other text next to it, or changes its case.
-- `EscapingTokenizer` encodes. If the string of a control token has no break inside, the template has written it, and it
-  is encoded as that token. All breaks are then removed, and the rest is encoded as plain text.
+  begins, and before every character with which a control token ends. So no piece of the text can begin or end a control
+  token, even if a template removes parts of the text, adds other text next to it, or changes its case.
+- `EscapingTokenizer` encodes. A control token's string without a break inside was written by the template, and is
+  encoded as that token. All breaks are then removed, and the rest of the text is encoded as plain text.
 
 So the ids decode to exactly the original text, and every control token among them comes from the template. Plain text
 gets the same ids as from the tokenizer itself.
 
-`detect_family.check_escaping` refuses templates that defeat the breaks: those that write both ends of a control token
-around text, or undo an escape in it.
+`detect_family.check_escaping` refuses templates that defeat the breaks: templates that write both ends of a control
+token around a text, or that undo an escape in a text.
 
 A control token is any added token of the tokenizer, except ordinary vocabulary: tokens of only spaces, and tokens of
 only letters and digits that are not special. A break is U+FDD0 U+FDD1, two noncharacters. A literal U+FDD0 is written
@@ -44,12 +44,12 @@ BREAK = ESCAPE + "\ufdd1"
 """Prevents the text on both sides of it from forming a control token."""
 LITERAL = ESCAPE + "\ufdd2"
 """Represents U+FDD0 itself in marked text."""
-_ASCII = "\\ufdd"  # how marks begin in JSON that is written in ASCII; never so in marked text
+_ASCII = "\\ufdd"  # how marks begin in ASCII JSON; in marked text, a break separates these characters
 _ASCII_BREAK, _ASCII_LITERAL, _ASCII_ESCAPE = (json.dumps(mark)[1:-1] for mark in (BREAK, LITERAL, ESCAPE))
-_OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # around control tokens, for the second tokenizer
+_OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # the brackets around control tokens, for the second tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that templates compare with. They are not marked. Any other role is untrusted text."""
+"""Roles that templates compare with. These are not marked. Any other role is treated as untrusted text."""
 
 _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attachments")
 
@@ -68,11 +68,12 @@ class SpecialTokenEscaper:
     """Marks untrusted text for one tokenizer's control tokens."""
 
     def __init__(self, control_tokens: Sequence[str]) -> None:
-        # Templates strip and add spaces, so a token's own leading and trailing spaces do not protect its ends.
+        # Templates strip and add spaces, so a control token's ends are the first and last characters that are not
+        # spaces.
         bare = [token.strip() for token in control_tokens]
-        # Breaks at a letter or digit would end up in every word. So if a token begins or ends with one, only its first
-        # or last two characters are broken apart, also at the edge of a text, because the adjacent text may have the
-        # other character.
+        # A break at every occurrence of a letter or digit would end up in almost every word. So if a token begins or
+        # ends with a letter or digit, a break is inserted only where the token's first (or last) two characters occur
+        # together. It is also inserted at the edge of a text, because the adjacent text may have the other character.
         self._first = sorted({token[0] for token in bare if not token[0].isalnum()})
         self._last = sorted({token[-1] for token in bare if not token[-1].isalnum()})
         begins = {rf"(?<={t[0]})(?=[{re.escape(t[1:2])}\s]|\Z)" for t in bare if t[0].isalnum()}
@@ -175,7 +176,7 @@ class SpecialTokenEscaper:
         return written
 
     def tools(self, tools: Schemas) -> list[dict[str, Any]] | None:
-        """Mark every string of the tool schemas. None if there are no tools."""
+        """Mark every string of the tool schemas. Returns None if there are no tools."""
         return [self.value(tool) for tool in tools] if tools else None
 
     def _call(self, call: Any) -> Any:
@@ -230,7 +231,7 @@ class EscapingTokenizer:
         self._check()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "unescaped":  # not set yet while a copy is being made; without this the lookup would recurse
+        if name == "unescaped":  # not set yet while a copy is being made; without this check the lookup would recurse
             raise AttributeError(name)
         return getattr(self.unescaped, name)
 
@@ -316,8 +317,9 @@ class EscapingTokenizer:
             if mark in (LITERAL, _ASCII_LITERAL):
                 section += ESCAPE if mark == LITERAL else _ASCII_ESCAPE
             elif mark == _OPEN:
-                # The text itself contains our opening bracket. The rest is encoded separately, so that it is not
-                # mistaken for a bracketed token. A tokenizer that adds a space before each text adds one here, too.
+                # The text itself contains our opening bracket. What follows the bracket is encoded separately, so that
+                # it is not mistaken for a bracketed token. A tokenizer that adds a space before each text adds a space
+                # here, too.
                 yield section + mark
                 section = ""
             elif mark not in (BREAK, _ASCII_BREAK):
@@ -327,7 +329,7 @@ class EscapingTokenizer:
             yield section
 
     def _check(self) -> None:
-        """Check that trusted text gets the tokenizer's own ids, and that untrusted text becomes no control token."""
+        """Check that trusted text gets the tokenizer's own ids, and untrusted text never becomes a control token."""
         control = set(self.control_tokens.values())
         # A sample of the tokens reveals a tokenizer with steps outside tokenizer.json, which this class cannot
         # reproduce.
@@ -354,8 +356,8 @@ def _is_control(token: AddedToken) -> bool:
 def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, dict[int, int]]:
     """A copy of the tokenizer that recognises control tokens only in brackets, and its ids mapped to the original's.
 
-    With it, a single pass over the whole text splits at control tokens exactly as the ordinary tokenizer does,
-    including its treatment of surrounding spaces and prefixes. Encoding the text piece by piece would give other ids.
+    With this copy, a single pass over the whole text splits at control tokens exactly as the ordinary tokenizer does,
+    with the same treatment of surrounding spaces and prefixes. Encoding the text piece by piece would give other ids.
     """
     data = json.loads(ordinary.to_str())
     for token in data["added_tokens"]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _BROKEN = "\ufffd"
-"""The replacement character, for bytes that are not a character, or not yet a complete one."""
+"""The replacement character, which decoding puts in place of bytes that are not, or not yet, a complete character."""
 
 
 def settled(text: str, marks: Iterable[str] = ()) -> str:
     """The part of a text that cannot change.
 
-    It ends before the first mark (or the beginning of a mark at the end of the text), and before any white space and
-    incomplete characters there. The search ignores white space inside marks and text.
+    This part ends before the first mark (or before the beginning of a mark at the end of the text), and before any
+    white space and incomplete characters at that place. The search ignores white space inside marks and text.
 
     >>> settled("so I\\n<to", ["<tool_call>"]), settled("a < b.", ["<tool_call>"]), settled("a <call>x", ["<call>"])
     ('so I', 'a < b.', 'a')
@@ -29,7 +29,7 @@ def settled(text: str, marks: Iterable[str] = ()) -> str:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """The first index at which a mark, or the beginning of one up to the end of the text, starts; else the length."""
+    """The first index at which a mark starts, or from which the text is the beginning of a mark; else the length."""
     place = text.find(mark[0])
     while place >= 0:
         left = "".join(text[place : place + 4 * len(mark) + 64].split())

@@ -14,11 +14,11 @@ _SPECIAL = re.compile(
 )
 """Matches text that looks like a special token of published models."""
 _GIVEN = {"bos_token": "<bos_token>", "eos_token": "<eos_token>", "pad_token": "<pad_token>"}
-"""The special tokens that the template gets as variables."""
+"""The special tokens that a template gets as variables."""
 
 
 def stand_in_tokenizer(template: str, name: str) -> Any:
-    """Build a tokenizer with this chat template. A template's renderer depends on nothing else of the model.
+    """Build a tokenizer with this chat template. The template is all that a template renderer needs from a model.
 
     Args:
         template: The Jinja source.

@@ -1,10 +1,10 @@
 """Finds what a chat template writes after an assistant's turn, by rendering turns that stand in for the sampled one.
 
-The sampled turn itself is not rendered, because the template might write it differently from how it was sampled. Let H
-be the messages of the prompt, and N the messages to append. A stand-in X is a turn with the same number, names and ids
-of well-formed calls as the sampled one, but with our own text, arguments and thought. Several stand-ins are rendered.
-The text after the turn is known if every rendering of H + X + N begins with the rendering of H and its generation
-prompt, if all renderings agree from the end of X on, and if the end of X is a control token.
+The sampled turn itself is not rendered, because the template might not write it the way it was sampled. Let H be the
+messages of the prompt, and N the messages to append. A stand-in X is a turn with the same number, names and ids of
+well-formed calls as the sampled one, but with our own text, arguments and thought. Several stand-ins are rendered. The
+text after the turn is known if every rendering of H + X + N begins with the rendering of H and its generation prompt,
+if all renderings agree from the end of X on, and if the end of X is a control token.
 
 The text after a turn rarely depends on what precedes the turn. This is tested once for each shape of N and of the
 calls, with conversations of one and of three turns, with and without a system message, tools and an earlier call. If
@@ -36,11 +36,13 @@ _Messages = Sequence[Mapping[str, Any]]
 _SHORT = 16
 """Conversations of up to this many messages are always rendered as they are."""
 _LEAST = 2
-"""Number of stand-ins that the template has to accept. A single one would prove nothing about agreement."""
+"""Number of stand-ins that the template has to accept. With a single stand-in, there would be nothing to agree with
+it."""
 _SHAPES = 256
 """Number of cached shapes of turns and answers."""
 _END = "zqend"
-"""The last word of each stand-in's text or last argument. It locates the end of the turn in a rendering."""
+"""The last word of each stand-in's text, or of its last argument. This word locates the end of the turn in a
+rendering."""
 _TEXTS = ("zq one", "zq two:\nzq lines")
 _ARGUMENTS: Sequence[Callable[[str], dict[str, Any]]] = (
     lambda end: {"zqa": end},
@@ -62,7 +64,7 @@ class StandIns:
         self._same_everywhere: BoundedCache[Any, bool] = BoundedCache(_SHAPES)
 
     def behind(self, messages: _Messages, tools: Any, calls: Sequence[ToolCall], new: _Messages) -> str | None:
-        """The escaped text from the end of a turn on, starting with a token that ends turns; None if renderings differ.
+        """The escaped text that follows a turn's last part, starting with a token that ends turns; None if it varies.
 
         Args:
             messages: The messages of the prompt.
@@ -91,7 +93,7 @@ class StandIns:
         return known
 
     def _befores(self) -> Iterator[tuple[_Messages, Any]]:
-        """Conversations of all kinds that the template accepts. The first is a single question."""
+        """One conversation of each kind that the template accepts. The first one is a single question."""
         for with_system, tools, has_called, num_turns in product((False, True), (None, [TOOL]), (False, True), (1, 3)):
             messages = [
                 *([SYSTEM] if with_system else []),
@@ -143,7 +145,7 @@ def _call(call: ToolCall, end: str, number: int) -> dict[str, Any]:
 
 
 def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]:
-    """The calls with ids: a call without an id gets that of the answer in the same position."""
+    """The calls with ids. A call without an id gets the id of the answer in the same position."""
     if all(call.id for call in calls) or len(calls) != len(answers):
         return calls
     return [
@@ -153,7 +155,7 @@ def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]
 
 
 def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...]:
-    """Everything in a message but its text that a template may use. A call's id is replaced by the call's index."""
+    """Everything except its text that a template may use of a message. A call's id is replaced by the call's index."""
     return tuple(
         sorted(
             (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))

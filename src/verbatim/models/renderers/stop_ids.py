@@ -1,4 +1,4 @@
-"""Decides which tokens end a sampled turn: those of the format, and those that the model's generation_config.json adds.
+"""Decides which tokens end a sampled turn: the format's own, and those that the model's generation_config.json adds.
 
 The rule is the same for all renderers. Inference servers stop at both kinds, so a model that was published with
 additional ids ends its turns with them. The rule in `bridge` decides how prompts continue: if the format writes a
@@ -51,7 +51,7 @@ def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int
 def generation_stops(model: str) -> list[int]:
     """The `eos_token_id` ids in a model's generation_config.json; empty if there is no such file.
 
-    An adapter has the ids of its base model. For a hub id, the cached file is read, which `load_tokenizer` downloads.
+    An adapter uses the ids of its base model. For a hub id, the cached file is read, which `load_tokenizer` downloads.
 
     Args:
         model: A folder in Hugging Face format, or a hub id.
@@ -83,7 +83,7 @@ def ends_within(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ..
 
 
 def ends_in_words(renderer: Renderer) -> str:
-    """The tokens that end a turn, for display: `turns end with '<|im_end|>' (2) or '<|endoftext|>' (0)`."""
+    """The tokens that end a turn, as text to display: `turns end with '<|im_end|>' (2) or '<|endoftext|>' (0)`."""
     shown = [f"{renderer.decode(np.array([token], dtype=np.int32))!r} ({token})" for token in renderer.stop_token_ids]
     return f"turns end with {' or '.join(shown)}"
 

@@ -10,7 +10,7 @@ next argument or by the end of the call:
     2
     </parameter>
 
-has two arguments, "a </parameter> in a text" and 2. Text that could also be read as other arguments is malformed.
+has two arguments, "a </parameter> in a text" and 2. If the text could also be read as other arguments, it is malformed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class ArgumentTags:
     ends: str
     """The text after the value."""
     json: str = ""
-    """The text between a key and a value that is not a string, in formats that mark such values differently; else
-    ""."""
+    """The text between a key and a value that is not a string, if the format marks such values differently; else ""."""
     padding: tuple[str, str] = ("", "")
     """The white space that the format writes before and after a value; it is not part of the value."""
     gap: str = ""
@@ -72,7 +71,7 @@ class ArgumentTags:
 
     @cached_property
     def _spaced(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Like `_exact`, with any white space."""
+        """Like `_exact`, but with any white space."""
         json = rf"|({spaced(self.json)})" if self.json else "()"
         begins = rf"\s*{spaced(self.key)}({_KEY})(?:{spaced(self.value)}{json})"
         before, behind = (f"(?:{space})?" for space in self.padding)
@@ -106,7 +105,7 @@ class ArgumentTags:
         return arguments, status
 
     def _holds_another(self, value: str, known: frozenset[str]) -> bool:
-        """True if a value may be two arguments, the first without its closing tag."""
+        """True if a value may also be two arguments, the first without its closing tag."""
         return any(not known or shown(found[1]) in known for found in self._spaced[0].finditer(value))
 
 

@@ -38,7 +38,7 @@ class TemplateRenderer(ContinuingRenderer):
     Thinking is parsed between `<think>` and `</think>`, and tool calls in the syntax in which the template itself
     writes them (`derived_syntax`). A conversation with tools is refused if the template would leave out a part of it.
 
-    `tools="hermes"` is for a template without tools: `hermes` then writes schemas, calls and answers into plain
+    `tools="hermes"` is for a template without tool support: `hermes` then writes schemas, calls and answers into plain
     messages.
 
     Raises:
@@ -47,7 +47,7 @@ class TemplateRenderer(ContinuingRenderer):
     """
 
     renders_by_template = True
-    """The renderer has no separate format that could differ from the template, so the two are not compared."""
+    """This renderer uses the template itself, so there is nothing to compare with the template."""
     thread_safe = True
     """Several threads may use one renderer at once."""
 
@@ -72,8 +72,8 @@ class TemplateRenderer(ContinuingRenderer):
         tokens = self.tokenizer.control_tokens
         as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
         chat_text = self.tokenizer.chat_text
-        # As text only if the template refuses values, because templates that accept both would quote JSON text a second
-        # time.
+        # Arguments are passed as text only if the template refuses values, because templates that accept both would
+        # quote JSON text a second time.
         self._arguments_as_text = not tried(chat_text, as_values) and bool(tried(chat_text, as_texts))
         self._hermes: HermesFormat | None = None
         if tools is not None:
@@ -115,7 +115,7 @@ class TemplateRenderer(ContinuingRenderer):
         """The (thinking, content) so far that further tokens cannot change."""
         text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking and _OPEN.startswith(text.lstrip()[: len(_OPEN)]):
-            return "", ""  # thinking may begin here
+            return "", ""  # the text so far may be the beginning of thinking
         reasoning = ""
         if thinking:
             reasoning, closed, text = text.partition(_CLOSE)
@@ -129,10 +129,10 @@ class TemplateRenderer(ContinuingRenderer):
         """The part of the text after the thinking that further tokens cannot change."""
         marks: list[str] = []
         if self._preamble:
-            return ""  # whether the preamble is removed depends on whether a call follows
+            return ""  # whether the preamble is removed depends on whether a call follows, which is not known yet
         if self._syntax is not None:
             if not self._syntax.opens and (not text.strip() or text.lstrip().startswith("{")):
-                return ""  # all of it may be a call
+                return ""  # the whole text may be a call
             marks = self._syntax.marks
         return self._sampled.without_control(settled(text, marks))
 
@@ -151,14 +151,14 @@ class TemplateRenderer(ContinuingRenderer):
 
     @property
     def room_for_tools(self) -> str:
-        """Where `tools="hermes"` writes schemas and answers, for messages."""
+        """Where `tools="hermes"` writes schemas and answers, worded for messages."""
         assert self._hermes is not None
         return f"schemas in a {self._hermes.opening} message, answers in a {self._hermes.answering} message"
 
     def _marked(
         self, messages: Sequence[Message], tools: Schemas, marked: Marked | None = None
     ) -> tuple[list[dict[str, Any]], Any]:
-        """(messages, schemas), escaped, and the messages in the form that the template gets."""
+        """(escaped messages in the form that the template gets, escaped schemas)."""
         escaper = self.tokenizer.escaper
         shown_tools = escaper.tools(tools)
         return self._wrapped(escaper.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
@@ -169,7 +169,7 @@ class TemplateRenderer(ContinuingRenderer):
         return parsed if self._hermes is None else self._hermes.wrap(parsed, tools)
 
     def _given(self, tools: Any) -> Any:
-        """Escaped schemas for the template. None with Hermes, which has already written them into a message."""
+        """The escaped schemas to pass to the template; None with Hermes, whose messages already contain them."""
         return tools if self._hermes is None else None
 
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
@@ -182,7 +182,7 @@ class TemplateRenderer(ContinuingRenderer):
         ids = self.tokenizer.encode(text)
         if not said.parsed.thought_open:
             return ids
-        # The turn was cut off inside a thought. Close the thought too, if its close is a single token.
+        # The turn was cut off inside a thought. Close the thought too if its close is a single token.
         close = self.tokenizer.control_tokens.get(_CLOSE)
         return None if close is None else [close, *ids]
 
@@ -207,7 +207,8 @@ class TemplateRenderer(ContinuingRenderer):
         return shown(reasoning.strip("\n")), text.lstrip("\n"), not closed
 
     def _text_and_thought(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
-        """The text of a completion as `hide` returns it, and whether it begins with thinking, whose mark is removed."""
+        """(the completion's text as `hide` returns it, without an opening `<think>`; True if it begins with
+        thinking)."""
         ids = completion_ids.tolist()
         text = self._sampled.of(ids[: self._end_of_turn(ids)])
         # The last ids are enough to see whether the prompt ends with `<think>`. Decoding the whole prompt in every turn
@@ -235,17 +236,17 @@ class TemplateRenderer(ContinuingRenderer):
         return stops
 
     def _find_preamble(self) -> str:
-        """The text between generation prompt and answer, except thinking. Some formats name the recipient there."""
+        """The text between generation prompt and answer, without thinking. Some formats name the recipient there."""
         start = self._render([ASK], None, True)
         whole = self._render([ASK, ANSWER], None, False)
         preamble = whole.removeprefix(start).partition(ANSWER["content"])[0] if whole.startswith(start) else ""
         return preamble if preamble.strip() and _OPEN not in preamble else ""
 
     def _answer_ends(self) -> list[int]:
-        """The token that ends an answer, and the token that ends a turn with calls.
+        """The token that ends an answer and the token that ends a turn with calls.
 
-        An answer ends with the first control token after it. In a format without a close, that is the token that begins
-        the next message.
+        The first control token after an answer ends it. In a format without a close, this is the token that begins the
+        next message.
         """
         answered = self._controls([ASK, ANSWER], ANSWER["content"]) or self._controls(
             [ASK, ANSWER, ASK], ANSWER["content"]
@@ -253,7 +254,7 @@ class TemplateRenderer(ContinuingRenderer):
         return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
-        """The token that ends a turn with calls; empty if none can be distinguished from the close of a single call."""
+        """The token that ends a turn with calls; empty if no token can be told from the close of a single call."""
         called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
         one, next_turn = self._controls(called), self._controls([*called, RESULT])
         both = self._controls(twice) or one
@@ -270,7 +271,7 @@ class TemplateRenderer(ContinuingRenderer):
 
 
 def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """The message, with its calls' arguments in the type that the template expects: a mapping, or JSON text.
+    """The message with its calls' arguments in the type that the template expects: a mapping, or JSON text.
 
     Most templates serialise a mapping, and would quote JSON text a second time. Some concatenate the arguments with
     other text, and accept only a string.

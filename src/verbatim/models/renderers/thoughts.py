@@ -14,7 +14,7 @@ from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.models.renderers.responses import read_completion
 
 _LONGEST_OPENING = 8
-"""Number of ids at the end of a prompt that are searched for the token that opens a thought."""
+"""Number of ids at the end of a prompt in which the token that opens a thought is searched for."""
 
 Read = Callable[[Sequence[int]], ParsedResponse]
 """Parses ids of a completion with the family's parser."""
@@ -29,7 +29,7 @@ class Thoughts:
     closes: int
     """The id of `</think>`."""
     texts: Mapping[int, Sequence[int]]
-    """Each of the two tokens, as the ids of its text encoded without control tokens."""
+    """For each of the two tokens, the ids of its text when that is encoded without control tokens."""
     decode: Callable[[Sequence[int]], str]
     """Decodes ids to text, control tokens included."""
 
@@ -37,7 +37,7 @@ class Thoughts:
         """Parse `ids`, which end before the token that closed the turn, with `read`.
 
         A thought extends from its opening mark (in the prompt, or before any text of the completion) to the first
-        closing mark. Everything inside is thinking, including calls; later marks are text. Without `prompt_ids` the
+        closing mark. Everything in between is thinking, including calls; later marks are text. Without `prompt_ids` the
         prompt is assumed not to open a thought.
         """
         start = self._start(ids, prompt_ids)
@@ -50,7 +50,7 @@ class Thoughts:
         return dataclasses.replace(self._outside(read, ids[close + 1 :]), reasoning_content=thought or None)
 
     def _start(self, ids: Sequence[int], prompt_ids: Sequence[int] | None) -> int | None:
-        """The index where the thinking begins; None if there is none."""
+        """The index where the thinking begins; None if there is no thinking."""
         if self.opens in ids:
             place = list(ids).index(self.opens)
             if not self.decode(ids[:place]).strip():
@@ -61,8 +61,8 @@ class Thoughts:
     def _outside(self, read: Read, ids: Sequence[int]) -> ParsedResponse:
         """Parse ids outside the thinking.
 
-        A close is put first, so that GLM's parser leaves the thought in which it starts. Marks are replaced by plain
-        text.
+        A closing mark is put first, so that GLM's parser leaves the thought in which it starts. Other marks are
+        replaced by plain text.
         """
         return read([self.closes, *(part for i in ids for part in self.texts.get(i, (i,)))])
 

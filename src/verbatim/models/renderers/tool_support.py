@@ -1,4 +1,4 @@
-"""Finds whether a chat format writes tools, calls and answers, by rendering. Refuses conversations that would lose any.
+"""Finds by rendering whether a chat format writes tools, calls and answers. Refuses conversations that would lose any.
 
 A template without tool support ignores tools silently: their schemas are missing from the prompt, and a call becomes an
 empty turn. A model would then be trained on episodes in which it never saw its tools.
@@ -38,12 +38,12 @@ class ToolSupport:
 
     @property
     def complete(self) -> bool:
-        """True if nothing is missing, so environments may have tools."""
+        """True if no part is missing, so that environments may have tools."""
         return not self.lacks
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """The missing parts, worded to follow "the chat template ..."."""
+        """The missing parts, worded to continue a sentence that begins with "the chat template ..."."""
         showing = self.shown and self.shown_below_system
         where = " without a system message" if self.shown_below_system else " below a system message"
         return (

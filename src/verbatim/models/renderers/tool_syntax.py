@@ -6,12 +6,12 @@ Gemma 4:
 
 - `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
 - `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; the call's id may
-  be between them, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
+  stand between name and arguments, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
 - `tagged`: the name, then each argument separately: `<function=look><parameter=at>Bonn</parameter></function>`
 - `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
 - `marked`: the name, then keys without quotes and strings between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
 
-A call is well-formed only if there is nothing but its parts between its marks, so that no sampled text is silently
+A call is well-formed only if nothing but its parts stands between its marks, so that no sampled text is silently
 dropped. Any other attempt is recorded as raw text, with a status that says what is wrong.
 """
 
@@ -52,19 +52,20 @@ class ToolSyntax:
     before: str
     """The text before the first of several calls; may be empty, or contain `ANY_NAME` in place of the tool's name."""
     opens: str
-    """The text before each call; "" in `whole` if a call has no marks and is the whole completion."""
+    """The text before each call. In `whole`, "" if a call has no marks and is the whole completion."""
     closes: str
     """The text after each call."""
     after: str = ""
     """The text after the last of several calls; may be empty."""
     listed: bool = False
-    """In `whole`: True if several calls are one JSON list."""
+    """In `whole`: True if several calls are written as one JSON list."""
     after_name: str = ""
     """The text between name and arguments."""
     named_by_id: bool = False
     """In `named`: True if the call's id, which contains the tool's name, is written in place of the name."""
     after_id: str = ""
-    """In `named`: the text between a call's id, which follows `after_name`, and the arguments; "" without an id."""
+    """In `named`: the text between a call's id (which follows `after_name`) and the arguments; "" if calls have no
+    id."""
     arguments: str = "arguments"
     """In `whole`: the key of the arguments."""
     others: frozenset[str] = frozenset()
@@ -72,19 +73,19 @@ class ToolSyntax:
     tags: ArgumentTags | None = None
     """In `tagged`: the text around each argument."""
     quote: str = ""
-    """In `python`: the quote around strings, if the format writes them unescaped; "" if it escapes them."""
+    """In `python`: the quote around strings if the format writes them unescaped; "" if it escapes them."""
     mark: str = ""
     """In `marked`: the mark before and after each string."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text outside the calls, one line per piece, and every attempted call in order.
+        """(the text outside the calls with one line per piece, every attempted call in order).
 
         Args:
             text: Sampled text as `sampled_text.hide` returns it.
-            tools: The tool schemas. They decide which arguments without quotes are strings.
+            tools: The tool schemas. The schemas decide which arguments without quotes are strings.
         """
         if not self.opens:
-            # Without marks, only a completion that is nothing but a call counts as one, because answers may also
+            # Without marks, only a completion that is nothing but a call counts as a call, because answers may also
             # contain JSON.
             call = self._bare(text)
             return ("", (call,)) if call is not None else (text, ())
@@ -118,7 +119,7 @@ class ToolSyntax:
 
     @cached_property
     def _begins(self) -> re.Pattern[str]:
-        """Matches the beginning of an attempt: the first word of `opens`, or all of it if that word could be prose."""
+        """Matches the beginning of an attempt: the first word of `opens`, or all of it if that word may be prose."""
         first = self.opens.split()[0]
         return re.compile(re.escape(first) if _is_tag(first) else rf"(?<!\w){spaced(self.opens)}")
 
@@ -133,10 +134,10 @@ class ToolSyntax:
     def _attempt(
         self, text: str, begun: re.Match[str], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[ToolCall], int]:
-        """The calls of one attempt, and the index after it.
+        """(the calls of one attempt, the index after the attempt).
 
-        The attempt ends at the first close that makes the text before it a well-formed call. If there is none, it ends
-        at the first close or at the next attempt.
+        The attempt ends at the first close that makes the text before it a well-formed call. If no close does, the
+        attempt ends at the first close or at the next attempt.
         """
         opened = self._opens.match(text, begun.start())
         following = self._begins.search(text, begun.end())
@@ -154,19 +155,19 @@ class ToolSyntax:
         if closed is None and self.closes:
             return [unreadable(shown(body.strip()), "unclosed_block")], end
         calls = self._calls(body, tools) if opened is not None else ()
-        if not calls or all(call.status == "ok" for call in calls):  # well-formed except for extra text
+        if not calls or all(call.status == "ok" for call in calls):  # it is well-formed except for extra text
             calls = [unreadable(shown(body.strip()), "malformed_structure")]
         return calls, end
 
     def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Candidate ends of a call: (end of its parts, end of its close). Without a close, the next attempts."""
+        """Candidate ends of a call, as (end of its parts, end of its close): its closes, or else the next attempts."""
         if not self.closes:
             later = (found.start() for found in self._begins.finditer(text, limit))
             return ((end, end) for end in chain(later, [len(text)]))
         return ((found.start(), found.end()) for found in self._closes.finditer(text, start))
 
     def _goes_on(self, text: str, end: int) -> bool:
-        """True if there is another close before the next call, so that a value without quotes may be longer."""
+        """True if another close comes before the next call, so that a value without quotes may extend to that close."""
         following = self._begins.search(text, end) if self.tags is not None else None
         limit = len(text) if following is None else following.start()
         return self.tags is not None and self._closes.search(text, end, limit) is not None
@@ -181,7 +182,7 @@ class ToolSyntax:
         if self.form != "whole":
             return [self._named(body) if self.tags is None else self._tagged(body, self.tags, tools)]
         value = read_json(raw)
-        # A model may sample a single call without the list around it. That is unambiguous, so it counts.
+        # A model may sample a single call without the list around it. Such a call is unambiguous, so it counts.
         if self.listed and isinstance(value, list):
             return [self._whole(item, json.dumps(item) if is_json(item) else raw) for item in value]
         return [self._whole(value, raw)]
@@ -206,7 +207,7 @@ class ToolSyntax:
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
-        """Parse a call without marks: JSON with name and arguments, or the start of it. None for an ordinary answer."""
+        """Parse a call without marks: JSON with name and arguments, or the start of it; None for an ordinary answer."""
         raw = shown(text.strip())
         value = read_json(raw)
         if value is NOT_JSON:
@@ -229,7 +230,7 @@ class ToolSyntax:
         name_of_id = _ID.fullmatch(name) if self.named_by_id else None
         is_name = _NAME.fullmatch(name) is not None and (name_of_id is not None or not self.named_by_id)
         is_id = not self.after_id or _NAME.fullmatch(call_id.strip()) is not None
-        if not (is_name and is_id) or self._begins.search(name + call_id) is not None:  # another call begins there
+        if not (is_name and is_id) or self._begins.search(name + call_id) is not None:  # another call begins inside
             return unreadable(raw, "malformed_structure")
         call = check_call(shown(name if name_of_id is None else name_of_id[1]), value, "ok", raw)
         # Formats that write a call's id expect the tool's answer to refer to it.

@@ -1,4 +1,4 @@
-"""Charges filters, methods and operators before they run, for what they scan and the text that they may create."""
+"""Charges for filters, methods and operators before they run: for what they scan, and for text that they may create."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _SHALLOW = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "fi
                       "copy"})  # fmt: skip
 """Filters and methods that iterate over the items of a list without scanning the items themselves."""
 _TIMES = dict.fromkeys(("sort", "unique", "groupby", "min", "max", "dictsort", "pprint", "title", "wordwrap"), 16)
-"""Number of times that some filters are assumed to scan a whole value."""
+"""How many times some filters are assumed to scan a whole value."""
 _QUADRATIC = frozenset({"striptags", "urlize", "sum"})
 """Filters that take time quadratic in their input."""
 _AT_ONCE = frozenset({"sort", "unique", "groupby", "min", "max", "sum", "join"})
-"""Filters that consume a whole generator. It is turned into a list first, so that its items can be charged."""
+"""Filters that consume a whole generator. The generator is turned into a list first, so that its items can be
+charged."""
 _GROWING = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes", "batch", "slice", "round", "expandtabs",
                       "indent", "tojson", "replace", "wordwrap", "translate", "join", "split", "rsplit", "splitlines",
                       "list", "%", "format"})  # fmt: skip
@@ -38,7 +39,7 @@ _LOOKING = frozenset({"in", "lower", "upper", "==", "eq", "equalto", "!=", "ne",
 """Tests that scan a whole value."""
 _PASSED = {_PassArg.eval_context: "eval_ctx", _PassArg.environment: "environment"}
 _CODECS = frozenset({"utf-8", "utf-16", "utf-32", "ascii", "iso8859-1"})
-"""The allowed codecs. Others can take time quadratic in the length of a text."""
+"""The allowed codecs. Other codecs can take time quadratic in the length of a text."""
 _ITEM = 16
 """The charge for an item of a list, in characters, in addition to its text."""
 _PRIVATE = re.compile(r"[.\[]_")
@@ -90,12 +91,12 @@ def count_operation(meter: Meter, operator: str, left: Any, right: Any) -> None:
                 meter.make(max(times, 0) * len(repeated))
     elif operator == "%" and isinstance(left, (str, bytes)):
         count(meter, "%", left, right if isinstance(right, tuple) else [right])
-    elif operator == "-":  # or a set difference of dict keys, which scans both
+    elif operator == "-":  # or a difference of two sets of dict keys, which scans both sets
         meter.look(left, right)
 
 
 def call_method(environment: Any, meter: Meter, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a method of a string, a number, a list or a dict, charged before it runs.
+    """Call a method of a string, a number, a list or a dict, after charging for it.
 
     Raises:
         SecurityError: a codec that is not allowed, or a format string that reads a private field.
@@ -135,7 +136,7 @@ class _Formatter(SandboxedFormatter):
     meter: Meter
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Format one field. Its width is known only at this point, because another field may supply it."""
+        """Format one field. Its width is known only now, because another field may supply it."""
         self.meter.step(1)
         self.meter.make(_widths(format_spec))
         self.meter.write(value)
@@ -148,7 +149,7 @@ class _Formatter(SandboxedFormatter):
         return super().get_field(field_name, args, kwargs)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        """Convert a field by `!r` and the like, which write the whole value."""
+        """Convert a field by `!r` or a similar conversion, which writes the whole value."""
         self.meter.write(value)
         return super().convert_field(value, conversion)
 
@@ -161,7 +162,7 @@ def count(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
     """Charge for what the filter or method with this name is about to do with `value` and its arguments.
 
     Returns:
-        The steps to charge per item of the result, if the result is a generator.
+        The steps to charge per item of the result if the result is a generator.
     """
     times = _TIMES.get(name, 1)
     if values:
@@ -190,7 +191,7 @@ def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
     match name:
         case "center" | "ljust" | "rjust" | "zfill" | "to_bytes" | "batch" | "slice":
             return width
-        case "round":  # computes a power of ten of this size
+        case "round":  # computes a power of ten with this exponent
             return width * width
         case "expandtabs" | "indent":
             return width * (2 + str(value).count("\n") + str(value).count("\t"))
@@ -200,7 +201,7 @@ def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
             return sum(map(len, texts)) * sum(str(value).count(str(text)) for text in texts)
         case "wordwrap" | "translate":
             return len(str(value)) * meter.size(values)[1]
-        case "join":  # a filter on the items, or a method of the separator
+        case "join":  # a filter that is applied to the items, or a method of the separator
             between, items = (value, values) if isinstance(value, (str, bytes)) and values else ("", [value])
             return sum(map(len, [between, *texts])) * sum(len(part) for part in items if hasattr(part, "__len__"))
         case "split" | "rsplit" | "splitlines" | "list":

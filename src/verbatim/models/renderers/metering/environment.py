@@ -1,6 +1,7 @@
-"""The sandbox for chat templates: that of `transformers`, with a charge for every operation that can be slow or grow.
+"""The sandbox for chat templates: `transformers`' own, with a charge for every operation that can be slow or grow.
 
-Templates see only values of JSON's types, so everything that they can call is known by name. Any other call is refused.
+Templates see only values of JSON's types, so everything that they are able to call is known by name. Any other call is
+refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from verbatim.models.renderers.metering.calls import call_method, count_operatio
 from verbatim.models.renderers.metering.meter import Meter, Overrun
 
 LOOKED_AT, WRITTEN, ROUNDS, SPEND = (f"verbatim {name}" for name in ("looked at", "written", "rounds", "spend"))
-"""Names of the filters through which a compiled template charges its budget."""
+"""Names of the filters that a compiled template calls to charge its budget."""
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _OWNERS = frozenset({str, Markup, bytes, int, bool, float, list, tuple, dict, range})
@@ -68,7 +69,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return meter.made(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Like the sandbox's, but looks up fields of messages directly, without trying attributes first."""
+        """Like the sandbox's method, but looks up fields of messages directly, without trying attributes first."""
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         try:
@@ -79,7 +80,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Like the sandbox's, but cached by type and name, which recur all the time and determine the result."""
+        """Like the sandbox's method, but cached by type and name, which determine the result and recur all the time."""
         key = type(obj), attr
         if key not in self._safe:
             if len(self._safe) > _MOST_REMEMBERED:
@@ -93,7 +94,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method of JSON's types, or one of the functions that templates are given."""
         meter: Meter = __context.meter
-        kwargs.pop("_loop_vars", None)  # only functions that receive the context would use these, and there are none
+        kwargs.pop("_loop_vars", None)  # only functions that take the context use these; there are none
         kwargs.pop("_block_vars", None)
         if type(__obj) is Macro:
             meter.step(_CALL + len(args) + len(kwargs))
@@ -122,7 +123,7 @@ def metered_environment() -> MeteredEnvironment:
     environment.filters = {name: metered_filter(name, call) for name, call in like.filters.items()}
     environment.filters |= {LOOKED_AT: _looked_at, WRITTEN: _written, ROUNDS: _rounds, SPEND: _spend}
     environment.tests = {name: metered_test(name, call) for name, call in like.tests.items()}
-    given = {name: value for name, value in like.globals.items() if name != "lipsum"}  # it creates text of any length
+    given = {name: value for name, value in like.globals.items() if name != "lipsum"}  # this creates text of any length
     date = given["strftime_now"]
 
     def strftime_now(format: str) -> Any:
@@ -130,7 +131,7 @@ def metered_environment() -> MeteredEnvironment:
             raise Overrun("it writes a date of any length")
         return date(format)
 
-    # Its text omits the members, because a namespace may contain itself, which would make the text infinite.
+    # A namespace's text omits its members, because a namespace may contain itself, and the text would be infinite.
     namespace = type("Namespace", (given["namespace"],), {"__repr__": lambda space: "<Namespace>"})
     environment.globals = {**given, "strftime_now": strftime_now, "namespace": namespace}
     environment.callables = (*environment.globals.values(), *environment.extensions.values())

@@ -9,12 +9,14 @@ from typing import Any
 
 STEPS, STEPS_PER_VALUE, STEPS_PER_CHARACTER = 100_000, 5_000, 10
 """Budget of steps (evaluated nodes of the template's syntax tree): a base amount, plus an amount per input value (a
-message has several) and per input character. Published templates need a few hundred steps per message."""
+message has several values) and an amount per input character. Published templates need a few hundred steps per
+message."""
 CHARACTERS, COPIES = 4_000_000, 64
-"""Budget of characters in all strings that a template creates: base amount, plus this many copies of the whole input
+"""Budget of characters in all strings that a template creates: a base amount, plus this many copies of the whole input
 text. `Meter.given` adds one copy per message."""
 OUTPUT, OUTPUT_PER_VALUE, OUTPUT_PER_CHARACTER = 100_000, 2_000, 16
-"""Budget of characters in the result: base amount, plus amounts per input value and per input character."""
+"""Budget of characters in the result: a base amount, plus an amount per input value and an amount per input
+character."""
 SECONDS = 5.0
 """Processor time of one rendering, in seconds."""
 MAX_DEPTH = 200
@@ -45,12 +47,12 @@ class Meter:
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}
         self.left = 0
-        """Steps until the next reading of the clock."""
+        """Number of steps left until the next reading of the clock."""
         self._rest = STEPS
         self.room = CHARACTERS
-        """Remaining characters that may be created."""
+        """Number of characters that may still be created."""
         self.output = OUTPUT
-        """Remaining characters of the result."""
+        """Number of characters that may still be added to the result."""
         self._until = time.thread_time() + SECONDS
 
     def given(self, *values: Any, copies: int = 0) -> list[Any]:
@@ -130,7 +132,7 @@ class Meter:
         return "".join(written)
 
     def counted(self, items: Any, steps: int = 1, characters: int = 0) -> Any:
-        """The items of a loop, whose rounds are charged all at once if their number is known, else one by one."""
+        """The items of a loop. Its rounds are charged all at once if their number is known, else one by one."""
         try:
             rounds = len(items)
         except TypeError:
@@ -191,7 +193,7 @@ class Meter:
             plain = plain if isinstance(value, list) else tuple(plain)
         else:
             return self._of_another_type(value)
-        self.left += len(plain)  # refunds what `size` has charged, because measuring the input is free
+        self.left += len(plain)  # refund what `size` has charged, because measuring the input is free
         self._sizes[id(plain)] = self.size(plain)
         return plain
 

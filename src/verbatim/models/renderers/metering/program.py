@@ -34,7 +34,7 @@ def _count(node: nodes.Node) -> None:
             node.body.insert(0, _spend(node, *_weight(node.body)))
         case nodes.For():
             steps, characters = _weight([*node.body, *([] if node.test is None else [node.test])])
-            if node.recursive:  # `loop(...)` calls run rounds too, so the body charges itself
+            if node.recursive:  # calls of `loop(...)` run rounds too, so the body charges for itself
                 node.body.insert(0, _spend(node, steps, characters))
                 steps = characters = 1
             node.iter = _filtered(node.iter, ROUNDS, steps, characters)
@@ -63,13 +63,13 @@ def _is_quick(left: nodes.Expr, operand: nodes.Operand) -> bool:
 
 
 _APART = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
-"""Nodes whose bodies charge themselves."""
+"""Nodes whose bodies charge for themselves."""
 
 
 def _weight(parts: Iterable[nodes.Node]) -> tuple[int, int]:
-    """(nodes, characters of plain text) in statements and expressions, without bodies that charge themselves."""
+    """(nodes, characters of plain text) in statements and expressions, without bodies that charge for themselves."""
     own = list(_own(parts))
-    # The 1 is for empty bodies, because even an empty round takes time.
+    # Plus 1, because even a round with an empty body takes time.
     return 1 + len(own), sum(len(node.data) for node in own if isinstance(node, nodes.TemplateData))
 
 
