@@ -18,13 +18,13 @@ class BackendInputs:
 
     model: str | Path
     """Initial weights: a folder in Hugging Face format, or a hub id. If `adapter_rank` is set, it may be the folder of
-    an adapter, which names its base model."""
+    an adapter, whose configuration names the base model."""
     context_length: int
     """Maximum number of tokens in prompt and completion together."""
     policy_version: int = 0
     """Policy version of the initial weights."""
     num_threads: int | None = None
-    """Number of threads for a backend that computes on this machine; None for one per core."""
+    """Number of threads for a backend that computes on this machine; None for one thread per core."""
     cores: CoreShare | None = None
     """Reports how many threads a backend on this machine may use now; None if it may always use `num_threads`."""
     on_weight_update: OnWeightUpdate = "recompute"
@@ -37,7 +37,8 @@ class BackendInputs:
     adapter_rank: int | None = None
     """Rank of the low-rank adapters in weight updates; None if updates have full weights."""
     sender: WeightSender | None = None
-    """The trainer, if it sends weights to the backend's servers; None if the servers read the published folders."""
+    """The trainer, if it sends weights to the backend's servers itself; None if the servers read the published
+    folders."""
     logs: Path | None = None
     """Folder for the output of the backend's processes; None to discard the output."""
 
@@ -69,12 +70,12 @@ SERVERS: Mapping[str, str] = {
     "torch": "verbatim.inference.embedded.backend:found_servers",
     "vllm": "verbatim.inference.vllm.servers:vllm_servers",
 }
-"""By backend name: `servers(inputs, settings) -> Servers`, for backends that can use servers that are already
-running."""
+"""By backend name: a function `servers(inputs, settings) -> Servers`, for backends that can use servers that are
+already running."""
 STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:StandingVllm"}
-"""By backend name: `standing(inputs, settings, listening)`, which makes standalone servers for runs on other hosts, for
-backends that compute in processes of their own. The result has `urls`, `named`, `start()`, `keep_running()` and
-`close()`."""
+"""By backend name: a function `standing(inputs, settings, listening)` that makes standalone servers for runs on other
+hosts. Only backends that compute in processes of their own have one. The result has `urls`, `named`, `start()`,
+`keep_running()` and `close()`."""
 INSTALLERS: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.install:install_vllm"}
-"""By backend name: `install(folder, build, say)`, for backends with a Python environment of their own. Returns the path
-of its interpreter."""
+"""By backend name: a function `install(folder, build, say)`, for backends with a Python environment of their own. It
+returns the path of that environment's interpreter."""

@@ -41,7 +41,7 @@ async def settle(futures: Collection[asyncio.Future[Any]]) -> None:
     """Wait until all futures are done, even if the caller is cancelled meanwhile. The cancellation is re-raised at the
     end.
 
-    For results that arrive soon and must not be lost, such as the token count of a cancelled request.
+    This is for results that arrive soon and must not be lost, such as the token count of a cancelled request.
     """
     cancelled: asyncio.CancelledError | None = None
     while left := [future for future in futures if not future.done()]:

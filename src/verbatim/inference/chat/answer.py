@@ -34,7 +34,7 @@ class ChatAnswer:
     content: str
     """The text; "" if there is none."""
     reasoning: str | None
-    """The thinking; None if there is none, or if the server returns it as part of the text."""
+    """The thinking; None if there is no thinking, or if the server returns it as part of the text."""
     tool_calls: tuple[ToolCall, ...]
     """All attempted calls, malformed ones included. `raw` has the arguments as received; `id` is "" if the server sent
     none."""
@@ -47,7 +47,7 @@ class ChatAnswer:
     completion_ids: Sequence[int] | None
     """Sampled ids; None if the server does not return them."""
     logprobs: Sequence[float] | None
-    """Logprobs of `completion_ids`; None if the server does not return them or if any of them is unknown."""
+    """Logprobs of `completion_ids`; None if the server does not return them or if the logprob of any id is unknown."""
     policy_versions: Sequence[int] | None = None
     """Policy versions of `completion_ids`; None if the server does not report them (only our own servers do)."""
 

@@ -12,8 +12,8 @@ UNREADABLE = "unreadable_arguments"
 """Key that holds the sampled text of a call that cannot be parsed. It is needed because the input of a block has to be
 an object."""
 SIGNATURE = "verbatim"
-"""Placeholder for the signature that the protocol requires in thinking blocks. It is not checked when clients send a
-block back."""
+"""Placeholder for the signature that the protocol requires in thinking blocks. It is not checked when a client sends a
+thinking block back."""
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "stop_string": "stop_sequence"}
 _KINDS = {
     401: "authentication_error",
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def content_blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """The content blocks of a message: thinking, text and tool calls, each only if present."""
+    """The content blocks of a message: thinking, text and tool calls, if the reply has them."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning_content:
         blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": SIGNATURE})

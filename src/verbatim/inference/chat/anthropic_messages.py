@@ -184,7 +184,7 @@ def _user_messages(blocks: Sequence[dict[str, Any]], role: str, where: str, orde
             found[-1]["content"] += text
         else:
             found.append({"role": role, "content": text})
-    if not found:  # no blocks: an empty message is a message of its own in the prompt
+    if not found:  # a message without blocks becomes an empty message in the prompt
         order.said(role, where)
     return found or [{"role": role, "content": ""}]
 

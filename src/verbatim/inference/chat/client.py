@@ -48,8 +48,8 @@ class OpenAI:
     """Maximum number of further attempts after the first fails."""
     processed_logprobs: bool = False
     """True if the server returns logprobs of the distribution that it samples from (vLLM started with `--logprobs-mode
-    processed_logprobs`). Otherwise they are taken to be logprobs of the model's own distribution, and are recorded only
-    for requests that sample from it: temperature 1, no truncation."""
+    processed_logprobs`). Otherwise the logprobs are assumed to be those of the model's own distribution, and are
+    recorded only for requests that sample from that distribution (temperature 1, no truncation)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
@@ -58,7 +58,7 @@ class OpenAI:
         check_limits(self.request_timeout, self.max_retries)
 
     def check_key(self) -> None:
-        """Check before the first request that there is a key.
+        """Check before the first request that an API key is set.
 
         Raises:
             UsageError: the variable named by `api_key_env` is empty, or for OpenAI's own server OPENAI_API_KEY is
@@ -73,7 +73,7 @@ class OpenAI:
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[ChatConnection]:
-        """Open a connection for the running event loop; it is closed at the end of the block.
+        """Open a connection for the running event loop, and close it at the end of the block.
 
         Raises:
             UsageError: the extra `api` is not installed, the variable named by `api_key_env` is empty, or the proxy set
@@ -86,7 +86,7 @@ class OpenAI:
             await connection.close()
 
     def open(self) -> ChatConnection:
-        """Open a connection that the caller closes. It connects on demand and works in several event loops.
+        """Open a connection, which the caller has to close. It connects on demand and works in several event loops.
 
         Raises:
             UsageError: see `connect`.
@@ -147,7 +147,7 @@ class ChatConnection:
             raise AttemptFailed("bad_answer", str(error)) from None
 
     def _hint(self, status: int) -> str:
-        """A hint at the most common cause of a status, since some servers return nothing more than the status."""
+        """A hint at the most common cause of a status, because some servers return nothing but the status."""
         if status == 401 and not self._has_key:
             variable = key_variable(self.api.base_url, self.api.api_key_env)
             if variable is not None:

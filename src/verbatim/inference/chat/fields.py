@@ -17,7 +17,7 @@ from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 MOST_MESSAGES = 20_000
 """Maximum number of messages, items or content parts in one list."""
 MOST_TOOLS = 1024
-_LONGEST_NAME = 1024  # of a session, in characters
+_LONGEST_NAME = 1024  # maximum length of a session's name, in characters
 _LARGEST_FLOAT = 1.7e308  # below the largest double, so that any integer up to it converts without an OverflowError
 _NONE_PASS = Options()
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
@@ -48,7 +48,8 @@ class Fields:
     without_effect: Collection[str] = ()
     """Fields that change neither prompt nor sampling; any value is accepted."""
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields that are accepted only with the listed values, which have no effect; an empty list accepts only null."""
+    """Fields that are accepted only with the listed values, because these have no effect; with an empty list, only null
+    is accepted."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps this protocol's name of a field to its name in `UNENFORCEABLE`."""
 
@@ -105,7 +106,7 @@ def check_values(body: Mapping[str, Any]) -> None:
 
 
 def _deep_path(value: object, levels: int) -> list[str]:
-    """The keys and indices along the first path that is `levels` deep; empty if there is none."""
+    """The keys and indices along the first path that is `levels` deep; empty if no path is that deep."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         part = f"[{key}]" if isinstance(key, int) else f".{key[:40]}"
@@ -196,7 +197,7 @@ def read_sampling(
     try:
         SamplingParams(**{name: value for name, value in values.items() if value is not None})
     except ValueError as error:
-        text = str(error).removeprefix("sampling: ")  # starts with the field's name
+        text = str(error).removeprefix("sampling: ")  # the message starts with the field's name
         raise BadField(text.partition(" ")[0], text) from None
     stops = read_list(given, "stop_token_ids", most=most_stop_ids)
     if not all(type(i) is int and 0 <= i < 2**31 for i in stops):
@@ -259,7 +260,7 @@ def check_tool_choice(
 
 
 def read_tool_choice(value: object, name_of: Callable[[Mapping[str, Any]], str | None]) -> tuple[ToolChoice, str]:
-    """Read the `tool_choice` of OpenAI's protocols. Returns the choice, and the tool's name or "".
+    """Read the `tool_choice` of OpenAI's protocols. Returns (the choice, the tool's name or "").
 
     Args:
         value: A keyword, or an object that names a tool.

@@ -19,7 +19,7 @@ _PAUSE = 0.02
 """Minimum seconds between two parses of a growing reply, so that many streams do not saturate the CPU."""
 
 ReadPartial = Callable[[Int32, Int32], Awaitable[tuple[str, str]]]
-"""(ids, prompt ids) -> (reasoning, content); the final reply is certain to begin with these texts."""
+"""(ids, prompt ids) -> (reasoning, content). The final reply is certain to begin with this reasoning and content."""
 
 
 class LiveAnswer:
@@ -49,14 +49,14 @@ class LiveAnswer:
         """Wake up all waiting streams. Called for new ids and at the end."""
         self._num_news += 1
         self._news.set()
-        self._news = asyncio.Event()  # a new event, so that later waits see only later news
+        self._news = asyncio.Event()  # a new event, so that later waits react only to later news
 
     def _add(self, number: int, ids: list[int]) -> None:
         self.ids[number] += ids
         self.wake()
 
     async def _has_news(self, seen: int) -> bool:
-        """Wait until there is more news than `seen`. Returns False if there is none within `QUIET_SECONDS`."""
+        """Wait until there is more news than `seen`. Returns False if no news arrives within `QUIET_SECONDS`."""
         if self._num_news > seen:
             return True
         with contextlib.suppress(TimeoutError):

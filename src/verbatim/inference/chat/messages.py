@@ -16,7 +16,7 @@ _NOT_IN_PROMPTS = ("strict", "cache_control", "defer_loading")
 
 
 def joined_text(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
-    """Content as one string: the texts of its parts, joined without a separator.
+    """A message's content as one string: the text of all parts, joined without a separator.
 
     >>> joined_text([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}], "messages[0].content")
     'hi'
@@ -43,8 +43,8 @@ def _text_of(part: object, where: str, kinds: Collection[str]) -> str:
 
 
 def call_of(name: object, arguments: object, call_id: object, where: str) -> MessageToolCall:
-    """A function call from the conversation so far. Arguments that can be parsed as JSON become an object; others stay
-    as they are."""
+    """A function call from the conversation so far. Arguments that can be parsed as JSON become an object; other
+    arguments stay as they are."""
     given: Any = arguments
     if isinstance(arguments, str):
         read, _ = read_arguments(arguments)
@@ -116,7 +116,8 @@ class Order:
         self.spoke_at, self._has_called = "", calls
 
     def said(self, role: str, where: str) -> None:
-        """Note a user or system message. Empty ones count too, because they are rendered into the prompt as well."""
+        """Note a user or system message. Empty messages count too, because they are rendered into the prompt as
+        well."""
         if self._has_called and not self.spoke_at:
             self.spoke_at = f"a {role} message ({where})"
 

@@ -153,7 +153,7 @@ def _read_message(value: object, where: str) -> Message:
     if role == "assistant":
         given = [value[name] for name in ("reasoning_content", "reasoning") if value.get(name) is not None]
         if given:
-            reasoning = next(filter(None, given), given[0])  # some servers send both, one of them empty
+            reasoning = next(filter(None, given), given[0])  # some clients send both fields, one of them empty
             message["reasoning_content"] = text_of(reasoning, f"{where}.reasoning_content")
         calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
         if calls:

@@ -26,7 +26,7 @@ def ending(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
     """The final fields of a choice: the finish reason, and the ids and policy versions if requested."""
     found: dict[str, Any] = {"finish_reason": FINISH[reply.finish]}
     if reply.stop_string is not None:
-        found["stop_reason"] = reply.stop_string  # as in vLLM
+        found["stop_reason"] = reply.stop_string  # the same key and position as in vLLM
     if request.include_token_ids:
         found["token_ids"] = reply.ids.tolist()
     ours: dict[str, Any] = {} if reply.seed is None else {"seed": reply.seed}

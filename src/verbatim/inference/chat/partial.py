@@ -11,12 +11,12 @@ from verbatim.inference.chat.streaming import StreamedReply
 from verbatim.models.renderers.renderer import ReadsGrowingText, Renderer
 
 _STEP = 64
-"""A completion is parsed again once it has grown by 1/64 of its length. Each parse starts from the beginning, so that
-streaming costs about 64 times as much as parsing the complete text once, whatever its length."""
+"""A completion is parsed again once it has grown by 1/64 of its length. Because each parse starts from the beginning,
+streaming costs about 64 times as much as parsing the complete text once, regardless of the text's length."""
 
 
 def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> tuple[str, str]:
-    """(reasoning, content) that the final reply is certain to begin with, whatever is sampled next.
+    """The (reasoning, content) that the final reply is certain to begin with, regardless of what is sampled next.
 
     Both are empty if the renderer cannot tell, or if a stop string is complete, because then the final reply follows
     immediately.
@@ -29,7 +29,7 @@ def partial_texts(ids: Int32, request: ChatRequest, renderer: Renderer, prompt_i
     """
     if not isinstance(renderer, ReadsGrowingText) or find_stop(ids, request.stop, renderer.decode) is not None:
         return "", ""
-    # The end of the text may turn out to be the start of a stop string, which must not be sent.
+    # The end of the text may turn out to be the start of a stop string, and stop strings must not be sent.
     reasoning, content = renderer.stable_text(ids, prompt_ids)
     if content:
         return reasoning, content[: len(content) - held_back(content, request.stop)]
@@ -55,7 +55,8 @@ class Growing:
         return len(self.ids) - self.num_read > self.num_read // _STEP
 
     def gained(self, reasoning: str, content: str) -> ChatDelta | None:
-        """Record that these texts are streamed. Returns their new part, or None if nothing is new."""
+        """Record that this reasoning and content are streamed. Returns the new part of them, or None if nothing is
+        new."""
         self.num_read = len(self.ids)
         new = (reasoning[len(self.said.reasoning) :], content[len(self.said.content) :])
         delta = ChatDelta(index=self.index, reasoning=new[0], content=new[1])

@@ -21,7 +21,7 @@ Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSampling:
-    """The sampling parameters in a request. None if not given, so that the server's default applies."""
+    """The sampling parameters in a request. A parameter that is not given is None, and the server's default applies."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -40,7 +40,8 @@ class RequestedSampling:
 
         Args:
             defaults: Values of the parameters that the request leaves out. The default of `max_tokens` is `room`.
-            room: Number of tokens that still fit in the context after the prompt, at least 1; caps `max_tokens`.
+            room: Number of tokens that still fit in the context after the prompt, at least 1; `max_tokens` is limited
+                to it.
             end_ids: The model's own end ids.
 
         >>> RequestedSampling(temperature=0.5).params(SamplingParams(top_p=0.9), room=100, end_ids=[2])
@@ -87,7 +88,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Function schemas in OpenAI's format."""
     tool_forms: Mapping[str, ToolForm] = field(default_factory=dict)
-    """The tools that have another form in the protocol, by function name."""
+    """The tools whose form in the protocol is not a plain function, by function name."""
     tool_choice: ToolChoice = "auto"
     """"required" and "named" occur only if `Options.unenforced` accepts them."""
     tool_name: str = ""
@@ -121,20 +122,20 @@ class ChatReply:
 
     content: str
     reasoning_content: str | None = None
-    """The thinking; None if there is none."""
+    """The thinking; None if there is no thinking."""
     tool_calls: tuple[ToolCall, ...] = ()
     """All attempted calls, each with an id. A call that cannot be parsed keeps its text in `raw`."""
     stop_reason: StopReason = StopReason.STOP
     """"stop" or "length"."""
     stop_string: str | None = None
-    """The stop string that ended the reply; None if none did. Its tokens are part of `ids`, but its text is not part of
-    `content` or `reasoning_content`."""
+    """The stop string that ended the reply; None if it did not end with a stop string. Its tokens are part of `ids`,
+    but its text is not part of `content` or `reasoning_content`."""
     ids: Int32
     """Sampled ids: int32 [C]."""
     logprobs: Float32 | None = None
-    """Logprob of each id: float32 [C]; None if the engine reports none."""
+    """Logprob of each id: float32 [C]; None if the engine does not report logprobs."""
     policy_versions: Int32 | None = None
-    """Policy version of each id: int32 [C]; None if the engine reports none."""
+    """Policy version of each id: int32 [C]; None if the engine does not report versions."""
     token_texts: tuple[str, ...] = ()
     """Text of each id decoded alone; empty unless the request asks for logprobs."""
     prompt_ids: Int32 | None = None
@@ -179,7 +180,7 @@ def arguments_text(call: ToolCall) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDelta:
-    """The growth of a reply since the last delta. Thinking comes before content. Calls are only sent at the end."""
+    """What a reply has gained since the last delta. Thinking comes before content. Calls are only sent at the end."""
 
     index: int = 0
     """Index among the `n` replies."""
@@ -228,8 +229,9 @@ UNENFORCEABLE = frozenset(
         "name",
     }
 )
-"""Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
-has them. To honour any of them, the prompt or the sampling distribution would have to change."""
+"""The fields that `Options.unenforced` may name. Each has its name in OpenAI's chat completions or, if it does not
+exist there, in the protocol that has it. Honouring any of these fields would change the prompt or the sampling
+distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)

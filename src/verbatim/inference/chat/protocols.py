@@ -32,8 +32,8 @@ class ChatProtocols:
         }
 
     def of(self, route: str) -> ChatProtocol:
-        """The protocol whose error format a path uses: that of its route, or OpenAI's chat completions if there is
-        none."""
+        """The protocol whose error format a path uses: the protocol of its route, or OpenAI's chat completions if the
+        path has no route."""
         found = [own for own in self.by_route if route == own or route.startswith(f"{own}/")]
         return self.by_route[max(found, key=len, default="chat/completions")]
 

@@ -26,8 +26,8 @@ def read_reply(
 ) -> ChatReply:
     """Parse a completion into a reply.
 
-    If there is a stop string, the ids are cut after the token that completes it, and the text before it. Without
-    `parallel_tool_calls`, the ids are cut after the first call if others follow. With `tool_choice = "none"`,
+    If a stop string occurs, the ids are cut after the token that completes it, and the text is cut before it. Without
+    `parallel_tool_calls`, the ids are cut after the first call if other calls follow. With `tool_choice = "none"`,
     attempted calls become text.
 
     Args:
@@ -75,7 +75,7 @@ def read_reply(
 
 
 def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> ParsedResponse:
-    """Parse ids. `stop` is the stop string that the last token completes, if there is one."""
+    """Parse ids. `stop` is the stop string that the last token completes, or None."""
     parsed = renderer.parse_response(ids, prompt_ids, request.tools or None)
     if stop is not None:
         parsed = before_stop(parsed, stop, renderer.decode(ids))
@@ -86,7 +86,7 @@ def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer
 
 
 def before_stop(parsed: ParsedResponse, stop: str, text: str) -> ParsedResponse:
-    """Cut the parsed completion before the stop string. The string is in the last of its texts, because the
+    """Cut the parsed completion before the stop string. The stop string is in the last text of the parse, because the
     completion's last token completes it.
 
     Args:
@@ -118,10 +118,10 @@ def _cut_call(call: ToolCall, stop: str) -> ToolCall:
 def _first_call(
     ids: Int32, parsed: ParsedResponse, request: ChatRequest, renderer: Renderer, prompt_ids: Int32
 ) -> tuple[Int32, ParsedResponse]:
-    """The ids up to the end of the first call, and the parsed response.
+    """(the ids up to the end of the first call, their parse).
 
-    Some formats write all calls as one list, which cannot be cut. In that case all ids are kept, but only the first
-    call.
+    Some formats write all calls as one list, which cannot be cut. In that case all ids are kept, but only the first of
+    the calls.
     """
     first = parsed.tool_calls[0]
 
@@ -129,7 +129,7 @@ def _first_call(
         calls = parse(ids[:size], None, request, renderer, prompt_ids).tool_calls
         return bool(calls) and calls[0] == first
 
-    # Bisection works because every extension of a prefix with the complete call has the call too.
+    # Bisection works because if a prefix has the complete call, every longer prefix has it too.
     size = 1 + bisect_left(range(1, len(ids)), True, key=is_complete)
     cut = parse(ids[:size], None, request, renderer, prompt_ids)
     if cut.tool_calls == (first,):

@@ -87,8 +87,8 @@ def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
 
 
 def _wire_arguments(arguments: object) -> str:
-    """Arguments as the text of a JSON object. Arguments that are not an object are wrapped in one, so that nothing is
-    lost.
+    """Arguments as the text of a JSON object. Arguments that are not an object are wrapped in an object, so that
+    nothing is lost.
 
     >>> _wire_arguments('{"at": 5}'), _wire_arguments("[1, 2]"), _wire_arguments("")
     ('{"at": 5}', '{"unreadable_arguments": "[1, 2]"}', '{}')

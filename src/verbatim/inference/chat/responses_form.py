@@ -56,8 +56,8 @@ def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -
 
 
 def output_items(request: ChatRequest, stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
-    """The output items of a reply: thinking and text if present, then the tool calls. A reply without calls always has
-    a text item."""
+    """The output items of a reply: thinking and text if the reply has them, then the tool calls. A reply without calls
+    always has a text item."""
     status = "incomplete" if reply.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
     if reply.reasoning_content:
@@ -95,7 +95,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -> dict[str, Any]:
-    """A tool call, in the form in which the request declared the tool. Its result will refer to it by `call_id`.
+    """A tool call, in the form in which the request declared the tool. The call's result will refer to its `call_id`.
 
     If the arguments of a custom tool are not a single string, its call becomes a function call, so that the client
     receives everything that was sampled.

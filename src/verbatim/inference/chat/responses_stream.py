@@ -1,4 +1,5 @@
-"""Streams OpenAI's Responses: each item is added, grows, and is done. The last event has the complete response."""
+"""Streams OpenAI's Responses. For each item, events say that it is added, grows, and is done. The last event has the
+complete response."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ class ResponsesStream(BlockStream):
         return ends
 
     def _call(self, number: int, call: ToolCall) -> list[bytes]:
-        """All events of one call. They are sent at the end, because a call is only known once it is complete."""
+        """All events of one call. These are sent at the end, because a call is only known once it is complete."""
         self._index += 1
         item = call_item(self._request, self._stamp, number, call)
         place = {"item_id": item["id"], "output_index": self._index}

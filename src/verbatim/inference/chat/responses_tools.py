@@ -1,4 +1,5 @@
-"""Reads the tools of OpenAI's Responses: functions, custom tools that take a single string, and namespaces of both.
+"""Reads the tools of OpenAI's Responses: functions, custom tools that take a single string, and namespaces that contain
+both.
 
 Chat templates know only functions. A tool in a namespace therefore becomes a function with the namespace as its prefix,
 and a custom tool becomes a function with one string argument, `input`. Calls are translated back to the tool's own
@@ -94,7 +95,7 @@ class ReadTools:
             shown["name"] = joined_name(within, own)
             self.forms[shown["name"]] = ToolForm(name=own, namespace=within, is_custom=kind == "custom")
         about = read_text(namespace, "description") if namespace is not None else ""
-        # Templates have no place for a namespace's description, so it goes into that of the first tool.
+        # Templates have no place for a namespace's description, so it becomes part of the first tool's description.
         if about and not any(form.namespace == within for form in list(self.forms.values())[:-1]):
             shown["description"] = "\n\n".join(filter(None, (about, shown.get("description"))))
         self.tools.append(function_tool(shown, where))

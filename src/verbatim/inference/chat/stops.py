@@ -18,17 +18,18 @@ Decode = Callable[[Int32], str]
 """Decodes ids to text. A prefix of the ids must decode to a prefix of the text, except for U+FFFD at its end."""
 _BYTES_OF_A_CHARACTER = 4
 _MARGIN = 8
-"""Characters at the start of a decoded window that may be wrong, because a character was split before it."""
+"""Number of characters at the start of a decoded window that may be wrong, because the window may begin inside a
+character."""
 _FIRST_WINDOW = 16
-"""Number of ids whose text is usually longer than any stop string; doubled until it is."""
+"""Number of ids whose text is usually longer than any stop string; it is doubled until the text is long enough."""
 
 
 def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, str] | None:
     """Find the first stop string in the text of a completion.
 
     Returns:
-        The number of ids up to and including the one that completes the stop string, and the stop string. If that id
-        completes several, the one that begins first is returned. None if the text has no stop string.
+        (the number of ids up to and including the id that completes a stop string, the stop string), or None if the
+        text has no stop string. If that id completes several stop strings, the one that begins first is returned.
 
     Example: the ids of "ab", "c;", "d" with the stops [";", "d"] give (2, ";").
     """
@@ -38,7 +39,7 @@ def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, st
     def has_stop(size: int) -> bool:
         return _first(decode(ids[:size]), stops) is not None
 
-    # Every extension of a prefix with a stop string has one too, so bisection finds the shortest such prefix.
+    # If a prefix has a stop string, every longer prefix has one too, so bisection finds the shortest such prefix.
     size = 1 + bisect_left(range(1, len(ids)), True, key=has_stop)
     found = _first(decode(ids[:size]), stops)
     assert found is not None
@@ -62,7 +63,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class StopWatch:
-    """A `Watch` that ends a completion at the first stop string. It decodes only the last tokens, so that its cost per
+    """A `Watch` that ends a completion at the first stop string. It decodes only the last tokens, so that the cost per
     token does not grow with the completion.
 
     Args:
@@ -83,7 +84,8 @@ class StopWatch:
         return _first(self._decode(np.array([*before, *ids], dtype=np.int32)), self._stops) is not None
 
     def _num_before(self) -> int:
-        """Number of ids to decode before the new ones, so that a stop string that began in them is found."""
+        """Number of earlier ids to decode together with the new ids, so that a stop string that began in them is
+        found."""
         size = _FIRST_WINDOW
         while size < len(self._ids):
             if len(self._decode(np.array(self._ids[-size:], dtype=np.int32))) >= self._reach:
@@ -98,7 +100,7 @@ def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) 
     Args:
         stops: The stop strings; may be empty.
         decode: Decodes ids.
-        other: Another callback for all tokens; it too ends the completion if it returns True.
+        other: A further callback for all tokens. The completion also ends if this callback returns True.
     """
     if not stops:
         return other

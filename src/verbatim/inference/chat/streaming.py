@@ -69,7 +69,7 @@ class BlockStream(ABC):
     def __init__(self) -> None:
         self._said = StreamedReply()
         self._open = ""
-        """Kind of the open block: "thinking", "text" or a kind of the subclass; "" if none is open."""
+        """Kind of the open block: "thinking", "text" or a kind of the subclass; "" if no block is open."""
 
     def delta(self, delta: ChatDelta) -> bytes:
         """The events for a delta: thinking, then text."""

@@ -1,3 +1,3 @@
-"""The embedded engine: samples in this process on a thread of its own, with batched decoding over a KV cache. Computes
-with the compiled kernel if it fits, otherwise in PyTorch. Start with `decoder.py`, `forward.py` (chooses between the
-two) and `sampling.py`."""
+"""The embedded engine. It samples in this process on a thread of its own, with batched decoding over a KV cache. It
+computes with the compiled kernel if the kernel supports model and machine, otherwise in PyTorch. Start with
+`decoder.py`, `forward.py` (chooses between the two) and `sampling.py`."""

@@ -1,4 +1,4 @@
-"""The inference backend of [inference.torch]: starts the embedded engine, or connects to running servers of it.
+"""The inference backend of [inference.torch]: starts the embedded engine, or connects to running servers that use it.
 
 Importing this module does not import torch.
 """
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
-    """The embedded sampler with the weights in `inputs.model`, or a pool of the servers in `urls`, after checking each.
+    """The embedded sampler with the weights in `inputs.model`, or a pool of the servers in `urls`, each of which is
+    checked.
 
     Raises:
-        UsageError: the run cannot sample from a server; says what to type.
+        UsageError: the run cannot sample from a server; the message says what to type.
         SamplerFault: a server does not answer.
     """
     if settings.urls:
@@ -35,7 +36,8 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
         context_length=inputs.context_length,
         policy_version=inputs.policy_version,
         num_threads=settings.num_threads or inputs.num_threads,
-        # With a fixed number of threads there is nothing to share; and deterministic results may depend on the number.
+        # With a fixed number of threads there is nothing to share, and deterministic results may depend on the number
+        # of threads.
         cores=inputs.cores if settings.num_threads is None and not settings.deterministic else None,
         on_weight_update=inputs.on_weight_update,
         return_routed_experts=inputs.return_routed_experts,

@@ -21,8 +21,8 @@ from verbatim.inference.sampler import SampleRequest
 from verbatim.models.head import CausalLM
 
 _PARKING_BUDGET = 1 << 30
-"""Maximum bytes of keys and values of parked prefixes, which belong to sequences that wait for their next turn. Each
-prefix is counted at full context length."""
+"""Maximum bytes of keys and values in parked prefixes, that is, prefixes of sequences that wait for their next turn.
+Each prefix is counted as if it filled the context."""
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class DecoderCounts:
     """Counts of a decoder since its start."""
 
     forward_passes: int = 0
-    """Forward passes of the model."""
+    """Number of forward passes of the model."""
     sampled_tokens: int = 0
     """Sampled tokens."""
     prefill_tokens: int = 0
@@ -42,17 +42,17 @@ class DecoderCounts:
 
 
 class Decoder:
-    """The model, its KV cache and its slots. Uses no threads and no clocks.
+    """The model, its KV cache and its slots. It does not use threads or clocks.
 
-    Usage: `add` a request, call `step` until its slot is among the ended ones, read the slot's row of `table`,
-    `release` the slot.
+    Usage: `add` a request, call `step` until the request's slot is among the ended slots, read the slot's row of
+        `table`, and `release` the slot.
 
     Args:
         model: The model; its weights may be replaced between two steps, before `set_version`.
         settings: Batch size, prompt tokens per pass, and whether sampling is deterministic.
         context_length: Maximum tokens of one sequence.
         version: Policy version of the weights.
-        keep_cache: Keep caches when the weights change (`on_weight_update = "keep"`).
+        keep_cache: Keep the cached keys and values when the weights change (`on_weight_update = "keep"`).
         record_experts: Record the experts that compute each token.
         warns: Log a warning if the compiled kernel cannot be used.
     """
@@ -98,7 +98,7 @@ class Decoder:
 
     @torch.inference_mode()
     def add(self, request: SampleRequest) -> int | None:
-        """Give a request a slot, with the longest cached prefix; returns None if the request has to wait.
+        """Give a request a slot that starts with its longest cached prefix. Returns None if the request has to wait.
 
         If this raises, the request has no slot, and all other sequences are unchanged.
         """
@@ -110,7 +110,7 @@ class Decoder:
         try:
             self._start(request, place)
         except BaseException:
-            self.drop(place.slot)  # its cache may hold half of another sequence's keys and values
+            self.drop(place.slot)  # the slot's cache may hold a part of another sequence's keys and values
             raise
         return place.slot
 
@@ -143,7 +143,7 @@ class Decoder:
         return not self.table.active[: self.table.num_batch].all()
 
     def release(self, slot: int) -> None:
-        """Free the slot of a sequence that ended or was cancelled; its cached prefix can still be reused."""
+        """Free the slot of a sequence that ended or was cancelled. The slot's cached prefix can still be reused."""
         self.table.release(slot)
 
     @torch.inference_mode()
@@ -160,7 +160,8 @@ class Decoder:
 
     @property
     def largest(self) -> int | None:
-        """The slot of the longest sequence in flight (the newest of equally long ones), or None if there is none."""
+        """The slot of the longest sequence in flight (the newest if several are equally long); None if none is in
+        flight."""
         table = self.table
         active = np.flatnonzero(table.active[: table.num_batch])
         if not len(active):
@@ -178,7 +179,7 @@ class Decoder:
             self.cache.truncate(slot, 0)
         try:
             self.cache.shrink(int(table.length[table.active].max(initial=0)))
-        except (MemoryError, RuntimeError) as error:  # shrinking needs a copy, and there is no memory for it either
+        except (MemoryError, RuntimeError) as error:  # shrinking needs a copy, for which there is no memory either
             if not is_out_of_memory(error):
                 raise
             table.rebuild_all(self._num_loads)
@@ -193,7 +194,7 @@ class Decoder:
     def set_version(self, version: int) -> None:
         """Set the policy version after the weights were replaced; tokens sampled from now on carry it."""
         self.version = version
-        self._num_loads += 1  # tells loads apart even if a version is loaded twice
+        self._num_loads += 1  # distinguishes loads even if a version is loaded twice
         self.forward.refresh()
         if not self._keep_cache:
             self.table.rebuild_all(self._num_loads)
@@ -203,15 +204,15 @@ class Decoder:
             self._share_rebuild()
 
     def _share_rebuild(self) -> None:
-        """Have sequences in flight recomputed, common prefixes once. If experts are recorded, each sequence is
-        recomputed separately: its record must name the experts that computed its own tokens."""
+        """Have the sequences in flight recomputed, with common prefixes only once. If experts are recorded, each
+        sequence is recomputed separately, because its record must name the experts that computed its own tokens."""
         if self._record is None:
             self._rebuild.begin()
         else:
             self.table.old_records = self.table.rebuild_until.copy()
 
     def _copy_rebuilt(self, source: int, slot: int, num_tokens: int) -> None:
-        """Let a sequence continue after tokens that another one computed."""
+        """Let a sequence continue after tokens that another sequence has computed."""
         table = self.table
         self.cache.copy_prefix(source, slot, num_tokens)
         table.computed[slot] = num_tokens
@@ -220,7 +221,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prompt_logprobs(self, ids: Rows, temperature: float) -> Float32:
-        """Logprob of each token given those before it, without the KV cache, by the code that computes the passes:
+        """Logprob of each token given the tokens before it, without the KV cache, by the code that computes the passes:
         float32 [L]; the first is NaN.
 
         Args:
@@ -243,14 +244,14 @@ class Decoder:
         table.move(slot, place)
 
     def _unpark(self, place: int) -> None:
-        """Drop the prefix that is parked in a place, if there is one."""
+        """Drop the prefix that is parked in a place, if any."""
         if place in self._parked:
             self.cache.release(self._parked.pop(place))
         self.table.forget(place)
 
     def routed_experts(self, slot: int, start: int) -> Experts | None:
-        """The experts of a sequence that has sampled tokens, from position `start` to the last token but one (the last
-        is not computed yet): [N, D, K]; None if experts are not recorded."""
+        """The experts of a sequence that has sampled tokens, from position `start` to the second to last token (the
+        last token is not computed yet): [N, D, K]; None if experts are not recorded."""
         if self._record is None:
             return None
         return self._record.read(slot, start, int(self.table.length[slot]) - 1)
@@ -259,12 +260,12 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> tuple[Slots, Slots]:
-        """Run one forward pass: each decoding sequence gets a token, prompts advance as far as the pass allows.
+        """Run one forward pass. Each decoding sequence gets a token, and prompts advance as far as the pass allows.
 
         If this raises, every sequence is unchanged, and the next pass samples the same tokens.
 
         Returns:
-            The slots whose sequences ended, and the slots whose logits are not finite.
+            (slots whose sequences ended, slots whose logits are not finite).
         """
         self._rebuild.go_on()
         before, counts = self.table.snapshot(), replace(self.counts)
@@ -280,7 +281,7 @@ class Decoder:
         active = self._rebuild.ready(np.flatnonzero(table.active[: table.num_batch]))
         if not len(active):
             return active, active
-        # Uncached tokens of each sequence: 1 for decoding, more for prompts and after a weight update.
+        # Number of uncached tokens of each sequence: 1 for decoding, more for prompts and after a weight update.
         ahead = table.length[active] - table.computed[active]
         self.cache.reserve(int(table.length[active].max()))
         slots, counts = (active, ahead) if ahead.max() == 1 else self._share_out(active, ahead)
@@ -294,7 +295,8 @@ class Decoder:
         return self._sample(hidden, layout, slots, counts)
 
     def _share_out(self, active: Slots, ahead: Rows) -> tuple[Slots, Rows]:
-        """Choose the slots of the pass and their numbers of tokens: all decoding slots, then prompts by arrival."""
+        """Choose the pass's slots and how many tokens each gets: all decoding slots, then prompts in order of
+        arrival."""
         decode, prefill = active[ahead == 1], active[ahead > 1]
         needed = ahead[ahead > 1]
         room = self._prefill_chunk

@@ -35,24 +35,24 @@ from verbatim.models.native.cores import CoreShare
 from verbatim.models.positions import refuse_moving_positions
 
 _LOOK_EVERY = 1.0
-"""Seconds between two checks that the engine's thread is alive, while a call waits."""
+"""While a call waits: seconds between two checks that the engine's thread is alive."""
 
 
 class TorchSampler:
     """A `Sampler` that owns a copy of the model, and decodes many sequences together on a thread of its own.
 
-    Continuous batching: requests join as slots free up. A finished sequence's keys and values stay in its slot until
-    the slot is needed, and are then parked outside the batch, so that the next turn computes only its new tokens.
+    It batches continuously: requests join as slots free up. A finished sequence's keys and values stay in its slot
+    until the slot is needed, and are then parked outside the batch, so that the next turn computes only its new tokens.
 
     Args:
         model_path: A folder in Hugging Face format, a hub id, or an adapter's folder in the format of `peft`.
         config: The table [inference.torch]: batch size, precision, determinism.
         context_length: Maximum tokens of prompt plus completion.
         policy_version: Policy version of the weights in `model_path`.
-        num_threads: Number of threads for the engine's matrix products only; None: torch's setting.
-        cores: Decides before each step how many threads the engine may use; None: always `num_threads`.
+        num_threads: Number of threads for the engine's matrix products only; None means torch's setting.
+        cores: Decides before each step how many threads the engine may use; None means always `num_threads`.
         on_weight_update: What happens to the KV cache of sequences in flight when new weights arrive.
-        return_routed_experts: Return the experts of a mixture that computed each token.
+        return_routed_experts: Return the experts (of a mixture-of-experts model) that computed each token.
 
     Raises:
         ModelError: the model does not exist, cannot be cached exactly, or has weights that are not finite.
@@ -86,9 +86,10 @@ class TorchSampler:
             )
         self.context_length = context_length
         """Maximum tokens of prompt plus completion."""
-        # Ids need an output and an embedding; either matrix may be padded beyond the other.
+        # Each id needs a row in the output head and in the embedding. Either matrix may be padded, and thus larger than
+        # the other.
         self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
-        """Size of the vocabulary; ids are below it."""
+        """Size of the vocabulary. All ids are below it."""
         self.how: Mapping[str, str] = {
             "dtype": config.precision,
             "on_weight_update": on_weight_update,
@@ -120,7 +121,7 @@ class TorchSampler:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is dead and answers no more requests; None while it is alive."""
+        """Why the engine is dead and does not answer requests any more; None while it is alive."""
         return self._engine.failure
 
     async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
@@ -129,13 +130,14 @@ class TorchSampler:
         Args:
             request: The request.
             watch: Called with new tokens on the engine's thread after each step; it may end the completion with the
-                last of these tokens, and nothing is sampled after it.
+                last of these tokens, and nothing is sampled after that token.
 
         Raises:
             RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
             SamplerFault: the engine failed or is closed, memory ran out, the model's logits are not finite, or `watch`
                 failed.
-            asyncio.CancelledError: the call was cancelled; carries the number of sampled tokens (`num_tokens_drawn`).
+            asyncio.CancelledError: the call was cancelled; the error carries the number of sampled tokens
+                (`num_tokens_drawn`).
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         job = GenerateJob(
@@ -157,14 +159,14 @@ class TorchSampler:
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Load a Hugging Face folder, or an adapter's folder, which is merged into the initial base weights. The folder
-        is read while decoding continues, and installed between two steps; no request is lost.
+        is read while decoding continues, and its weights are installed between two steps; no request is lost.
 
         Raises:
             ModelError: the folder cannot be read, does not fit, or holds a weight that is not finite; the engine keeps
                 its weights and version.
             UsageError: the version is invalid.
-            SamplerFault: the engine is dead or closed; or memory ran out while reading, and the engine continues
-                unchanged.
+            SamplerFault: the engine is dead or closed, or memory ran out while the folder was read. In the latter case,
+                the engine continues unchanged.
         """
         check_version(version)
         is_whole = not is_adapter(path)
@@ -186,15 +188,15 @@ class TorchSampler:
                 return read_weights(self._model.model, folder)
             except VerbatimError:
                 raise
-            except Exception as error:  # several libraries read the folder, and may raise anything
+            except Exception as error:  # several libraries read the folder, and they may raise anything
                 message = f"{cut(repr(str(folder)), 200)} cannot be loaded as weights: {failure_text(error, 200)}"
                 if is_out_of_memory(error):
                     raise SamplerFault(message) from error
                 raise ModelError(message) from error
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, without the KV cache, by the code that computes the engine's
-        passes: float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it, without the KV cache, by the code that computes the
+        engine's passes: float32 [L]; the first is NaN.
 
         Raises:
             RecordError: there are no ids or too many, an id is outside the vocabulary, or the temperature is not above
@@ -218,7 +220,7 @@ class TorchSampler:
         await asyncio.to_thread(self._engine.thread.join)
 
     def stats(self) -> EngineStats:
-        """Counts since the start. Thread-safe."""
+        """The engine's counts since its start. Thread-safe."""
         return self._engine.stats()
 
     def load(self) -> ReplicaLoad:

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 THREAD_ENDED = "the sampler's thread has ended; standard error shows why"
 _MOST_DEFERRED = 16
-"""Maximum number of requests that wait for another request's prefix while later ones are tried in the same step."""
+"""Maximum number of requests that wait for another request's prefix while later requests are tried in the same step."""
 _STEPS_PER_QUESTION = 3.0
-"""While sequences are in flight, decoding gets this many seconds for each second spent on prompt logprobs."""
+"""While sequences are in flight, decoding gets this many seconds for each second that is spent on prompt logprobs."""
 
 
 @dataclass(kw_only=True)
@@ -44,13 +44,13 @@ class EngineStats(DecoderCounts):
     """Counts of an engine since its start."""
 
     completions: int
-    """Requests that ended at a stop token or a limit."""
+    """Number of requests that ended at a stop token or a limit."""
     busy_seconds: float
     """Seconds with at least one sequence in flight."""
     num_running: int
-    """Sequences in flight now."""
+    """Number of sequences in flight now."""
     num_waiting: int
-    """Requests and commands waiting now."""
+    """Number of requests and commands that are waiting now."""
 
 
 class EngineThread:
@@ -58,8 +58,8 @@ class EngineThread:
 
     Args:
         decoder: The model and its cache; used only by this thread.
-        num_threads: Number of threads for the decoder's matrix products; None: torch's setting.
-        cores: Decides before each step how many threads the decoder may use; None: always `num_threads`.
+        num_threads: Number of threads for the decoder's matrix products; None means torch's setting.
+        cores: Decides before each step how many threads the decoder may use; None means always `num_threads`.
     """
 
     def __init__(self, decoder: Decoder, num_threads: int | None, cores: CoreShare | None = None) -> None:
@@ -98,7 +98,7 @@ class EngineThread:
             self._wake.notify()
 
     def cancel(self, job: GenerateJob) -> None:
-        """End a job after the current step; the reply has the tokens sampled so far."""
+        """End a job after the current step. The reply to it has the tokens sampled so far."""
         with self._wake:
             self._inbox.append(Cancel(job))
             self._wake.notify()
@@ -167,7 +167,7 @@ class EngineThread:
                 return False
             arrived = len(self._inbox)  # messages that arrive from now on wait for the next step
         for _ in range(arrived):
-            self._take(self._inbox[0])  # removed only after it is taken, so that a failure still replies to it
+            self._take(self._inbox[0])  # removed only after it is taken, so that it still gets a reply after a failure
             self._inbox.popleft()
         if self._commands and (self._owed <= 0 or self._commands[0].vital or not self._running):
             self._run(self._commands[0])
@@ -176,7 +176,8 @@ class EngineThread:
         return True
 
     def _share_cores(self, *, computes: bool) -> None:
-        """Tell the trainer whether this engine computes; if so, use as many threads as are free for the next step."""
+        """Tell the trainer whether this engine computes. If it does, use as many threads as are free for the next
+        step."""
         if self._cores is None:
             return
         self._cores.compute(computes)
@@ -225,7 +226,7 @@ class EngineThread:
             self._waiting.extendleft(reversed(deferred))  # back to the front, in order of arrival
 
     def _step(self) -> None:
-        if not self._running:  # nothing to compute, and no sequence to give up if memory runs out
+        if not self._running:  # there is nothing to compute, and no sequence that could be given up if memory runs out
             return
         no_room = None
         try:
@@ -234,7 +235,7 @@ class EngineThread:
             if not is_out_of_memory(error):
                 raise
             no_room = failure_text(error, 200)
-        if no_room is not None:  # not inside the handler: there the traceback still holds the pass's memory
+        if no_room is not None:  # not inside the handler, where the traceback still holds the pass's memory
             self._make_room(no_room)
             return
         for slot in ended.tolist():
@@ -277,7 +278,7 @@ class EngineThread:
         self._decoder.give_back_memory()
 
     def _drop(self, job: GenerateJob) -> None:
-        """Reply to a cancelled job with the tokens sampled so far, unless it was replied to already."""
+        """Reply to a cancelled job with the tokens sampled so far, unless it already has a reply."""
         if job.slot is not None and self._running.get(job.slot) is job:
             self._answer(job.slot, self._completion(job, job.slot, StopReason.CANCELLED))
         elif job in self._waiting:
@@ -290,7 +291,7 @@ class EngineThread:
 
     def _answer(self, slot: int, answer: Completion | SamplerFault) -> None:
         self._outbox.put(self._running[slot], answer)
-        del self._running[slot]  # only after its reply is queued, so that a failure still replies to it
+        del self._running[slot]  # only after its reply is queued, so that it still gets a reply after a failure
         self._decoder.release(slot)
 
     def _fail(self, slot: int) -> None:
@@ -306,7 +307,7 @@ class EngineThread:
         self._decoder.discard(slot)
 
     def _completion(self, job: GenerateJob, slot: int, reason: StopReason | None) -> Completion:
-        """A job's completion. Without a reason, the last token decides between STOP and LENGTH."""
+        """A job's completion. If `reason` is None, the last token decides between STOP and LENGTH."""
         table = self._decoder.table
         new = slice(int(table.prompt_length[slot]), int(table.length[slot]))
         if reason is None:

@@ -1,4 +1,4 @@
-"""Records which experts of a mixture computed each token of each slot, in parallel to the KV cache.
+"""Records, in parallel to the KV cache, which experts of a mixture computed each token of each slot.
 
 Legend: S slots, D decoder layers, K experts per token, T rows of a pass.
 """
@@ -19,7 +19,7 @@ from verbatim.models.head import CausalLM
 
 
 class ExpertRecord:
-    """The experts of every token in the KV cache of a slot. Records are copied and reused exactly like keys and values.
+    """The experts of every token in the KV cache. Records are copied and reused exactly like keys and values.
 
     Args:
         model: A model with its routers.
@@ -45,7 +45,7 @@ class ExpertRecord:
             )
         self._layers, self._num_layers = routers.layers, routers.num_layers
         self._num_each, self._device = 0, model.device
-        # A pass over one token finds K.
+        # A pass over one token shows the value of K.
         one = torch.zeros(1, dtype=torch.int64, device=model.device)
         model.hidden(one, one, WholeSequencePlan(), RouterPass(observe=self._count))
         shape = (num_slots, context_length, self._num_layers, self._num_each)
@@ -67,12 +67,13 @@ class ExpertRecord:
         return weights_TK
 
     def keep(self, layout: PassLayout, known_until: NDArray[np.int64]) -> None:
-        """Store the experts of the pass. Tokens that are recomputed after a weight update keep their old record: the
-        experts that computed them when the next token was sampled.
+        """Store the experts of the pass. Tokens that are recomputed after a weight update keep their old record, which
+        has the experts that computed them when the next token was sampled.
 
         Args:
             layout: The place of each token of the pass.
-            known_until: For each token, the position before which its sequence is only recomputed: int64 [W].
+            known_until: For each token, the position from which on its sequence is computed for the first time: int64
+                [W].
         """
         found = self._pass_TDK.cpu().numpy()[layout.rows].astype(self._experts.dtype)
         new = layout.positions >= known_until

@@ -1,12 +1,13 @@
-"""Computes common decoder layers with plain tensor operations, for model classes that are known to compute the same.
+"""Computes common decoder layers with plain tensor operations, for model classes that are known to compute the same
+function.
 
 In a small model, Python code around the layers takes longer than the layers themselves. This module computes
 
     h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
     h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
 
-from the model's own parameters and position encoding, for the classes in `_KNOWN`. It is used only if the results
-differ from the model's own by rounding only (`disagreement`). Every other model runs its own `forward`.
+from the model's own parameters and position encoding, for the classes in `_KNOWN`. It is used only if its results
+differ from the model's own only by rounding (`disagreement`). Every other model runs its own `forward`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from verbatim.models.products import onednn_is_faster, onednn_product
 
 _KNOWN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 _ROW_MULTIPLE = 16
-"""Passes are padded to a multiple of this many rows: oneDNN prepares a kernel for each number of rows, which takes half
-a millisecond, and keeps only 1,024 of them."""
+"""Passes are padded to a multiple of this many rows, because oneDNN prepares a kernel for each number of rows, which
+takes half a millisecond, and keeps only 1,024 kernels."""
 _WORTH_A_CALL = 1 << 20
 """Number of multiplications from which oneDNN's product is faster than MKL's, despite its call overhead (10 us)."""
 
@@ -84,25 +85,26 @@ class FastBackbone:
     def hidden(
         self, input_ids_T: Tensor, position_ids_T: Tensor, plan: AttentionPlan, rows_N: Tensor | None = None
     ) -> Tensor:
-        """Last hidden states after the final norm: [T, W]; or those of the rows `rows_N` (int64 [N]): [N, W]."""
+        """The last hidden states, after the final norm: [T, W], or [N, W] for only the rows `rows_N` (int64 [N])."""
         num_rows = len(input_ids_T if rows_N is None else rows_N)
         h = F.embedding(self._padded(input_ids_T), self._embedding.weight)
         cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
         last = len(self.layers) - 1
-        # After the last layer only the rows in `rows_N` are needed, which saves its MLP for the other prompt tokens.
+        # After the last layer only the rows in `rows_N` are needed, so the last MLP is not computed for other prompt
+        # tokens.
         for index in range(last + 1):
             h = self._behind(index, h, cos, sin, plan, rows_N if index == last else None)
         return _normed(self._norm, h)[:num_rows]
 
     def layer(self, index: int, hidden_TW: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """The hidden states after one layer, given those before it: [T, W]."""
+        """The hidden states after one layer, computed from the hidden states before it: [T, W]."""
         cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
         return self._behind(index, self._padded(hidden_TW), cos, sin, plan, None)[: len(hidden_TW)]
 
     def _behind(
         self, index: int, h: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, rows_N: Tensor | None
     ) -> Tensor:
-        """The hidden states after a layer, with padding; after the last layer only those of the rows `rows_N`."""
+        """The hidden states after a layer, with padding; after the last layer, only those of the rows `rows_N`."""
         layer = self.layers[index]
         attended = self._attended(h, index, layer, cos, sin, plan)
         if rows_N is not None:
@@ -114,7 +116,8 @@ class FastBackbone:
         return self._product(layer.mlp.down_proj, gated).add_(h)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Pad with rows of zeros to a multiple of `_ROW_MULTIPLE`; a few rows are left as they are."""
+        """Pad with rows of zeros to a multiple of `_ROW_MULTIPLE`. If there are only a few rows, they are not
+        padded."""
         padding = -len(x) % _ROW_MULTIPLE
         if not self._uses_onednn or not padding or len(x) < _ROW_MULTIPLE:
             return x
@@ -153,7 +156,7 @@ def known_backbone(
 
 
 def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> str:
-    """How the results differ from those of the model in float32; "" if by rounding only."""
+    """How the results differ from those of the model in float32; "" if they differ only by rounding."""
     length, plan = min(agreement.TOKENS, context_length), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
     return agreement.disagreement(
@@ -172,7 +175,7 @@ def why_unknown(model: CausalLM) -> str | None:
         return f"{type(model.model).__name__} is not one of the architectures that it knows"
     if model.config.hidden_act != "silu":
         return f"the activation is {model.config.hidden_act}, not silu"
-    # Anything that changes what a module computes would be bypassed by computing from its parameters.
+    # Computing from a module's parameters bypasses anything else that changes what the module computes.
     for name, module in backbone.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"the module {name or 'of the model'} has hooks, or a forward of its own"

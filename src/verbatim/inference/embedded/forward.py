@@ -1,4 +1,5 @@
-"""Chooses what computes a model's passes: the compiled kernel if it fits the model and the machine, else PyTorch."""
+"""Chooses what computes a model's passes: the compiled kernel if it supports the model and the machine, else
+PyTorch."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def open_forward(
 ) -> Forward:
     """Create the object that computes a model's passes: with the compiled kernel if possible, otherwise in PyTorch.
 
-    If the kernel or the fast form of the layers knows the model but cannot be used, a warning says why, once per
-    process (if `warns`).
+    If the kernel or the fast form of the layers exists for the model's class but cannot be used, a warning says why,
+    once per process (only with `warns`).
 
     Raises:
         ModelError: `kernel = "compiled"`, but the kernel cannot be built or does not compute this model.
@@ -92,7 +93,7 @@ def why_no_kernel(model: CausalLM, settings: TorchSettings, *, context_length: i
 
 
 class _Missing(NamedTuple):
-    """Why the kernel is not used, and advice; the advice is "" if PyTorch is the expected choice."""
+    """Why the kernel is not used, and what to do about it ("" if PyTorch is the expected choice)."""
 
     reason: str
     advice: str

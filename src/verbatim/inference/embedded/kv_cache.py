@@ -1,7 +1,7 @@
-"""Stores keys and values of every sequence, and attends to them (`CachePlan`).
+"""Stores the keys and values of every sequence, and computes attention over them (`CachePlan`).
 
-Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots,
-C keys, B sequences of a group, Q queries per sequence, P keys that the sequences share.
+Legend: T rows of one flat forward pass, H query heads, K key/value heads, G = H / K, D head size, S slots, C keys, B
+    sequences of a group, Q queries per sequence, P keys that the group's sequences share.
 
 Slots are contiguous in memory, so that a batched matrix product reads any range of slots in place. A masked key has
 probability exp(-inf) = 0 exactly.
@@ -19,7 +19,7 @@ from torch import Tensor
 from verbatim.models.attention import AttentionCall
 
 BLOCK = 64
-"""Number of keys in a block of block-wise attention; caches hold a multiple of it."""
+"""Number of keys in a block of block-wise attention. The capacity of a cache is a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class KeyValueShape:
     num_kv_heads: int
     """K: key/value heads."""
     key_size: int
-    """D of keys and queries."""
+    """D (head size) of keys and queries."""
     value_size: int
-    """D of values."""
+    """D (head size) of values."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers."""
@@ -40,15 +40,15 @@ class KeyValueShape:
 
 
 class Prefix(NamedTuple):
-    """Keys and values of a sequence's prefix: [K, D, P] and [K, P, D] of one layer, shared by a group; or
-    [layers, K, D, C] and [layers, K, C, D], parked outside the batch."""
+    """Keys and values of a sequence's prefix: [K, D, P] and [K, P, D] of one layer if a group shares the prefix, or
+    [layers, K, D, C] and [layers, K, C, D] if it is parked outside the batch."""
 
     keys: Tensor
     values: Tensor
 
 
 class KeyValueCache:
-    """Keys [layers, S, K, D, C] and values [layers, S, K, C, D], grown for longer sequences.
+    """Keys [layers, S, K, D, C] and values [layers, S, K, C, D]. C grows with the longest sequence.
 
     The key layout is the fastest for products with few queries: a quarter faster than [S, K, C, D].
     """
@@ -65,10 +65,10 @@ class KeyValueCache:
         return self.keys.shape[4]
 
     def reserve(self, num_tokens: int) -> None:
-        """Grow for sequences of this many tokens. At least doubles, so that growing costs O(1) per token."""
+        """Grow for sequences of this many tokens. The size at least doubles, so that growing costs O(1) per token."""
         if num_tokens > self.capacity:
             capacity = max(up_to(num_tokens, BLOCK), 2 * self.capacity)
-            # Zeros and not `empty`: a masked key has weight 0, and 0 * NaN would be NaN.
+            # Use zeros instead of `empty`, because a masked key has weight 0, and 0 * NaN would be NaN.
             keys = self.keys.new_zeros(*self.keys.shape[:4], capacity)
             values = self.values.new_zeros(*self.values.shape[:3], capacity, self.values.shape[4])
             keys[..., : self.capacity], values[..., : self.capacity, :] = self.keys, self.values
@@ -82,7 +82,7 @@ class KeyValueCache:
             self.keys, self.values = (part.clone(memory_format=torch.contiguous_format) for part in (keys, values))
 
     def drop(self) -> None:
-        """Free all keys and values. Allocates nothing, so it works after memory ran out."""
+        """Free all keys and values. This allocates nothing, so it works even after memory ran out."""
         self.keys, self.values = self.keys[..., :0].clone(), self.values[..., :0, :].clone()
 
     def keep(self, slot: int, num_tokens: int) -> Prefix:
@@ -101,13 +101,13 @@ class KeyValueCache:
         self.values[:, slot, :, :num_tokens] = self.values[:, source, :, :num_tokens]
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """Do nothing: later tokens are overwritten, and masked until then."""
+        """Do nothing. Later tokens are masked until they are overwritten."""
 
     def release(self, kept: Prefix) -> None:
-        """Do nothing: a copy's memory is freed with the copy."""
+        """Do nothing. The memory of a kept prefix is freed with the object."""
 
     def clear(self, slots: int | slice = slice(None)) -> None:
-        """Zero slots that may hold NaN or infinity: 0 * NaN is NaN, which no mask can hide."""
+        """Zero slots that may hold NaN or infinity, because 0 * NaN is NaN, which no mask can hide."""
         self.keys[:, slots] = 0
         self.values[:, slots] = 0
 
@@ -128,34 +128,36 @@ class AttentionGroup:
     rows: Tensor | slice
     """Rows of the pass that are queries: int64 [R], or a range."""
     cells: Tensor | None
-    """Flat index of each row in the [B, Q] grid: int64 [R]; None: in order, without padding."""
+    """Flat index of each row in the [B, Q] grid: int64 [R]. None if the rows fill the grid in order, without
+    padding."""
     slots: Tensor | slice
-    """The slot of each sequence: int64 [B], whose keys are copied; or a range, whose keys are read in place."""
+    """The slot of each sequence: int64 [B] if the keys are copied, or a range if the keys are read in place."""
     positions_BQ: Tensor
     """Position of each query: int64 [B, Q]; 0 in the padding."""
     num_keys: int
-    """C, larger than the last position."""
+    """C, the number of keys, which is larger than the last position."""
     prefix: int = 0
-    """Length of the prefix that all sequences share; its keys and values are read once, from `prefix_slot`."""
+    """Length of the prefix that all sequences share. Its keys and values are read only once, from `prefix_slot`."""
     prefix_slot: int = 0
-    """A slot that holds the shared tokens."""
+    """A slot that holds the shared prefix."""
 
 
 @dataclass(kw_only=True, eq=False)
 class CachePlan:
-    """The attention of one pass: writes the tokens' keys and values, and attends to the cache of each slot."""
+    """The attention of one pass. It writes the tokens' keys and values, and attends to the cache of each slot."""
 
     cache: KeyValueCache
     write_rows: Tensor | None
-    """Rows that are real tokens: int64 [W]; None: all."""
+    """Rows that are real tokens: int64 [W]. None if all rows are."""
     write_slots: Tensor
     """Slot of each real token: int64 [W]."""
     write_positions: Tensor
     """Position of each real token: int64 [W]."""
     groups: Sequence[AttentionGroup]
-    """The groups cover every row whose output matters. If two groups cover a row, the later one counts."""
+    """The groups cover every row whose output matters. If two groups cover a row, the later group counts."""
     in_blocks: bool
-    """Compute attention so that no bit depends on a group's size or its longest sequence (deterministic mode)."""
+    """True to compute attention so that no bit depends on a group's size or on its longest sequence (deterministic
+    mode)."""
     _biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -236,16 +238,17 @@ def attend_at_once(
     call: AttentionCall,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Softmax attention, with queries already scaled: [B, Q, H, D].
+    """Softmax attention for queries that are already scaled: [B, Q, H, D].
 
     Args:
         query_BQHD: Scaled queries; H is a multiple of K, and query heads of one key/value head are adjacent.
         keys_BKDC: Keys, without those of `prefix`.
         values_BKCD: Values, without those of `prefix`.
         bias: 0 or -inf, float32, broadcast to [B, K, G, Q, P + C]; every query attends to at least one key.
-        call: Its soft cap and sinks are applied; its scale and window are already in the queries and the bias.
-        prefix: Keys and values before these, the same for all sequences. One product with the queries of all sequences
-            as rows reads them once.
+        call: The layer's parameters. Its soft cap and sinks are applied here; its scale is already in the queries, its
+            window in the bias.
+        prefix: Keys and values that come before these and are the same for all sequences. They are read only once, by
+            one product whose rows are the queries of all sequences.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_shared = keys_BKDC.shape[1], 0 if prefix is None else prefix.keys.shape[2]
@@ -257,7 +260,7 @@ def attend_at_once(
     grid = scores.view(batch, kv_heads, -1, queries, scores.shape[-1])
     grid.add_(bias)
     weights = scores.softmax(-1)
-    # A sink is one more logit in the softmax's denominator: exp(sums) / (exp(sums) + exp(sink)).
+    # A sink adds one logit to the softmax's denominator: exp(sums) / (exp(sums) + exp(sink)).
     if call.sinks_H is not None:
         sums = grid.logsumexp(-1, keepdim=True)
         weights.view_as(grid).mul_(torch.sigmoid(sums - _by_row(call.sinks_H, kv_heads)))
@@ -269,7 +272,8 @@ def attend_at_once(
 
 
 def _all_rows(x: Tensor, batch: int) -> Tensor:
-    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with what they share."""
+    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with keys or values that they
+    share."""
     kv_heads = len(x) // batch
     return x.view(batch, kv_heads, *x.shape[1:]).transpose(0, 1).reshape(kv_heads, -1, x.shape[-1])
 
@@ -282,10 +286,10 @@ def _per_sequence(x: Tensor, batch: int) -> Tensor:
 def attend_in_blocks(
     query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall
 ) -> Tensor:
-    """`attend_at_once` in products of one shape; C is a multiple of `BLOCK`.
+    """The same result as `attend_at_once`, from products of one shape. C is a multiple of `BLOCK`.
 
-    Matrix kernels may add in another order for another shape, so only equal shapes give equal bits. Blocks are combined
-    in order, and blocks beyond a sequence's end add exact zeros, so they change no bit of it.
+    Matrix kernels may add in a different order for a different shape, so only equal shapes give equal bits. Blocks are
+    combined in order. Blocks beyond a sequence's end add exact zeros, so they do not change any bit of its result.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_keys = keys_BKDC.shape[1], keys_BKDC.shape[3]

@@ -15,12 +15,13 @@ from verbatim.inference.sampler import SampleRequest, Watch
 
 @dataclass(eq=False, kw_only=True)
 class EngineReply:
-    """A reply of the engine's thread that a coroutine awaits."""
+    """A reply of the engine's thread, for which a coroutine waits."""
 
     future: asyncio.Future[Any]
     """Resolved in the caller's event loop."""
     answer: tuple[Any] | None = None
-    """The result or exception for the future, in a tuple because the result itself may be None; None: no reply yet."""
+    """The result or exception for the future, in a tuple because the result itself may be None. None if there is no
+    reply yet."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,7 +34,7 @@ class GenerateJob(EngineReply):
     started: float = 0.0
     """Time when the job got a slot, in seconds of `time.perf_counter`."""
     slot: int | None = None
-    """The job's slot in the decoder; None: still waiting."""
+    """The job's slot in the decoder; None while the job waits for one."""
     watch: Watch | None = None
     """Called with new tokens on the engine's thread."""
     num_shown: int = 0
@@ -47,7 +48,7 @@ class Command(EngineReply):
     run: Callable[[], Any]
     """The function; its result is the reply."""
     vital: bool
-    """True if a failure stops the engine, because it may leave the model half changed."""
+    """True if a failure of the function stops the engine, because it may leave the model half changed."""
 
 
 @dataclass(eq=False)
@@ -76,7 +77,7 @@ class Outbox:
             try:
                 loop.call_soon_threadsafe(deliver, [reply for reply, _ in answers])
             except RuntimeError:
-                if not loop.is_closed():  # on a closed loop nobody waits
+                if not loop.is_closed():  # if the loop is closed, nobody waits for the reply
                     raise
         self.answers = {}
 
@@ -115,6 +116,6 @@ def engine_failed(cause: BaseException, num_tokens: int = 0) -> SamplerFault:
 
 
 def _caused_by(cause: BaseException, fault: SamplerFault) -> SamplerFault:
-    if not is_out_of_memory(cause):  # the frames of its traceback would keep their memory alive
+    if not is_out_of_memory(cause):  # the frames in its traceback would keep memory alive
         fault.__cause__ = cause
     return fault

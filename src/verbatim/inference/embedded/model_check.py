@@ -1,5 +1,5 @@
-"""Checks a model before sampling: a tiny copy, decoded with a KV cache, must reproduce the logprobs of its own
-attention."""
+"""Checks a model before sampling: a tiny copy, decoded with a KV cache, must reproduce the logprobs that the copy
+computes with its own attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
-    """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over its tokens.
+    """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over the same
+    tokens.
 
     Raises:
         ModelError: the logprobs of the sampled tokens differ, or weights that a trainer saves cannot be loaded.
@@ -37,8 +38,8 @@ def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
 
 
 def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
-    """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in several
-    passes, then tokens one by one beyond the tiny copy's windows, then a second turn from the cache."""
+    """The fault of cached decoding as a sentence for a message, or None. The test decodes prompts of two lengths in
+    several passes, then tokens one by one beyond the tiny copy's windows, then a second turn from the cache."""
     settings = TorchSettings(
         max_batch_size=2,
         # Less than the longer prompt and not a multiple of the window, so that passes end inside of windows.
@@ -68,7 +69,7 @@ def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
 
 @torch.no_grad()
 def _sample(decoder: Decoder, pair: TinyPair, requests: list[SampleRequest]) -> tuple[list[np.ndarray], float]:
-    """Prompt plus completion of each request, and the largest difference between recorded and true logprobs."""
+    """(prompt plus completion of each request, largest difference between recorded and true logprobs)."""
     table = decoder.table
     slots = [decoder.add(request) for request in requests]
     running = set(slots)

@@ -1,4 +1,4 @@
-"""Lays out the tokens of one forward pass in rows, and groups sequences that attend together."""
+"""Assigns the tokens of one forward pass to rows, and groups sequences that attend together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from verbatim.inference.embedded.kv_cache import BLOCK, AttentionGroup, up_to
 from verbatim.inference.embedded.slots import Slots
 
 _QUANTUM = 16
-"""Passes that are not deterministic attend to a multiple of this many keys, so that shapes recur."""
+"""In passes that are not deterministic, the number of keys is a multiple of this, so that shapes recur."""
 _SHORTEST = 16
 """Minimum number of sequences in a range."""
 _RANGE_BYTES = 1 << 20
-"""Bytes of keys whose reading takes as long as starting one more range."""
+"""Number of bytes of keys that are read in the time that starting one more range takes."""
 _PAIRS = 1 << 16
 """Maximum number of (query, key) pairs of prompts that attend together: 256 KB of scores per head."""
 _COPY = 3
@@ -42,15 +42,15 @@ class PassLayout:
     """Number of rows, including those without a token."""
 
     def spread(self, values: Rows) -> Rows:
-        """Scatter the tokens' values (int64 [W]) to their rows: int64 [num_rows], 0 elsewhere."""
+        """Put the tokens' values (int64 [W]) into the tokens' rows: int64 [num_rows], 0 elsewhere."""
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[self.rows] = values
         return out
 
 
 def fixed_groups(layout: PassLayout, num_single: int, device: torch.device) -> list[AttentionGroup]:
-    """Groups of a deterministic pass: all slots in place, in row order; then each prompt token with a copy of its
-    slot's keys."""
+    """The groups of a deterministic pass: all slots, in place and in row order; then all prompt tokens, each with a
+    copy of its slot's keys."""
     groups = []
     if num_single:
         positions = np.zeros(layout.num_rows, dtype=np.int64)
@@ -72,16 +72,16 @@ def ragged_groups(
     device: torch.device,
     ids: Int32 | None = None,
 ) -> list[AttentionGroup]:
-    """Groups of any other pass: ranges of slots with one new token each, then prompts by similar length.
+    """The groups of any other pass: ranges of slots with one new token each, then groups of prompts of similar length.
 
     Args:
         layout: The place of each token.
-        slots: The slots of the pass, those with one token first: int64 [S].
+        slots: The slots of the pass, slots with one new token first: int64 [S].
         counts: Number of new tokens of each slot: int64 [S].
         computed: Number of cached tokens of each slot: int64 [S].
         bytes_per_key: Bytes of one position's keys and values in one layer.
         device: The model's device.
-        ids: The ids of every slot: int32 [slots, context], if equal ids imply equal keys and values; otherwise None.
+        ids: The ids of every slot, int32 [slots, context], if equal ids imply equal keys and values; otherwise None.
     """
     groups = []
     num_single = int((counts == 1).sum())
@@ -90,7 +90,7 @@ def ragged_groups(
         rows = slice(slot_range.first, slot_range.last)
         own, positions = single[rows], lengths[rows] - 1
         cells: Rows | None = None
-        if slot_range.in_place and len(own) < slot_range.num_slots:  # idle slots lie in between
+        if slot_range.in_place and len(own) < slot_range.num_slots:  # idle slots may lie in between
             cells, spread = own - slot_range.slots.start, np.zeros(slot_range.num_slots, dtype=np.int64)
             spread[cells] = positions
             positions = spread
@@ -110,15 +110,15 @@ def ragged_groups(
 
 
 def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
-    """Length of the prefix that these slots share and that is read once for all: 0, or a multiple of `BLOCK`, so that
-    shapes recur.
+    """Length of the prefix that these slots share and that is read only once for all of them: 0 or, so that shapes
+    recur, a multiple of `BLOCK`.
 
     Args:
         ids: The ids of every slot: int32 [slots, context].
         slots: The slots that attend together: int64 [B].
-        cached: Number of cached tokens of the shortest of them.
+        cached: Number of cached tokens of the shortest of these sequences.
 
-    Example: 16 sequences of 150 to 300 cached tokens whose first 140 are equal share 128.
+    Example: 16 sequences of 150 to 300 cached tokens, the first 140 of which are equal, share 128 tokens.
     """
     if len(slots) < _SHORTEST or cached < BLOCK:
         return 0
@@ -129,10 +129,10 @@ def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRange:
-    """Decoding sequences that attend together, padded to the longest of them."""
+    """Decoding sequences that attend together, padded to the longest sequence."""
 
     first: int
-    """Index of the first sequence among the decoding ones."""
+    """Index of the first sequence among the decoding sequences."""
     last: int
     """Index after the last sequence."""
     slots: slice
@@ -147,7 +147,8 @@ class SlotRange:
 
     @property
     def in_place(self) -> bool:
-        """True if reading all slots in place, idle ones too, costs less than copying those of the sequences."""
+        """True if reading all slots in place, including idle ones, costs less than copying only the slots of the
+        sequences."""
         return self.num_slots <= _COPY * (self.last - self.first)
 
     @property
@@ -166,7 +167,7 @@ class SlotRange:
 
 
 def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRange]:
-    """Split sequences into ranges of neighbouring slots wherever this saves more than an additional range costs.
+    """Split sequences into ranges of neighbouring slots, wherever a split saves more than an additional range costs.
 
     Args:
         slots: Slots of the sequences, ascending: int64 [B].
@@ -174,7 +175,7 @@ def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRan
         bytes_per_key: Bytes of one position's keys and values in one layer.
 
     Example:
-        16 sequences of 1000 keys before 48 of 100, at 512 bytes: two ranges, of 16 and 48.
+        16 sequences of 1000 keys followed by 48 sequences of 100 keys, at 512 bytes, become two ranges, of 16 and 48.
     """
     done: list[SlotRange] = []
     for first in range(0, len(slots), _SHORTEST):
@@ -196,7 +197,7 @@ def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRan
 
 
 def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, device: torch.device) -> AttentionGroup:
-    """A group of sequences with similar numbers of new tokens, padded to the largest."""
+    """A group of sequences with similar numbers of new tokens, padded to the largest number."""
     longest, total = int(counts.max()), int(counts.sum())
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     sequence = np.repeat(np.arange(len(slots)), counts)
@@ -207,7 +208,8 @@ def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, devi
 
 
 def _similar(counts: Rows) -> list[Slots]:
-    """Indices of sequences by number of new tokens, one array per power of two; padding at most doubles a group."""
+    """Indices of sequences by number of new tokens, one array per power of two, so that padding at most doubles a
+    group."""
     kind = np.ceil(np.log2(counts)).astype(np.int64)
     return [np.flatnonzero(kind == k) for k in np.unique(kind)]
 
@@ -224,8 +226,8 @@ def at_once(similar: Slots, counts: Rows, computed: Rows) -> list[Slots]:
     Returns:
         The indices of each run, shorter sequences first.
 
-    Example: of three sequences with 100 new tokens and 500, 100 and 200 keys, the two shorter ones are a run: padded,
-    they have 2 * 100 * 200 pairs, and all three would have 3 * 100 * 500.
+    Example: of three sequences with 100 new tokens each and 500, 100 and 200 keys, the two with fewer keys form a run.
+        After padding these have 2 * 100 * 200 pairs, while all three would have 3 * 100 * 500.
     """
     done: list[Slots] = []
     ordered = similar[np.argsort((counts + computed)[similar], kind="stable")]

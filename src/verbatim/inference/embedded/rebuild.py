@@ -1,4 +1,4 @@
-"""Recomputes shared prefixes of sequences in flight only once, after new weights emptied the caches."""
+"""After new weights have emptied the caches: recomputes a prefix that several sequences in flight share only once."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ class Leader(NamedTuple):
 
     slot: int
     arrival: int
-    """Arrival of the leader's request, which tells it from a later request in the same slot."""
+    """Arrival number of the leader's request, which distinguishes it from a later request in the same slot."""
     shared: int
-    """Length of the shared prefix; less than the follower's length."""
+    """Length of the shared prefix, which is less than the follower's length."""
 
 
 def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
-    """The leader of each slot whose sequence shares a prefix of at least `WAIT_FOR_PREFIX` tokens with another one.
+    """The leader of each slot whose sequence shares a prefix of at least `WAIT_FOR_PREFIX` tokens with another
+    sequence.
 
-    Sorted by ids, a sequence shares most with the one before it. Among sequences that share equally many tokens, the
-    first leads, so that a sequence waits for one that waits itself only if there is no other choice.
-    Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences. The first has no leader, and
-    leads the second with 64 tokens and the third with 32.
+    If sequences are sorted by their ids, each shares its longest prefix with the sequence before it. If several
+    sequences share a prefix of that length, the first of them leads. So a sequence has a leader that waits itself only
+    if there is no other choice. Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences.
+    The first has no leader, and leads the second with 64 tokens and the third with 32.
     """
     order = sorted(slots, key=lambda slot: _known(table, slot).tobytes())
     found: dict[int, Leader] = {}
-    branches: list[tuple[int, int]] = []  # a stack: shared tokens (increasing), first in `order` to share them
+    branches: list[tuple[int, int]] = []  # stack of (shared tokens, increasing; first in `order` that shares them)
     for index in range(1, len(order)):
         slot, first = order[index], index - 1
         common = common_prefix_length(_known(table, order[first]), _known(table, slot))
         while branches and branches[-1][0] >= common:
             first = branches.pop()[1]
         branches.append((common, first))
-        shared = min(common, int(table.length[slot]) - 1)  # the last token is always computed, to sample from
+        shared = min(common, int(table.length[slot]) - 1)  # the last token is always computed, for sampling
         if shared >= WAIT_FOR_PREFIX:
             leader = order[first]
             found[slot] = Leader(leader, int(table.arrival[leader]), shared)
@@ -51,7 +52,7 @@ def _known(table: SlotTable, slot: int) -> NDArray[np.int32]:
 
 
 class Rebuild:
-    """Tracks the sequences in flight that wait for a leader; there are some only after new weights.
+    """Tracks the sequences in flight that wait for a leader. Sequences wait only after new weights were loaded.
 
     Args:
         table: The state of all slots.
@@ -62,11 +63,12 @@ class Rebuild:
         self._table = table
         self._copy = copy
         self._leaders: dict[int, tuple[int, Leader]] = {}
-        """By slot: the arrival of its own request, and its leader."""
+        """By slot: (the arrival number of its own request, its leader)."""
 
     def begin(self) -> None:
-        """Choose leaders for the slots whose caches are empty. If caches survive new weights, both sequences must have
-        begun with the same weights; otherwise older keys and values would count as those of newer weights."""
+        """Choose leaders for the slots whose caches are empty. If caches survive new weights, leader and follower must
+        have begun with the same weights. Otherwise keys and values of older weights would count as those of newer
+        weights."""
         table = self._table
         active = np.flatnonzero(table.active)
         self._leaders = {
@@ -76,8 +78,8 @@ class Rebuild:
         }
 
     def go_on(self) -> None:
-        """Copy to waiting sequences the shared tokens that their leaders have computed by now. If a leader ended before
-        it had computed enough, its followers choose again."""
+        """Copy the shared tokens that leaders have computed by now to the sequences that wait for them. If a leader
+        ended before it had computed enough, its followers choose a new leader."""
         table, is_lost = self._table, False
         for slot in sorted(self._leaders, key=lambda slot: self._leaders[slot][1].shared):
             arrival, leader = self._leaders[slot]
@@ -92,7 +94,7 @@ class Rebuild:
             self.begin()
 
     def ready(self, active: Slots) -> Slots:
-        """The slots that do not wait for a leader: at least one, if any is active."""
+        """The slots that do not wait for a leader. There is at least one if any slot is active."""
         if not self._leaders:
             return active
         return active[~np.isin(active, list(self._leaders))]

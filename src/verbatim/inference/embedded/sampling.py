@@ -21,14 +21,14 @@ def seed_key(seed: int) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in the open interval (0, 1) for each (key, position), the same in every batch and process.
+    """One number in the open interval (0, 1) for each pair of key and position, the same in every batch and process.
 
-    splitmix64 as a counter-based generator (Steele, Lea, Flood 2014): state `position` of the stream `key`. The upper
-    52 bits plus one half, times 2^-52, so that neither 0 nor 1 can occur.
+    This uses splitmix64 as a counter-based generator (Steele, Lea, Flood 2014): state number `position` of the stream
+    `key`. The result is the upper 52 bits plus one half, times 2^-52, so that neither 0 nor 1 can occur.
 
     Args:
         keys: `seed_key` of each row's seed: uint64 [N].
-        positions: Position in the sequence of the token to be sampled: int64 [N].
+        positions: Position, in its sequence, of the token to be sampled: int64 [N].
     """
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -41,26 +41,26 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 _RANKED = 256
-"""Number of the largest logits of a row that are sorted at first to find the edge of the nucleus (top-p). Multiplied by
-8 until they contain it, because sorting the whole vocabulary is slow."""
+"""How many of a row's largest logits are sorted first to find the edge of the nucleus (top-p). This number is
+multiplied by 8 until the edge is among them, because sorting the whole vocabulary is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
-    """Truncation of each row: top-k, then top-p of what is left, then min-p."""
+    """Truncation of each row: top-k, then top-p of what top-k keeps, then min-p."""
 
     top_k_N: Tensor
-    """int64 [N]; 0: off."""
+    """int64 [N]; 0 means off."""
     top_p_N: Tensor
-    """float32 [N]; 1: off."""
+    """float32 [N]; 1 means off."""
     min_p_N: Tensor
-    """float32 [N]; 0: off."""
+    """float32 [N]; 0 means off."""
 
     def kept(self, logits_NV: Tensor) -> Tensor:
         """The kept sets: bool [N, V].
 
-        Equal logits are kept or dropped together, so ties at the edge enlarge a set. The most likely token is always
-        kept.
+        Equal logits are kept or dropped together, so ties at the edge make a kept set larger. The most likely token is
+        always kept.
         """
         weights_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)).exp()
         kept_NV = weights_NV >= self.min_p_N[:, None]
@@ -69,7 +69,8 @@ class Truncation:
         return kept_NV
 
     def _least(self, logits_NV: Tensor, weights_NV: Tensor) -> Tensor:
-        """The smallest logit that top-k and then top-p keep: [N]. Weights are probabilities divided by the largest."""
+        """The smallest logit that top-k and then top-p keep: [N]. Weights are probabilities divided by the largest
+        probability."""
         vocab = logits_NV.shape[-1]
         is_limited_N, has_nucleus_N = self.top_k_N > 0, self.top_p_N < 1
         top_k_N = self.top_k_N.clamp(min=1, max=vocab)
@@ -97,14 +98,15 @@ def draw(
         logits_NV: Any float dtype, converted to float32: [N, V].
         temperatures_N: float32 [N]; at 0 the row's most likely token is taken, with logprob 0 (a point mass).
         uniforms_N: float64 [N], in (0, 1).
-        truncation: Truncation of each row; None: no row is truncated.
+        truncation: Truncation of each row; None if no row is truncated.
 
     Returns:
-        Tokens: int64 [N]; logprobs: float32 [N], <= 0, NaN where the row's logits are not finite; kept sets: bool
-        [N, V], or None if no row is truncated.
+        (tokens, int64 [N]; logprobs, float32 [N], <= 0, or NaN if the row's logits are not finite; kept sets, bool [N,
+        V], or None if no row is truncated).
 
     Example:
-        logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1]: 0.5 samples token 1, with logprob log(0.5).
+        logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1], so 0.5 samples token 1, with logprob
+        log(0.5).
     """
     greedy = temperatures_N == 0
     logits = logits_NV.float() / torch.where(greedy, 1.0, temperatures_N)[:, None]
@@ -113,8 +115,8 @@ def draw(
         kept = truncation.kept(logits)
         logits = logits.masked_fill(~kept, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    logits -= top  # in place: the division above made a copy
-    # The sum in float64: a float32 CDF of a large vocabulary would lose its tail.
+    logits -= top  # done in place, because the division above made a copy
+    # Summed in float64, because a float32 CDF of a large vocabulary would lose its tail.
     cdf = logits.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
     # `right` finds the first entry above the target, so a token of probability zero is never taken.
@@ -127,7 +129,7 @@ def draw(
 
 
 def kept_sets(kept_NV: Tensor) -> KeptSets:
-    """The kept sets of some rows, bool [N, V]; empty for a row that was not truncated."""
+    """Convert kept sets from bool [N, V]. The set is empty for a row that was not truncated."""
     rows = kept_NV.cpu().numpy()
     rows = rows & ~rows.all(axis=1, keepdims=True)
     return KeptSets.of_counts(rows.nonzero()[1].astype(np.int32), rows.sum(axis=1))

@@ -15,9 +15,10 @@ class TorchSettings(ServerSettings):
     max_batch_size: PositiveInt = 64
     """Maximum number of sequences decoded together."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Number format of the weights; in PyTorch also of all computations except logprobs. The compiled kernel uses
+    """Number format of the weights and, in PyTorch, of all computations except logprobs. The compiled kernel uses
     bfloat16 only for matrices and, if the CPU multiplies bfloat16 (AVX512-BF16), for the inputs of their products.
-    "auto" is decided once when a run begins: bfloat16 if a measurement finds it faster; float32 for tiny models."""
+    "auto" is decided once, when a run begins: bfloat16 if a measurement shows that it is faster, and float32 for tiny
+    models."""
     device: str = "auto"
     """Device that the engine computes on; "auto" uses CUDA if available."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
@@ -25,13 +26,13 @@ class TorchSettings(ServerSettings):
     seconds, for models like Llama and Qwen3 on a CPU; "torch" is PyTorch; "auto" uses the kernel if it can be built and
     supports the model, otherwise PyTorch."""
     deterministic: bool = False
-    """The same request, seed and weights give the same ids and logprobs, bit for bit, regardless of the rest of the
-    batch."""
+    """True to give the same ids and logprobs, bit for bit, for the same request, seed and weights, regardless of the
+    rest of the batch."""
     prefill_chunk: PositiveInt = 2048
     """Maximum number of prompt tokens processed between two decode steps."""
     num_threads: PositiveInt | None = None
     """Number of threads for matrix products on a CPU; by default half of the cores while the trainer computes on this
-    machine too, otherwise all of them."""
+    machine too, otherwise all cores."""
 
     weight_transfer: Literal["auto", "files", "http"] = "auto"
     """How new weights reach the servers in `urls`: "files" reads the published folder, which a server's host must have
@@ -64,7 +65,7 @@ class TorchSettings(ServerSettings):
             super().check()
             return
         if self.device in ("auto", "cpu"):
-            return  # always available; and checking would import torch, which takes seconds
+            return  # the CPU is always available, and checking would import torch, which takes seconds
         from verbatim.models.loading import resolve_device
 
         try:

@@ -15,12 +15,12 @@ from verbatim.inference.sampler import SampleRequest
 
 Slots = NDArray[np.intp]
 Drawn: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], KeptSets | None]
-"""Sampled tokens and logprobs of some slots, NaN where the logits are not finite; and their kept sets, or None if no
-slot needs them."""
+"""(the tokens sampled for some slots, their logprobs, their kept sets). A logprob is NaN if the logits are not finite.
+The kept sets are None if no slot needs them."""
 
 WAIT_FOR_PREFIX = 32
-"""A request waits a step to copy a prefix if another sequence is about to compute at least this many more of its
-tokens."""
+"""A request waits for one step, and then copies a prefix, if another sequence is about to compute at least this many
+more of the request's prompt tokens than any cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,20 @@ class SlotPlacement:
     source: int
     """The slot that holds the longest known prefix; may be `slot` itself."""
     reused: int
-    """Number of tokens of that prefix."""
+    """Number of tokens of the longest known prefix."""
 
 
 class SlotTable:
-    """S slots: the first `num_batch` decode, the others (parked) only keep prefixes of sequences that may return.
+    """The state of S slots. The first `num_batch` slots decode; the others (parked) only keep prefixes of sequences
+    that may return.
 
-    A sequence has `length` known ids; the keys and values of the first `computed` are cached. A decoding sequence is
-    one id ahead; a larger gap is a prompt to process. Setting `computed` to 0 therefore causes a cleared cache to be
-    rebuilt from the exact ids.
+    A sequence has `length` known ids; the keys and values of the first `computed` ids are cached. In a decoding
+    sequence, `length` is one more than `computed`; if the difference is larger, there is a prompt to process. So after
+    `computed` is set to 0, the cache is rebuilt from the exact ids.
 
-    `loaded` is the number of the load that began a slot's cache: 0, then one more for each load. Policy versions would
-    not do: two runs that use a server in succession may use the same versions for different weights.
+    `loaded` is the number of the weight load after which a slot's cache was begun: 0 for the initial weights, then one
+    more for each load. Policy versions would not be enough, because two runs that use a server in succession may use
+    the same versions for different weights.
     """
 
     def __init__(self, num_batch: int, num_parked: int, context_length: int) -> None:
@@ -58,8 +60,8 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
         self.old_records = np.zeros(slots, dtype=np.int64)
-        """If experts are recorded: length of the prefix whose experts were recorded with older weights than its keys
-        were computed with."""
+        """If experts are recorded: length of the prefix whose experts were recorded with older weights than those with
+        which its keys were computed."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)
@@ -87,9 +89,9 @@ class SlotTable:
     def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> SlotPlacement | None:
         """Choose a slot for a request; returns None if it has to wait.
 
-        Order of preference: the idle slot of the same session, then the least recently used one. A cached prefix is
+        The idle slot of the same session is preferred, then the least recently used idle slot. A cached prefix is
         reused if the weights of load number `loaded` computed it or, with `keep`, if it belongs to the same session. A
-        prefix with old records is reused only by its own session.
+        prefix whose experts were recorded with older weights is reused only by its own session.
         """
         idle = np.flatnonzero(~self.active[: self.num_batch])
         if not len(idle):
@@ -113,17 +115,17 @@ class SlotTable:
     def _cached(self, slot: int, prompt: Int32) -> int:
         """Number of leading ids of a prompt whose keys and values a slot holds.
 
-        The last id never counts: it is always computed, because the first token is sampled from its hidden state.
+        The last id never counts. It is always computed, because the first token is sampled from its hidden state.
         """
         most = min(len(prompt) - 1, int(self.computed[slot]))
         return common_prefix_length(self.ids[slot, :most], prompt[:most])
 
     def _longest_prefix(self, prompt: Int32, loaded: int, source: int, reused: int) -> tuple[int, int] | None:
-        """The slot that caches the longest prefix, of at least `reused` tokens, and its length. Returns None if the
-        request should wait for a sequence that is about to compute a longer one."""
+        """(the slot that caches the longest prefix, the prefix's length, which is at least `reused`). Returns None if
+        the request should wait for a sequence that is about to compute a longer prefix."""
         longest = len(prompt) - 1
         while reused < longest:
-            # A slot that caches more must have the next id; each match leaves fewer candidates.
+            # A slot that caches a longer prefix must have the next id too, so each match leaves fewer candidates.
             usable = (self.computed > reused) & (self.loaded == loaded) & (self.old_records == 0)
             (some,) = np.nonzero(usable & (self.ids[:, reused] == prompt[reused]))
             for slot in some[np.argsort(-self.computed[some], kind="stable")].tolist():
@@ -147,7 +149,7 @@ class SlotTable:
         return self.num_batch + int(np.argmin(self.last_used[self.num_batch :]))
 
     def move(self, source: int, target: int) -> None:
-        """Record that the cache of `source` has moved to `target`, and `source` is empty."""
+        """Record that the cache of `source` has moved to `target`, so that `source` is empty."""
         length = int(self.length[source])
         self.ids[target, :length] = self.ids[source, :length]
         for column in (self.computed, self.length, self.loaded, self.last_used, self.old_records):
@@ -172,7 +174,7 @@ class SlotTable:
         self._name(slot, "")
 
     def start(self, slot: int, request: SampleRequest, reused: int, loaded: int) -> None:
-        """Put a request into a slot whose first `reused` tokens are cached."""
+        """Put a request into a slot that caches the first `reused` tokens of the prompt."""
         prompt, params = request.prompt_ids, request.params
         self.ids[slot, : len(prompt)] = prompt
         self.length[slot] = self.prompt_length[slot] = len(prompt)
@@ -210,7 +212,7 @@ class SlotTable:
         if kept is not None:
             for place in np.flatnonzero(self.needs_kept_sets[slots]).tolist():
                 own = self._kept[slots[place]]
-                del own[self.num_new(slots[place]) :]  # left behind by a failed pass
+                del own[self.num_new(slots[place]) :]  # may be left over from a failed pass
                 own.append(kept[place])
         self.ids[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
@@ -219,7 +221,7 @@ class SlotTable:
         return slots[self.stopped(slots) | (at + 1 >= self.limit[slots])]
 
     def kept_sets(self, slot: int) -> KeptSets | None:
-        """The kept sets of the tokens sampled in this slot, or None if its request needs none."""
+        """The kept sets of the tokens sampled in this slot, or None if its request does not need them."""
         return KeptSets.of(self._kept[slot][: self.num_new(slot)]) if self.needs_kept_sets[slot] else None
 
     def num_new(self, slot: int) -> int:
@@ -227,7 +229,8 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """True for slots whose last id is one of their stop ids. The ids are sets, so many cost no more than a few."""
+        """True for slots whose last id is one of their stop ids. The stop ids are sets, so many cost no more than a
+        few."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)
@@ -237,5 +240,6 @@ class SlotTable:
         return self.length.copy(), self.computed.copy()
 
     def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-        """Undo a failed pass. Its tokens are sampled again and are the same: randomness depends on position only."""
+        """Undo a failed pass. Its tokens will be sampled again, and will be the same, because randomness depends only
+        on position."""
         self.length[:], self.computed[:] = before

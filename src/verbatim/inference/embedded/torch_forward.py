@@ -1,4 +1,4 @@
-"""Computes passes with PyTorch: sequences that attend together are padded to the longest of them."""
+"""Computes passes with PyTorch. Sequences that attend together are padded to the longest one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from verbatim.models.head import CausalLM
 from verbatim.models.native.freed_memory import keep_freed_memory
 
 _ROW_QUANTUM = 32
-"""Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and element-wise
-kernels no remainder elements, which are computed with other instructions and may round differently."""
+"""The number of rows in a deterministic pass is a multiple of this. Then matrix kernels have no remainder rows, and
+element-wise kernels no remainder elements; remainders are computed with other instructions and may be rounded
+differently."""
 
 
 class TorchForward:
@@ -35,11 +36,12 @@ class TorchForward:
         shape: Shape of one token's keys and values.
         settings: Batch size, and whether sampling is deterministic.
         reads_prefixes_once: Assume that equal ids have equal keys and values, so that shared prefixes are read once.
-            This fails if some were cached before a weight update. It also fails between slots if experts are recorded:
-            rounding may choose another of two almost tied experts, so each sequence must read its own.
+            This is wrong if some keys and values were cached before a weight update. It is also wrong between slots if
+            experts are recorded: rounding may decide between two almost tied experts, so each sequence must read its
+            own keys and values.
 
     Raises:
-        ModelError: deterministic mode, but on this machine the bits of a row depend on its index.
+        ModelError: deterministic mode is on, but on this machine the bits of a row depend on its index.
     """
 
     def __init__(
@@ -60,22 +62,22 @@ class TorchForward:
         self.bytes_per_token = shape.bytes_per_token(dtype)
         """Bytes of one token's keys and values in all layers."""
         self._bytes_per_key = self.bytes_per_token // shape.num_layers
-        # In deterministic mode row i of a decode pass is slot i, so there are as many slots as rows.
+        # In deterministic mode, row i of a decode pass belongs to slot i, so there are as many slots as rows.
         self.num_rows = up_to(num_slots, _ROW_QUANTUM) if settings.deterministic else 0
-        """Fixed number of rows of each pass in deterministic mode; 0: one row for each token."""
+        """Fixed number of rows of each pass in deterministic mode; 0 means one row for each token."""
         self.cache = KeyValueCache(shape, max(num_slots, self.num_rows), dtype=dtype, device=model.device)
         """Keys and values of every slot."""
         if settings.deterministic:
             self._refuse_row_dependent_kernels()
 
     def refresh(self) -> None:
-        """Do nothing: passes read the model's own weights."""
+        """Do nothing, because passes read the model's own weights."""
 
     def give_back_memory(self) -> None:
-        """Do nothing: the memory of a pass is freed after it."""
+        """Do nothing, because the memory of a pass is freed when the pass ends."""
 
     def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
-        """Logprob of each token given those before it, without the cache: float32 [L]; the first is NaN."""
+        """Logprob of each token given the tokens before it, without the cache: float32 [L]; the first is NaN."""
         logprobs = sequence_logprobs(self._model, as_tensor(ids, self._model.device), temperature)
         found: NDArray[np.float32] = logprobs.cpu().numpy()
         return found
@@ -83,7 +85,7 @@ class TorchForward:
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
     ) -> Tensor:
-        """The last hidden state of each slot of the pass, [slots, W]; in deterministic mode of all rows, [rows, W]."""
+        """The last hidden state of each slot of the pass, [slots, W]; in deterministic mode, of all rows, [rows, W]."""
         device = self._model.device
         self.cache.reserve(int((table.computed[slots] + counts).max()))
         ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
@@ -126,9 +128,10 @@ class TorchForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`: the pass's slots whose known ids are all computed (`done`).
+        """Sample the next token of each slot in `slots`, that is, of the pass's slots whose known ids are all computed
+        (`done`).
 
-        A deterministic pass computes and samples in every row, because other shapes could give other bits.
+        A deterministic pass computes and samples in every row, because different shapes could give different bits.
         """
         device, spread = hidden.device, self.num_rows
         rows = layout.rows[np.cumsum(counts) - 1][done] if spread else np.arange(len(slots))

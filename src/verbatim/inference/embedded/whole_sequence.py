@@ -12,20 +12,22 @@ from verbatim.models.kept_sets import DeviceKeptSets
 from verbatim.models.positions import refuse_moving_positions
 
 _LOGITS_CHUNK = 1024
-"""Number of positions whose logits are computed at a time, to bound memory."""
+"""Number of positions whose logits are computed at a time. This bounds memory."""
 
 
 @torch.inference_mode()
 def sequence_logprobs(
     model: CausalLM, token_ids_L: Tensor, temperature: float, kept_sets: KeptSets | None = None
 ) -> Tensor:
-    """log p(token_t | tokens before t) at a temperature > 0: float32 [L]; the first is NaN because nothing predicts it.
+    """log p(token_t | tokens before t) at a temperature > 0: float32 [L]. The first is NaN, because nothing predicts
+    it.
 
     Args:
         model: The model.
         token_ids_L: int64 [L], on the model's device.
         temperature: Divides the logits; above 0.
-        kept_sets: Kept sets of the L tokens, each of which is scored over its own set; None: over the vocabulary.
+        kept_sets: Kept sets of the L tokens. Each token is scored over its own kept set or, if this is None, over the
+            vocabulary.
 
     Raises:
         ModelError: the sequence is so long that the positions of its first tokens would change.

@@ -139,8 +139,7 @@ class ChatTemplate:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as `transformers` passes it: without None fields, and with reasoning under the names templates
-    read."""
+    """The message as `transformers` passes it: without None fields, and with reasoning named as templates expect."""
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

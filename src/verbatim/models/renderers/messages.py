@@ -68,8 +68,8 @@ def _wrong(message: Any) -> str | None:
 
 
 def _wrong_arguments(arguments: object) -> str | None:
-    """Describe what rendering would lose or change in a call's arguments; None if nothing. (Text that is not JSON is
-    rendered unchanged.)"""
+    """Describe what rendering would lose or change in a call's arguments; None if nothing is lost or changed. Text that
+    is not JSON is rendered unchanged."""
     if not isinstance(arguments, (str, Mapping)) and arguments is not None:
         return f"of type {type(arguments).__name__}; expected an object, or its JSON text"
     value = read_json(arguments) if isinstance(arguments, str) else arguments

@@ -1,4 +1,5 @@
-"""Runs forward passes with the compiled kernel, over rows of any sequences without padding, and samples their tokens.
+"""Runs forward passes with the compiled kernel, without padding, over rows of different sequences, and samples their
+tokens.
 
 The bits of a row depend only on its own sequence, so deterministic mode needs no special passes.
 """
@@ -27,7 +28,7 @@ from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
 _SCORED_AT_ONCE = 512
-"""Number of tokens per pass when a whole sequence is scored."""
+"""Number of tokens per pass when a given sequence is scored."""
 _HEADS_AT_ONCE = 64
 """Number of tokens whose logits exist at the same time when a sequence is scored, to bound memory."""
 _WORTH_A_TEAM = 2e7
@@ -48,7 +49,7 @@ class CompiledForward:
     """
 
     num_rows = 0
-    """Fixed number of rows of each pass; 0: one row for each token."""
+    """Fixed number of rows of each pass; 0 means one row for each token."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class CompiledForward:
         self._model.refresh()
 
     def give_back_memory(self) -> None:
-        """Free the working memory of passes and sampling; the next ones allocate what they need."""
+        """Free the working memory of passes and sampling. Later passes allocate what they need."""
         self._memory, self._logits = torch.empty(0), torch.empty(0)
         self._kept = np.empty(0, dtype=np.int32)
 
@@ -92,12 +93,12 @@ class CompiledForward:
     def _run(
         self, ids: Rows, positions: Rows, slots: Rows, outs: Rows, alone: tuple[int, Tensor] | None = None
     ) -> Tensor:
-        """The hidden states of the rows `outs`, after the final norm. With `alone` = (layer, hidden states before it),
-        only that layer is computed, and the hidden states are those after it."""
+        """The hidden states of the rows `outs`, after the final norm. With `alone` = (layer, hidden states before that
+        layer), only that layer is computed, and the hidden states after it are returned."""
         fields = self._model.fields if alone is None else self._model.layer_alone(alone[0])
         given_states = None if alone is None else alone[1].contiguous()
         out = torch.empty(len(outs), fields.width)
-        # Kept until the call returns: the kernel gets only addresses.
+        # These are kept until the call returns, because the kernel gets only their addresses.
         kept = [np.ascontiguousarray(rows, dtype=np.int64) for rows in (ids, positions, slots, outs)]
         at_ids, at_positions, at_slots, at_outs = (rows.ctypes.data for rows in kept)
         given = PassFields(
@@ -122,7 +123,8 @@ class CompiledForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`: the pass's slots whose known ids are all computed (`done`)."""
+        """Sample the next token of each slot in `slots`, that is, of the pass's slots whose known ids are all computed
+        (`done`)."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
         num = len(slots)
@@ -169,7 +171,8 @@ class CompiledForward:
         return given
 
     def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
-        """Logprob of each token given those before it, by the functions that sample: float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it, by the functions that sample: float32 [L]; the first is
+        NaN.
 
         Args:
             ids: int64 [L].
@@ -194,9 +197,9 @@ class CompiledForward:
         return found
 
     def disagreement(self, model: CausalLM, context_length: int) -> str:
-        """How the kernel's results differ from the model's; "" if by rounding only.
+        """How the kernel's results differ from the model's; "" if they differ only by rounding.
 
-        On some CPUs the kernel rounds the inputs of a bfloat16 model's products. The cache is empty afterwards.
+        On some CPUs the kernel rounds the inputs of a bfloat16 model's matrix products. The cache is empty afterwards.
         """
         length = min(agreement.TOKENS, context_length)
         positions, slot = np.arange(length), np.zeros(length, dtype=np.int64)
@@ -214,5 +217,5 @@ class CompiledForward:
 
 
 def _threads(work: int) -> int:
-    """Number of threads: torch's setting for the calling thread, or 1 for little work."""
+    """Number of threads to use: torch's setting for the calling thread, or 1 if there is little work."""
     return torch.get_num_threads() if work >= _WORTH_A_TEAM else 1

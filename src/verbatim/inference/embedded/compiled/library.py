@@ -15,7 +15,7 @@ def load_kernel() -> ctypes.CDLL | None:
     kernel = kernel_build().functions
     if kernel is None:
         return None
-    # Without argument types ctypes would pass addresses as 32-bit integers.
+    # Without declared argument types, ctypes would pass addresses as 32-bit integers.
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("forward", None, (pointer, pointer, pointer)),

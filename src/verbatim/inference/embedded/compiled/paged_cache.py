@@ -1,7 +1,7 @@
 """Stores keys and values in pages of a few tokens; sequences with a common prefix share pages.
 
-A full page never changes, so any number of slots may refer to it. A page that a sequence is still filling belongs to
-its slot alone; it is copied if another sequence continues from the same tokens.
+A full page never changes, so any number of slots may refer to it. A page that a sequence is still filling belongs only
+to that sequence's slot; it is copied if another sequence continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.slots import Slots
 
 PAGE = 16
-"""Number of tokens per page; the same in kernel.c."""
+"""Number of tokens per page. kernel.c has the same number."""
 _CHUNK_BYTES = 8 << 20
 """Memory is allocated in chunks of about this many bytes."""
 
@@ -24,7 +24,7 @@ class PagedCache:
     """Reference-counted pages of keys and values, and the list of pages of each slot.
 
     Args:
-        shape: Shape of one token's keys and values; key and value size are equal.
+        shape: Shape of one token's keys and values; keys and values must have the same size.
         num_slots: Number of slots.
         context_length: Maximum tokens of a slot.
     """
@@ -73,7 +73,7 @@ class PagedCache:
             self._grow()
 
     def _grow(self) -> None:
-        # Zeros and not `empty`: memory that was never written may hold NaN, and 0 * NaN is NaN.
+        # Use zeros instead of `empty`, because memory that was never written may hold NaN, and 0 * NaN is NaN.
         chunk = torch.zeros(self.planes, self.chunk_pages, self._page_floats)
         index = self._chunks.index(None) if None in self._chunks else len(self._chunks)
         if index == len(self._chunks):
@@ -149,7 +149,7 @@ class PagedCache:
         self._set(slot, self.tables[source, : self.num_pages[source]].tolist(), num_tokens)
 
     def keep(self, slot: int, num_tokens: int) -> list[int]:
-        """Hold the pages of a slot's prefix until `release`, while another sequence takes the slot."""
+        """Keep the pages of a slot's prefix in use until `release`, although another sequence takes the slot."""
         pages: list[int] = self.tables[slot, : -(-num_tokens // PAGE)].tolist()
         self._users[pages] += 1
         return pages
@@ -159,15 +159,15 @@ class PagedCache:
         self._set(slot, kept, num_tokens)
 
     def release(self, kept: list[int]) -> None:
-        """Release pages that `keep` holds."""
+        """Release pages that `keep` has kept in use."""
         self._give_up(kept)
 
     def _set(self, slot: int, pages: list[int], num_tokens: int) -> None:
-        """Replace a slot's pages by those of `pages` that hold the first `num_tokens` tokens."""
+        """Replace a slot's pages with the part of `pages` that holds the first `num_tokens` tokens."""
         before = self.tables[slot, : self.num_pages[slot]].tolist()
         full, rest = divmod(num_tokens, PAGE)
         taken = pages[: full + bool(rest)]
-        # Counted before the old pages are released: both may contain the same pages.
+        # Count the new references before the old pages are released, because both may contain the same pages.
         self._users[taken] += 1
         self._give_up(before)
         self.num_pages[slot] = 0

@@ -14,7 +14,7 @@ from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
 UNIT = 16
-"""Widths must be multiples of this: the kernel has no code for remainders."""
+"""Widths must be multiples of this number, because the kernel has no code for remainders."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -83,7 +83,7 @@ class PassFields(ctypes.Structure):
 
 
 class DrawFields(ctypes.Structure):
-    """Rows of hidden states whose next tokens are sampled."""
+    """Rows of hidden states from which the next tokens are sampled."""
 
     _fields_ = (
         ("model", _POINTER),
@@ -188,7 +188,7 @@ class KernelModel:
         self.refresh()
 
     def refresh(self) -> None:
-        """Pack and convert again weights that were replaced in place."""
+        """Pack and convert the weights again after they were replaced in place."""
         for weight, packed in self._packed:
             self._pack_matrix(weight.data_ptr(), *weight.shape, packed.data_ptr())
         for weight, widened in self._widened:
@@ -207,7 +207,8 @@ class KernelModel:
         return packed.data_ptr()
 
     def _floats(self, weight: Tensor | None) -> int | None:
-        """Address of a norm's weights or a bias in float32: its own, or a copy's, which `refresh` fills."""
+        """Address of a norm's weights or of a bias in float32: of the tensor itself, or of a copy that `refresh`
+        fills."""
         if weight is None or weight.dtype == torch.float32:
             return None if weight is None else weight.data_ptr()
         widened = torch.empty(weight.shape)
