@@ -1,4 +1,4 @@
-"""A sampler that delegates to another one, but cannot update or close it."""
+"""A sampler that delegates to another sampler, but cannot update or close it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _LOOK_EVERY = 0.2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleRequest:
-    """One generation, as exact ids."""
+    """A request for one completion, as exact ids."""
 
     prompt_ids: Int32
     """Prompt: int32 [P], not empty."""
@@ -30,7 +30,8 @@ class SampleRequest:
     """Seed of the randomness, which depends only on the seed and on each token's position in the whole sequence, not on
     the batch."""
     session: str = ""
-    """Name shared by requests whose prompts share a growing prefix. A hint for prefix caching; may be empty."""
+    """Name that requests have in common if their prompts share a growing prefix. It is a hint for prefix caching, and
+    may be empty."""
     routed_experts_start: int = 0
     """Number of leading prompt tokens whose routed experts need not be returned."""
 
@@ -42,19 +43,19 @@ class Completion:
     ids: Int32
     """Sampled ids: int32 [C]; ends with a stop id if `stop_reason` is "stop"."""
     logprobs: Float32 | None
-    """Logprob of each token under the distribution that it was sampled from: float32 [C]; None if the engine reports
-    none."""
+    """Logprob of each token under the distribution that it was sampled from: float32 [C]; None if the engine does not
+    report logprobs."""
     policy_versions: Int32 | None
-    """Policy version that sampled each token: int32 [C]; None if the engine reports none."""
+    """Policy version that sampled each token: int32 [C]; None if the engine does not report versions."""
     stop_reason: StopReason
     """"stop", "length" or "cancelled"."""
     queued_seconds: float = 0.0
     """Seconds that the request waited for a slot in the batch."""
     generated_seconds: float = 0.0
-    """Seconds from getting the slot to the last token."""
+    """Seconds from the time when the request got a slot to its last token."""
     routed_experts: Experts | None = None
-    """Experts that computed each token: [N, D, K], from the request's `routed_experts_start` to the last token but one
-    (the last token is sampled, but never fed to the model). None if the engine returns none."""
+    """Experts that computed each token: [N, D, K], from the request's `routed_experts_start` to the second to last
+    token (the last token is sampled, but never fed to the model). None if the engine does not return experts."""
     kept_sets: KeptSets | None = None
     """The kept set of each token, if the request asks for kept sets (`needs_kept_sets`)."""
     num_cached_tokens: int | None = None
@@ -65,7 +66,7 @@ class Completion:
 
 
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
-    """A completion that was cancelled before its first token."""
+    """The completion of a request that was cancelled before its first token."""
     return Completion(
         ids=np.empty(0, dtype=np.int32),
         logprobs=np.empty(0, dtype=np.float32),
@@ -102,7 +103,7 @@ async def watch_engine(sampler: Sampler) -> None:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """An engine that generates. All methods may be called concurrently from one event loop.
+    """An engine that samples completions. All methods may be called concurrently from one event loop.
 
     Every method raises SamplerFault once the engine has failed permanently, and RecordError for a prompt that is empty,
     too long, or contains ids outside the vocabulary.
@@ -114,7 +115,7 @@ class Sampler(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary; all ids are below it."""
+        """Size of the vocabulary. All ids are below it."""
 
     @property
     def policy_version(self) -> int:
@@ -132,15 +133,15 @@ class Sampler(Protocol):
         """Load weights from a Hugging Face folder between two decode steps. Requests in flight continue."""
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it: float32 [L]; the first is NaN."""
+        """Logprob of each token given the tokens before it: float32 [L]; the first is NaN."""
 
     async def close(self) -> None:
         """Stop the sampler. Requests in flight end with the stop reason "cancelled"."""
 
 
 Watch: TypeAlias = Callable[[Sequence[int]], bool]
-"""A callback for sampled tokens. It receives the ids sampled since its last call, in order, and returns True to end the
-completion after them."""
+"""A callback for sampled tokens. It receives the ids sampled since its last call, in order. It returns True to end the
+completion after these ids."""
 
 
 @runtime_checkable
@@ -166,7 +167,8 @@ async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watc
 
 @runtime_checkable
 class DescribesEngine(Protocol):
-    """A sampler that reports its settings, so that a client over HTTP can compare them with its own."""
+    """A sampler that reports its engine's settings, so that a client over HTTP can compare them with the settings that
+    it expects."""
 
     @property
     def how(self) -> Mapping[str, str]:
@@ -189,7 +191,8 @@ class WeightCheck(Protocol):
     """Checks whether samplers have the published weights."""
 
     async def prepare(self, sampler: Sampler) -> None:
-        """Fill a sampler's caches with entries that must not survive the next update. Called before it loads weights.
+        """Fill a sampler's caches with entries that must not survive the next update. Called before the sampler loads
+        weights.
 
         Raises:
             SamplerFault: the sampler failed.
@@ -239,8 +242,8 @@ class ReplicatedSampler(Sampler, Protocol):
 def as_replicated(sampler: Sampler) -> ReplicatedSampler | None:
     """The sampler if it is a `ReplicatedSampler`, else None.
 
-    Does not use `isinstance`, because with a runtime protocol it reads the properties, for which `HttpSampler` sends a
-    request.
+    `isinstance` is not used, because with a runtime protocol it reads the sampler's properties, and `HttpSampler` sends
+    a request to read them.
     """
     is_one = all(hasattr(type(sampler), name) for name in ("update_replicas", "check_replicas"))
     return cast(ReplicatedSampler, sampler) if is_one else None

@@ -22,7 +22,7 @@ Fault: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary",
 too few, "outside_vocabulary" returns an id equal to `vocab_size`, and "nan" returns a NaN logprob."""
 
 Script: TypeAlias = Callable[[SampleRequest], Ids] | Mapping[tuple[int, ...], Ids] | Sequence[Ids]
-"""A function of the request, or completions by prompt, or completions in the order of the requests."""
+"""A script: a function of the request, completions by prompt, or completions in the order of the requests."""
 
 
 def default_logprob(token_id: int) -> float:
@@ -59,12 +59,12 @@ class ScriptedSampler:
     seconds_per_token: float = 0.0
     """Delay in seconds before each token. Even with 0, other tasks run between tokens."""
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep
-    """Awaited with that delay before each token. A test can pass a function of its own to control when tokens are
-    sampled."""
+    """Called and awaited with that delay before each token. A test can pass a function of its own to control when
+    tokens are sampled."""
     policy_version: int = 0
-    """The current policy version. Each token has the version that is current when it is sampled."""
+    """The current policy version. Each token gets the version that is current when it is sampled."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
-    """Faults to inject, by index in `requests` or as a function of index and request."""
+    """Faults to inject, either by index in `requests` or as a function of index and request."""
     failing_updates: frozenset[int] = frozenset()
     """Versions for which `update_weights` raises ModelError."""
     requests: list[SampleRequest] = field(default_factory=list, init=False)
@@ -105,8 +105,8 @@ class ScriptedSampler:
     generate_watched = generate
 
     async def _answer(self, index: int, request: SampleRequest, versions: list[int], watch: Watch | None) -> Completion:
-        """Run the request. Appends to `versions` for each sampled token, so that their number is known if the call is
-        cancelled."""
+        """Run the request. For each sampled token, its version is appended to `versions`, so that the number of tokens
+        is known if the call is cancelled."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
             raise SamplerFault(f"request {index} fails, as scripted")

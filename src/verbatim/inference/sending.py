@@ -45,11 +45,11 @@ class SendReport:
     fault: str | None = None
     """The reason why the transfer failed; None if all tensors were sent."""
     num_bytes: int = 0
-    """Total bytes of all tensors, counted once however many receivers there are."""
+    """Total bytes of all tensors, counted once regardless of the number of receivers."""
     seconds: float = 0.0
     """Seconds that executing the order took."""
     seconds_meeting: float = 0.0
-    """Part of `seconds` that passed until all ranks had joined the group."""
+    """The part of `seconds` that passed until all ranks had joined the group."""
 
 
 class WeightSender(Protocol):

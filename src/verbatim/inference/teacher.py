@@ -26,7 +26,7 @@ class Teacher(Protocol):
     """Scores sequences. All methods may be called concurrently from one event loop."""
 
     async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
-        """Logprob of each token given those before it, over its kept set: float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it, over the token's kept set: float32 [L]; the first is NaN.
 
         Raises:
             RunStopped: the logprobs cannot be computed, and the run cannot continue without them.
@@ -45,7 +45,7 @@ class LocalTeacher:
         from verbatim.models.loading import load_model
 
         self._model = CausalLM(load_model(config.model, device=config.device))
-        # Otherwise many calls would run on threads at once, each with its activations in memory.
+        # Without this, many calls would run on threads at once, each with its activations in memory.
         self._one_at_a_time = asyncio.Lock()
 
     async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
@@ -77,12 +77,13 @@ class LocalTeacher:
         return scored
 
     async def close(self) -> None:
-        """Do nothing, as there are no connections."""
+        """Do nothing, because there are no connections."""
 
 
 class ServerTeacher:
-    """A teacher on a vLLM server, which is queried with exact ids: through the token endpoint (`--enable-scale-out`),
-    or else through `/completions`, which works with any server that has vLLM's `prompt_logprobs`.
+    """A teacher on a vLLM server. The server is queried with exact ids through the token endpoint
+    (`--enable-scale-out`) or, if it does not have that, through `/completions`, which works with any server that has
+    vLLM's `prompt_logprobs`.
 
     Prompt logprobs are always at temperature 1, so only tokens sampled at temperature 1 can be scored. Transient
     failures are retried, with up to `ATTEMPTS` attempts in all.

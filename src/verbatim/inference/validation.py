@@ -15,7 +15,7 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
 
     Raises:
         RecordError: there are no ids, they are not a list of integers, or an id is outside the vocabulary; the message
-            has its position and value.
+            has that id's position and value.
     """
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
@@ -52,7 +52,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def refuse_stop_strings(request: SampleRequest) -> None:
-    """Refuse stop strings, because a sampler handles only ids and has no tokenizer to find text with.
+    """Refuse stop strings, because a sampler handles only ids and has no tokenizer with which it could find text.
 
     Raises:
         RecordError: the request has stop strings.
@@ -68,8 +68,8 @@ def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int
     """Refuse a prompt without room for one more token, stop ids outside the vocabulary, and stop strings.
 
     Raises:
-        RecordError: the prompt is empty or too long, an id is outside the vocabulary (the message has its position and
-            value), or there are stop strings.
+        RecordError: the prompt is empty or too long, an id is outside the vocabulary (the message has that id's
+            position and value), or there are stop strings.
     """
     refuse_stop_strings(request)
     prompt = check_ids(request.prompt_ids, vocab_size, "prompt_ids")

@@ -116,8 +116,7 @@ class Order:
         self.spoke_at, self._has_called = "", calls
 
     def said(self, role: str, where: str) -> None:
-        """Note a user or system message. Empty messages count too, because they are rendered into the prompt as
-        well."""
+        """Note a user or system message. Empty messages count too, because they are also rendered into the prompt."""
         if self._has_called and not self.spoke_at:
             self.spoke_at = f"a {role} message ({where})"
 

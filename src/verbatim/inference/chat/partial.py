@@ -55,8 +55,7 @@ class Growing:
         return len(self.ids) - self.num_read > self.num_read // _STEP
 
     def gained(self, reasoning: str, content: str) -> ChatDelta | None:
-        """Record that this reasoning and content are streamed. Returns the new part of them, or None if nothing is
-        new."""
+        """Record that this reasoning and content are streamed. Returns the part that is new, or None."""
         self.num_read = len(self.ids)
         new = (reasoning[len(self.said.reasoning) :], content[len(self.said.content) :])
         delta = ChatDelta(index=self.index, reasoning=new[0], content=new[1])

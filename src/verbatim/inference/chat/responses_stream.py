@@ -1,5 +1,4 @@
-"""Streams OpenAI's Responses. For each item, events say that it is added, grows, and is done. The last event has the
-complete response."""
+"""Streams OpenAI's Responses. Each item is added, grows, and is then done. The last event has the whole response."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reads the tools of OpenAI's Responses: functions, custom tools that take a single string, and namespaces that contain
-both.
+"""Reads the tools of OpenAI's Responses: functions, custom tools that take one string, and namespaces of such tools.
 
 Chat templates know only functions. A tool in a namespace therefore becomes a function with the namespace as its prefix,
 and a custom tool becomes a function with one string argument, `input`. Calls are translated back to the tool's own

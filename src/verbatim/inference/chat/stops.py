@@ -84,8 +84,7 @@ class StopWatch:
         return _first(self._decode(np.array([*before, *ids], dtype=np.int32)), self._stops) is not None
 
     def _num_before(self) -> int:
-        """Number of earlier ids to decode together with the new ids, so that a stop string that began in them is
-        found."""
+        """Number of earlier ids to decode together with the new ids, because a stop string may have begun in them."""
         size = _FIRST_WINDOW
         while size < len(self._ids):
             if len(self._decode(np.array(self._ids[-size:], dtype=np.int32))) >= self._reach:

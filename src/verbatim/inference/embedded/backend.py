@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampler:
-    """The embedded sampler with the weights in `inputs.model`, or a pool of the servers in `urls`, each of which is
-    checked.
+    """The embedded sampler with the weights in `inputs.model`, or a pool of the servers in `urls`, each one checked.
 
     Raises:
         UsageError: the run cannot sample from a server; the message says what to type.

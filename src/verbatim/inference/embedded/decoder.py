@@ -160,8 +160,7 @@ class Decoder:
 
     @property
     def largest(self) -> int | None:
-        """The slot of the longest sequence in flight (the newest if several are equally long); None if none is in
-        flight."""
+        """The slot of the longest sequence in flight (the newest if several are equally long), or None if idle."""
         table = self.table
         active = np.flatnonzero(table.active[: table.num_batch])
         if not len(active):
@@ -295,8 +294,7 @@ class Decoder:
         return self._sample(hidden, layout, slots, counts)
 
     def _share_out(self, active: Slots, ahead: Rows) -> tuple[Slots, Rows]:
-        """Choose the pass's slots and how many tokens each gets: all decoding slots, then prompts in order of
-        arrival."""
+        """Choose the pass's slots, and how many tokens each gets: all decoding slots, then prompts by arrival."""
         decode, prefill = active[ahead == 1], active[ahead > 1]
         needed = ahead[ahead > 1]
         room = self._prefill_chunk

@@ -176,8 +176,7 @@ class EngineThread:
         return True
 
     def _share_cores(self, *, computes: bool) -> None:
-        """Tell the trainer whether this engine computes. If it does, use as many threads as are free for the next
-        step."""
+        """Tell the trainer whether this engine computes. If so, use as many threads as are free for the next step."""
         if self._cores is None:
             return
         self._cores.compute(computes)

@@ -1,5 +1,4 @@
-"""Computes common decoder layers with plain tensor operations, for model classes that are known to compute the same
-function.
+"""Computes common decoder layers with plain tensor operations, for model classes known to compute the same function.
 
 In a small model, Python code around the layers takes longer than the layers themselves. This module computes
 
@@ -116,8 +115,7 @@ class FastBackbone:
         return self._product(layer.mlp.down_proj, gated).add_(h)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Pad with rows of zeros to a multiple of `_ROW_MULTIPLE`. If there are only a few rows, they are not
-        padded."""
+        """Pad with rows of zeros to a multiple of `_ROW_MULTIPLE`, unless there are only a few rows."""
         padding = -len(x) % _ROW_MULTIPLE
         if not self._uses_onednn or not padding or len(x) < _ROW_MULTIPLE:
             return x

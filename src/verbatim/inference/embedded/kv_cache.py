@@ -272,8 +272,7 @@ def attend_at_once(
 
 
 def _all_rows(x: Tensor, batch: int) -> Tensor:
-    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with keys or values that they
-    share."""
+    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with what these share."""
     kv_heads = len(x) // batch
     return x.view(batch, kv_heads, *x.shape[1:]).transpose(0, 1).reshape(kv_heads, -1, x.shape[-1])
 

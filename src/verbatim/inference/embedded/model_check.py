@@ -21,8 +21,7 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
-    """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over the same
-    tokens.
+    """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over the tokens.
 
     Raises:
         ModelError: the logprobs of the sampled tokens differ, or weights that a trainer saves cannot be loaded.

@@ -147,8 +147,7 @@ class SlotRange:
 
     @property
     def in_place(self) -> bool:
-        """True if reading all slots in place, including idle ones, costs less than copying only the slots of the
-        sequences."""
+        """True if reading all slots in place, including idle ones, costs less than copying the sequences' slots."""
         return self.num_slots <= _COPY * (self.last - self.first)
 
     @property
@@ -208,8 +207,7 @@ def _prompt_group(slots: Slots, starts: Rows, counts: Rows, computed: Rows, devi
 
 
 def _similar(counts: Rows) -> list[Slots]:
-    """Indices of sequences by number of new tokens, one array per power of two, so that padding at most doubles a
-    group."""
+    """Indices of sequences by number of new tokens, one array per power of two: padding at most doubles a group."""
     kind = np.ceil(np.log2(counts)).astype(np.int64)
     return [np.flatnonzero(kind == k) for k in np.unique(kind)]
 

@@ -23,8 +23,7 @@ class Leader(NamedTuple):
 
 
 def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
-    """The leader of each slot whose sequence shares a prefix of at least `WAIT_FOR_PREFIX` tokens with another
-    sequence.
+    """The leader of each slot whose sequence shares at least `WAIT_FOR_PREFIX` first tokens with another sequence.
 
     If sequences are sorted by their ids, each shares its longest prefix with the sequence before it. If several
     sequences share a prefix of that length, the first of them leads. So a sequence has a leader that waits itself only

@@ -36,8 +36,7 @@ class SlotPlacement:
 
 
 class SlotTable:
-    """The state of S slots. The first `num_batch` slots decode; the others (parked) only keep prefixes of sequences
-    that may return.
+    """S slots. The first `num_batch` decode; the others (parked) only keep prefixes of sequences that may return.
 
     A sequence has `length` known ids; the keys and values of the first `computed` ids are cached. In a decoding
     sequence, `length` is one more than `computed`; if the difference is larger, there is a prompt to process. So after
@@ -229,8 +228,7 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """True for slots whose last id is one of their stop ids. The stop ids are sets, so many cost no more than a
-        few."""
+        """True for slots whose last id is one of their stop ids. Stop ids are sets, so many cost no more than a few."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)
@@ -240,6 +238,5 @@ class SlotTable:
         return self.length.copy(), self.computed.copy()
 
     def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-        """Undo a failed pass. Its tokens will be sampled again, and will be the same, because randomness depends only
-        on position."""
+        """Undo a failed pass. It will sample the same tokens again, because randomness depends only on position."""
         self.length[:], self.computed[:] = before

@@ -128,8 +128,8 @@ class TorchForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`, that is, of the pass's slots whose known ids are all computed
-        (`done`).
+        """Sample the next token of each slot in `slots`. Only slots whose known ids are all computed (`done`) are in
+        it.
 
         A deterministic pass computes and samples in every row, because different shapes could give different bits.
         """

@@ -19,8 +19,7 @@ _LOGITS_CHUNK = 1024
 def sequence_logprobs(
     model: CausalLM, token_ids_L: Tensor, temperature: float, kept_sets: KeptSets | None = None
 ) -> Tensor:
-    """log p(token_t | tokens before t) at a temperature > 0: float32 [L]. The first is NaN, because nothing predicts
-    it.
+    """log p(token_t | tokens before t) at a temperature > 0: float32 [L]. The first is NaN: nothing predicts it.
 
     Args:
         model: The model.

@@ -19,13 +19,14 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 logger = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE, _BEGUN_AT_ONCE = 1024, 64
-"""Maximum number of connections accepted, and begun, in one pass of the event loop. Requests in flight run between
-passes."""
+"""Maximum number of connections that are accepted, and that are begun, in one pass of the event loop. Requests in
+flight run between passes."""
 _HEALTH = b"GET /health "
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Errors of `accept` that mean that the system is out of descriptors or memory."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds for which nothing is accepted after such an error: the first pause, and the limit for doubling it."""
+"""Seconds for which nothing is accepted after such an error: the first pause, and the maximum up to which it is
+doubled."""
 _LOG_INTERVAL = 60.0
 """Minimum seconds between two log lines."""
 _FULL = (
@@ -66,7 +67,7 @@ class Acceptor:
         self._last_logged = -_LOG_INTERVAL
         self._queue: dict[socket.socket, None] = {}
         self._silent: set[socket.socket] = set()
-        """Queued connections that have not sent anything yet. Any of them may turn out to be a health check."""
+        """Queued connections that have not sent anything yet. Each of them may turn out to be a health check."""
         self._beginning: asyncio.Handle | None = None
         self._connecting: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
         listening.setblocking(False)
@@ -105,7 +106,7 @@ class Acceptor:
             if not self._makes_room():
                 self._turn_away(connection)
                 self._pause_at_door()
-                break  # let the event loop run before the next one, as a request may end meanwhile
+                break  # let the event loop run before the next connection, because a request may end meanwhile
             self._queue[connection] = None
             self._silent.add(connection)
             self._table.num_queued += 1
@@ -115,7 +116,7 @@ class Acceptor:
             self._begin()
 
     def _makes_room(self) -> bool:
-        """Close an idle connection if there is no room for another one. Returns False if there is still no room."""
+        """Close an idle connection if there is no room for a new one. Returns False if there is still no room."""
         door, table = self._door, self._table
         if door is not None and table.num_of(door.name) + len(self._queue) >= door.most and not table.evict(door.name):
             return False
@@ -132,7 +133,7 @@ class Acceptor:
         empty."""
         first = [connection for connection in list(self._silent) if self._is_health_check(connection)]
         for connection in [*first, *itertools.islice(self._queue, _BEGUN_AT_ONCE)]:
-            if connection not in self._queue:  # a health check that is also among the oldest
+            if connection not in self._queue:  # a health check may also be among the oldest connections
                 continue
             self._take(connection)
             connecting = self._loop.create_task(self._connect(connection))
@@ -161,7 +162,7 @@ class Acceptor:
             connection.close()
 
     def _turn_away(self, connection: socket.socket) -> None:
-        """Answer a new connection with 503, because every open one has a request in flight."""
+        """Answer a new connection with 503, because every open connection has a request in flight."""
         with contextlib.suppress(OSError), connection:
             connection.send(_FULL % (len(_FULL_BODY), _FULL_BODY))
         most = self._table.most if self._door is None else min(self._table.most, self._door.most)

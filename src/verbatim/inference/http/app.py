@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 16
 """Number of requests that begin in one pass of the event loop, so that a burst of thousands does not block timers and
 sockets."""
-_LONGEST_MESSAGE = 2000  # of an error in a response, in characters
+_LONGEST_MESSAGE = 2000  # maximum length of an error in a response, in characters
 _SCORED = Fields(honoured={"token_ids", "temperature", "model"})
 _UPDATE = Fields(honoured={"path", "version"})
 
@@ -225,7 +225,7 @@ class SamplerApp:
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
         """Load weights; requires an API key or a configured folder. It is not enough that the client has a loopback
-        address, because behind a proxy all clients have one."""
+        address, because all clients behind a proxy have a loopback address."""
         if not self._takes_weights:
             raise Refused(
                 403,
@@ -312,7 +312,7 @@ class SamplerApp:
                     logger.warning("a request failed: %s", cut(str(error)))
                 message = cut(str(error), _LONGEST_MESSAGE)
                 return self._refusal(request, Refused(status, message, body["error"]["type"]))
-            # Values that passed all checks but are still out of range: numbers, nesting depths or text.
+            # Some value passed all checks but is still out of range: a number, a nesting depth or a text.
             except (OverflowError, RecursionError, UnicodeError) as error:
                 message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
                 return self._refusal(request, Refused(400, message))
@@ -337,7 +337,7 @@ class SamplerApp:
             kind = "invalid_request_error" if status < 500 else "unavailable"
         form = self._chat.protocols.of(request.url.path.removeprefix("/v1/"))
         answer = json_answer(form.error(status, refused.message, refused.field, kind), status)
-        if status in (408, 411):  # the body is unread and its end unknown, so the connection cannot be reused
+        if status in (408, 411):  # the body was not read and its end is unknown, so the connection cannot be reused
             answer.headers["connection"] = "close"
         return answer
 

@@ -43,7 +43,7 @@ from verbatim.inference.sampler import Completion, Sampler, SampleRequest, Watch
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_MESSAGE = 2000  # of an error in a response, in characters
+_LONGEST_MESSAGE = 2000  # maximum length of an error in a response, in characters
 
 
 class ChatRoutes:
@@ -126,14 +126,15 @@ class ChatRoutes:
     # ---- sampling
 
     async def _replies(self, asked: RenderedRequest, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
-        """Sample all replies concurrently, and parse them. `live` gets their ids as they are sampled."""
+        """Sample all replies concurrently, and parse them. Ids are passed to `live` as they are sampled."""
         seeds = self._seeds(asked)
         shows = [None if live is None else partial(live.show, number) for number in range(len(seeds))]
         drawing = (self._sample(asked, seed, show) for seed, show in zip(seeds, shows, strict=True))
         return await self._read(asked, await run_together(drawing), seeds, stamp)
 
     async def _sample(self, asked: RenderedRequest, seed: int, show: Watch | None) -> Completion:
-        """Sample one completion. If the sampler supports it, it stops at the token that completes a stop string."""
+        """Sample one completion. If the sampler supports it, sampling stops at the token that completes a stop
+        string."""
         request = SampleRequest(
             prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
         )
@@ -154,8 +155,8 @@ class ChatRoutes:
     async def _read(
         self, asked: RenderedRequest, completions: Sequence[Completion], seeds: Sequence[int], stamp: Stamp
     ) -> list[ChatReply]:
-        """Parse the completions in the render pool. They are queued with size 0, ahead of all waiting prompts, so that
-        finished completions are not delayed."""
+        """Parse the completions in the render pool. This work is queued with size 0, ahead of all waiting prompts, so
+        that finished completions are not delayed."""
         assert self._render_pool is not None
         return [
             await self._render_pool.run(0, read_completion, asked, completion, seed, f"call_{stamp.id}_{k}")
@@ -169,7 +170,7 @@ class ChatRoutes:
         render_pool, live = self._render_pool, LiveAnswer(asked.request.n, asked.prompt_ids)
         assert render_pool is not None
         working = asyncio.ensure_future(self._replies(asked, stamp, live))
-        working.add_done_callback(lambda _: live.wake())  # or else `events` would wait for tokens that never come
+        working.add_done_callback(lambda _: live.wake())  # otherwise `events` would wait for tokens that never come
 
         async def read(ids: Int32, prompt_ids: Int32) -> tuple[str, str]:
             return await render_pool.run(0, read_partial, asked, ids)

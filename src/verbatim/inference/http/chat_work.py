@@ -24,11 +24,11 @@ from verbatim.models.renderers.stop_ids import ends_within
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RenderedRequest:
-    """A chat request whose conversation is rendered."""
+    """A chat request whose conversation has been rendered."""
 
     request: ChatRequest
-    """The request without its messages. They are already in the prompt, and the record is pickled to another
-    process."""
+    """The request without its messages. The messages are already in the prompt, and would have to be pickled with this
+    record to reach another process."""
     prompt_ids: Int32
     """The prompt: int32 [P]."""
     params: SamplingParams

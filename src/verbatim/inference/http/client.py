@@ -52,12 +52,12 @@ MAX_ANSWER_BYTES = 2**28
 """Maximum size of a response; reading stops once it is exceeded. The prompt logprobs of a million ids take two thirds
 of this."""
 _TRANSIENT = {408, 409, 425, 429}
-"""Statuses that are retried, in addition to 500 and above."""
+"""Statuses that are retried, in addition to those from 500 on."""
 _MAX_CONNECTIONS = 1024
 """Maximum number of concurrent attempts. The wait for a free slot does not count towards the attempt's deadline."""
 _IDLE = 30.0
-"""Seconds for which an idle connection is kept. This is less than our server's 75, so that the client closes it first
-and never sends a request on a connection that the server is closing."""
+"""Seconds for which an idle connection is kept. This is less than our server's 75 seconds, so that the client closes
+the connection first and never sends a request on a connection that the server is closing."""
 _SHORTEST_SECRET = 8
 """Minimum length of a secret that is redacted. Shorter keys ("EMPTY", "none") are placeholders, and redacting them
 would garble ordinary words."""
@@ -153,7 +153,7 @@ class HttpClient:
         self._request_timeout = request_timeout
         self._max_retries = max_retries
         self._closed = False
-        self._warned = False  # True once a failed connection has been logged as a warning
+        self._warned = False  # True once a failure to connect has been logged as a warning
         self._random = random.Random()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,8 +283,8 @@ class HttpClient:
         )
 
     def _drop_ended_loops(self) -> None:
-        """Drop the sessions of closed event loops. A session refers to its loop, so otherwise neither would ever be
-        freed."""
+        """Drop the sessions of closed event loops. A session refers to its loop, so otherwise neither of them would
+        ever be freed."""
         for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
             with contextlib.suppress(StopIteration):
                 # Run the coroutine by hand, because its loop is closed and `close` has nothing left to await.
@@ -300,7 +300,7 @@ class HttpClient:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """Encode JSON. Arrays become lists, and floats have to be finite. 32,768 ids take 0.2 ms.
+    """Encode JSON. Arrays become lists, and floats have to be finite. Encoding 32,768 ids takes 0.2 ms.
 
     >>> encode({"ids": np.array([1, 2], dtype=np.int32)})
     b'{"ids":[1,2]}'
@@ -321,7 +321,7 @@ def decode(answer: HttpResponse) -> Any:
     """
     import orjson
 
-    # The fallback, Python's parser, accepts more: lone surrogates, NaN, huge integers.
+    # The fallback is Python's parser, which accepts more: lone surrogates, NaN, huge integers.
     with contextlib.suppress(ValueError):
         return orjson.loads(answer.body)
     try:

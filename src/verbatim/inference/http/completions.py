@@ -43,7 +43,7 @@ def request_body(
     the other requests of the step with id 0.
 
     `ignore_eos` is true, so that only the given stop ids end a completion. The seed is under our own key, which only
-    our servers read, because vLLM for CPUs crashes on a seed if it computes the prompt in several parts.
+    our servers read, because a vLLM for CPUs that computes a prompt in several parts crashes on a seed.
 
     Args:
         request: The request.
@@ -118,7 +118,7 @@ def read_ids(value: object, what: str, room: int | None = None) -> Int32:
     if room is not None and len(value) > room:
         raise RecordError(f"{what}: {len(value)} ids leave no room in a context of {room} tokens")
     for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < INT32_END:  # `type`, because True is an int too
+        if type(token) is not int or not 0 <= token < INT32_END:  # compare `type`, because True is an int too
             raise RecordError(f"{what}: expected token ids, found {brief(token)} at position {position}")
     return np.array(value, dtype=np.int32)
 
@@ -219,13 +219,12 @@ def check_completion(completion: Completion) -> None:
 
 
 def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
-    """Read the completion in a response, and the additions of our servers (None if the response is from another
-    server).
+    """(the completion in a response, the additions of our servers or None if the response is from a different server).
 
     Args:
         body: The parsed response.
-        told_version: Policy version of the tokens whose version another server does not report. If None, such a
-            completion has no versions.
+        told_version: Policy version of tokens whose version is not reported, because the server is not one of ours. If
+            None, a completion with such tokens has no versions.
 
     Raises:
         ValueError: the response is malformed; the message says how.
@@ -298,7 +297,7 @@ def _read_kept_sets(sets: object, ids: Int32) -> KeptSets | None:
 
 def check_experts(completion: Completion, request: SampleRequest) -> Completion:
     """Check that the routed experts cover the requested tokens, and return the completion. A cancelled completion may
-    have fewer rows, in which case its experts are removed.
+    have fewer rows of experts, in which case its experts are removed.
 
     Raises:
         ValueError: the number of tokens with experts is wrong.

@@ -13,10 +13,10 @@ from verbatim.core.redaction import hide
 from verbatim.core.texts import shown
 
 OPENAI_HOST, OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
-"""Host name of OpenAI's own server, and the environment variable with its key."""
+"""Host name of OpenAI's own server, and the environment variable with the key for it."""
 _ACCOUNT = {"OPENAI_ORG_ID": "OpenAI-Organization", "OPENAI_PROJECT_ID": "OpenAI-Project"}
-"""Headers that select the account of a key that has several, by environment variable. OpenAI's own client reads the
-same variables."""
+"""For keys with several accounts: the headers that select the account, by environment variable. OpenAI's own client
+reads the same variables."""
 
 
 def check_address(url: object, name: str) -> None:
@@ -69,7 +69,7 @@ def key_variable(url: str, named: str | None) -> str | None:
 
 
 def account_headers(url: str) -> dict[str, str]:
-    """Headers with the account from environment variables; only for OpenAI's own server.
+    """Headers with the account that environment variables name; empty unless the server is OpenAI's own.
 
     >>> account_headers("http://localhost:8000/v1")
     {}
@@ -80,7 +80,7 @@ def account_headers(url: str) -> dict[str, str]:
 
 
 def named_key(url: str, named: str | None) -> str | None:
-    """The key in the environment variable `key_variable(url, named)`; None if there is none.
+    """The key in the environment variable `key_variable(url, named)`; None if there is no such variable.
 
     Raises:
         UsageError: the variable `named` is empty.
@@ -97,7 +97,7 @@ def named_key(url: str, named: str | None) -> str | None:
 
 
 def proxy_of_environment(url: str) -> str | None:
-    """The proxy from HTTP_PROXY, HTTPS_PROXY or ALL_PROXY; None if there is none, or if NO_PROXY excludes the host."""
+    """The proxy from HTTP_PROXY, HTTPS_PROXY or ALL_PROXY; None if none is set, or if NO_PROXY excludes the host."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if not proxy or urllib.request.proxy_bypass(parts.netloc):
@@ -117,7 +117,7 @@ def untrusted(error: Exception) -> str:
 
 
 def certificates() -> ssl.SSLContext:
-    """The CA certificates set in the environment, or else certifi's, because a container may not have any."""
+    """The CA certificates set in the environment, or else certifi's, because a container may not have certificates."""
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return ssl.create_default_context()  # OpenSSL reads both variables
     import certifi

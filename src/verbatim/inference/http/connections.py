@@ -22,10 +22,11 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 from verbatim.inference.http.limits import CONNECTION, DOOR, TINY_CHUNKS
 
 _KEEP_ALIVE = 75
-"""Seconds for which an idle connection is kept. Clients keep it for less, so that the client closes first and no
-request arrives while the server is closing the connection."""
+"""Seconds for which an idle connection is kept. Our clients keep it for a shorter time, so that the client closes first
+and no request arrives while the server is closing the connection."""
 _GRACE, _POLL = 5.0, 0.01
-"""Seconds that requests in flight get to finish when the server stops, and seconds between checks whether they have."""
+"""Seconds that requests in flight get to finish when the server stops, and seconds between two checks whether they have
+finished."""
 _HEAD_AT_ONCE, _CHUNKS_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**14, 2**18
 """Maximum bytes read in one pass of the event loop. A body with a content-length is passed on unparsed. After a head
 there may be thousands of tiny chunks, which are parsed one by one."""
@@ -33,12 +34,12 @@ _LINGER, _DISCARDED = 2.0, 2**22
 """Limits, in seconds and in bytes, for reading and discarding what the client still sends after a refusal. Closing a
 connection with unread bytes resets it, and the client may then never see the response."""
 _PAYLOAD, _JUDGED = 0.8, 2**12
-"""Minimum share of payload in a chunked body (the rest is framing), and the number of received bytes from which it
-applies."""
+"""Minimum share of payload in a chunked body (the rest is framing), and the number of received bytes from which on this
+minimum applies."""
 
 
 class _Messages(h11.Connection):
-    """One connection's HTTP parser and writer. It differs from h11's in two ways:
+    """The HTTP parser and writer of one connection. It differs from h11's in two ways:
 
     - Every head above the limit is refused. h11 only checks incomplete heads, and accepts a longer head that ends
     within the same read.
@@ -121,7 +122,7 @@ class ClientConnection(H11Protocol):
         self._head = _cancelled(self._head)
         self._reading = _cancelled(self._reading)
         super().connection_lost(exc)
-        self.app_state = {}  # breaks a reference cycle, so that closed connections are freed without garbage collection
+        self.app_state = {}  # break a reference cycle, so that closed connections are freed without garbage collection
 
     def data_received(self, data: bytes) -> None:
         """Parse new bytes; after a refusal, discard them."""
@@ -154,8 +155,8 @@ class ClientConnection(H11Protocol):
                 self._expect_head()
 
     def _take_chunks(self, size: int, payload: int | None) -> None:
-        """Continue to read a chunked body, unless its chunks are tiny. Parsing a chunk costs as much as kilobytes of
-        text.
+        """Continue to read a chunked body, unless its chunks are tiny. Parsing one chunk costs as much as parsing
+        kilobytes of text.
 
         Args:
             size: Number of bytes received.

@@ -57,9 +57,9 @@ class Door:
 
     name: str
     most: int
-    """Maximum number of open connections. A new one replaces the one that has been idle longest."""
+    """Maximum number of open connections. A further connection replaces the one that has been idle longest."""
     per_second: float
-    """Maximum number of new connections, and of requests, per second. Further ones wait."""
+    """Maximum number of new connections, and of requests, per second. Further connections and requests wait."""
     accepts: Pace = field(init=False)
     """Rate limiter for new connections."""
     requests: Pace = field(init=False)
@@ -71,8 +71,8 @@ class Door:
 
 
 class ConnectionTable:
-    """The open connections, and which of them are idle. The connections of one door form a group. Without a door, those
-    of one client's host do.
+    """The open connections, and which of them are idle. The connections of one door form a group. Connections without a
+    door are grouped by the client's host.
 
     Args:
         limits: Limits of one connection.

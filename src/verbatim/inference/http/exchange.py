@@ -24,7 +24,7 @@ STOPPING = "the server is stopping"
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # otherwise nginx would buffer the events
+    "x-accel-buffering": "no",  # without this header, nginx would buffer the events
 }
 
 
@@ -74,7 +74,7 @@ async def read_whole(
 
     Args:
         request: The request; only its head has been read.
-        most: Maximum bytes of the body.
+        most: Maximum number of bytes of the body.
         limits: Sets the time limit, and whether chunked bodies are accepted.
         grow: Called with the size of each chunk of a body without content-length; may raise to refuse the body.
 
@@ -126,9 +126,9 @@ class StopEvent(asyncio.Event):
 async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any, Any, T]) -> T:
     """Run the work for a request, and cancel it if the client disconnects or the server stops.
 
-    The work runs in the caller's task, because another task costs tens of microseconds. A cancellation by `end`
-    therefore has to be distinguished from a cancellation of the task itself. As in `asyncio.timeout`, this is done by
-    the count of `task.cancelling()`.
+    The work runs in the caller's task, because a task of its own would cost tens of microseconds. A cancellation by
+    `end` therefore has to be distinguished from a cancellation of the caller's task. As in `asyncio.timeout`, this is
+    done by the count of `task.cancelling()`.
 
     Args:
         receive: ASGI `receive` of the request, whose body has been read.

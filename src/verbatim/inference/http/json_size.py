@@ -13,24 +13,24 @@ from verbatim.core.errors import UsageError
 MOST_VALUES = 2**18
 """Default maximum number of values in a body. A body with 20,000 messages has about half as many."""
 MOST_DEPTH = 900
-"""Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read it. Fields have
-a much lower limit of their own."""
+"""Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read the body. Fields
+have a much lower limit of their own."""
 LARGE = 2**16
 """Bodies with more bytes than this are parsed on a thread."""
 WINDOW = 2**18
-"""Number of bytes that are scanned at a time. Other threads can run in between."""
+"""Number of bytes that are scanned at a time. Other threads can run between two scans."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
-# By byte value: True if the byte, outside of strings, counts as one value.
+# By byte value: True if such a byte outside of strings counts as one value.
 _IS_STEP = np.zeros(256, dtype=bool)
 _IS_STEP[list(b"[{,")] = True
-# By byte value: the change of the nesting depth.
+# By byte value: how such a byte outside of strings changes the nesting depth.
 _DEPTH = np.zeros(256, dtype=np.int8)
 _DEPTH[list(b"[{")] = 1
 _DEPTH[list(b"]}")] = -1
 
 
 def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) -> None:
-    """Refuse JSON with too many values or levels. Whether it is valid JSON is left to the parser.
+    """Refuse JSON with too many values or levels. Only the parser checks that it is valid JSON.
 
     Args:
         data: The body.

@@ -15,8 +15,9 @@ def check_keys(data: bytes | bytearray, value: object) -> None:
     r"""Refuse a body in which an object has a key twice.
 
     Python's parser can find duplicate keys with a hook, but is much slower than orjson. A body with a duplicate key has
-    more strings than the parsed value, so two quick checks clear almost every body: it equals what orjson writes for
-    the value, or it has twice as many quotes as the value has strings. Any other body is parsed again, with the hook.
+    more strings than the parsed value, so two quick checks clear almost every body: the body equals what orjson writes
+    for the value, or it has twice as many quotes as the value has strings. Any other body is parsed again, with the
+    hook.
 
     Args:
         data: The JSON text of the body.
@@ -48,8 +49,8 @@ def _has_as_many(data: bytes | bytearray, value: object) -> bool:
 
 
 def _is_written_so(data: bytes | bytearray, value: object) -> bool:
-    """True if the body equals what orjson writes for the value, as it does for clients in JavaScript and most in
-    Python."""
+    """True if the body equals what orjson writes for the value. This is so for clients in JavaScript and for most
+    clients in Python."""
     import orjson
 
     try:

@@ -57,8 +57,8 @@ class ServerLimits(ConnectionLimits):
         return self._at_most(_BYTES_OF_AN_ID * (context_length + MOST_STOP_IDS) + _OVERHEAD)
 
     def chat_body(self, context_length: int) -> int:
-        """Maximum bytes of a chat request. It allows for twice the text, because JSON escapes make some characters
-        longer."""
+        """Maximum bytes of a chat request. This allows for twice the bytes of the text, because JSON escapes make some
+        characters longer."""
         return self._at_most(2 * most_text(context_length) + _OVERHEAD)
 
     def upload_body(self) -> int:

@@ -1,5 +1,5 @@
-"""Packs ids and logprobs into one base64 string each, and reads them back bit for bit. This takes a tenth of the size
-of vLLM's JSON."""
+"""Packs ids and logprobs into one base64 string each, and reads them back bit for bit. The strings have a tenth of the
+size of vLLM's JSON."""
 
 from __future__ import annotations
 

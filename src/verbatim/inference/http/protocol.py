@@ -16,13 +16,13 @@ from verbatim.core.errors import (
 )
 
 GENERATE = "/inference/v1/generate"
-"""vLLM's token endpoint: token ids in, token ids out."""
+"""vLLM's token endpoint, which takes and returns token ids."""
 PROMPT_LOGPROBS = "/verbatim/v1/prompt_logprobs"
 """Request: `{"token_ids": [...], "temperature": 1.0}`. Response: `{"logprobs": [null, -0.5, ...]}`."""
 SAMPLER = "/verbatim/v1/sampler"
 """Describes the sampler: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ..., "server":
 ..., "takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is a random id that is new at each start and
-part of every response of the engine. It tells a client when the server was restarted and has lost its weights."""
+part of every response of the engine. From it a client sees that the server was restarted and has lost its weights."""
 LOAD = "/verbatim/v1/load"
 """Reports the engine's load: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
 REFUSED = "/verbatim/v1/refused"
@@ -35,7 +35,7 @@ OURS = "verbatim"
 
 UNKNOWN_LOGPROB = -9999.0
 """The number that vLLM writes for a logprob that is missing or that JSON cannot represent (-inf). If a completion has
-one, all of its logprobs are treated as missing, because a missing logprob is never replaced by a number."""
+such a number, all of its logprobs are treated as missing, because a missing logprob is never replaced by a number."""
 KEPT_SETS = "kept_sets"
 """In a request, under `OURS`: true asks for the kept set of each token. The response has them as the choice's
 `sampling_mask`, a list of ids for each token, where an empty list means that nothing was cut."""

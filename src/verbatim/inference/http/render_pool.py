@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALL = 2**14
-"""Maximum bytes of a small request. If there are several processes, one is reserved for small requests, so that they
-never wait behind large ones."""
+"""Maximum bytes of a small request. If there are several processes, one is reserved for small requests, so that these
+never wait behind large requests."""
 START_SECONDS = 120.0
 """Timeout in seconds for a process to load the renderer."""
 _MOST_WAITING = 1024
@@ -151,8 +151,8 @@ class ProcessRenderPool(RenderPool):
         return done
 
     async def _next(self, most: int | None) -> tuple[bytes, asyncio.Future[Any]]:
-        """Wait for a call of at most `most` bytes. Checking the top of the heap is enough, because it is the
-        smallest."""
+        """Wait for a call of at most `most` bytes. Checking the top of the heap is enough, because it is the smallest
+        call."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._tasks and (most is None or self._tasks[0][0] <= most))
             size, _, frame, outcome = heapq.heappop(self._tasks)

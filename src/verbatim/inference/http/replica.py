@@ -92,8 +92,8 @@ class ServedReplica:
 class HttpReplica(ServedReplica):
     """A `Sampler` over one of our own servers, as a replica of a run.
 
-    The server generates a new id at each start. Responses with a different id than at the first check are discarded,
-    because after a restart the loaded weights are gone, which the version number alone would not show.
+    The server generates a new id at each start. Responses with an id that differs from the one at the first check are
+    discarded, because after a restart the loaded weights are gone, which the version number alone would not show.
 
     Args:
         url: Root address of the server.
@@ -154,7 +154,7 @@ class HttpReplica(ServedReplica):
         self._how = how
         self._weight_transfer = weight_transfer
         self._update_timeout = update_timeout
-        self._sessions = uuid.uuid4().hex  # prefix of session names, because another run may use the same server
+        self._sessions = uuid.uuid4().hex  # prefix of session names, because a different run may use the same server
 
     # ---- the Sampler protocol
 
@@ -202,7 +202,8 @@ class HttpReplica(ServedReplica):
     # ---- description and state of the server
 
     async def check_server(self) -> None:
-        """Query the server and check that it fits the run. From then on, responses of any other server are refused.
+        """Query the server and check that it fits the run. From then on, responses with a different server id are
+        refused.
 
         Raises:
             UsageError: the server does not fit; the message lists every problem with its fix.

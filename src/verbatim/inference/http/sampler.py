@@ -29,7 +29,7 @@ STARTED_AGAIN = "it was restarted, or another server answers at its address"
 _NO_TOKEN_ENDPOINT = "vLLM has this endpoint only if started with --enable-scale-out"
 _DESCRIBE_TIMEOUT = 60.0
 """Timeout in seconds for a server to describe itself. It is long enough for a busy server, but finite, because a server
-in the event loop that waits for it can never answer."""
+can never answer if it runs in the same event loop that waits for the answer."""
 
 _Facts: TypeAlias = dict[str, Any]
 """The facts about the engine that the client needs: context_length, vocab_size, policy_version and model."""
@@ -44,8 +44,8 @@ class HttpSampler:
 
     With vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models, and the other facts
     have to be given. If vLLM's weight version is a number, it is the policy version; otherwise tokens get
-    `policy_version`, or no version if that is None. Logprobs are kept only if they are those of the distribution that
-    was sampled from.
+    `policy_version`, or no version if `policy_version` is None. Logprobs are kept only if they belong to the
+    distribution that was sampled from.
 
     Args:
         url: Root address of the server: "http://127.0.0.1:8000".
@@ -54,7 +54,8 @@ class HttpSampler:
         context_length: Maximum number of tokens in prompt and completion together; None to query the server.
         vocab_size: Size of the vocabulary; None to query the server, which only our own servers support.
         policy_version: Version of the server's current weights; None to query the server. With vLLM, the version of
-            weights whose name is not a number, such as "default", the weights that it was started with.
+            weights whose name is not a number. One such name is "default", for the weights that the server was started
+            with.
         processed_logprobs: True if vLLM was started with `--logprobs-mode processed_logprobs`.
         returns_kept_sets: True if vLLM was started with `--return-sampling-mask`; it then refuses requests at
             temperature 0 or without `top_k`.
@@ -177,7 +178,7 @@ class HttpSampler:
             ModelError: the weights do not fit the model. The engine keeps its current weights.
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
-        there = await asyncio.to_thread(path.absolute)  # the server has another working directory
+        there = await asyncio.to_thread(path.absolute)  # the server may have a different working directory
         body = encode({"path": str(there), "version": version})
         answer = await self._client.ask("POST", protocol.WEIGHTS, body, read_answer)
         self._note_version(self._object(answer))
@@ -210,8 +211,8 @@ class HttpSampler:
         """Score the last id by an ordinary request, which reads and writes vLLM's prefix cache.
 
         Returns:
-            The logprob of the last id given those before it, at temperature 1, and the number of prompt tokens that
-            came from the cache (None if the server does not report it).
+            (the logprob of the last id given those before it, at temperature 1; the number of prompt tokens that came
+            from the cache, or None if the server does not report it).
 
         Raises:
             RecordError: there are fewer than two ids.
@@ -298,7 +299,7 @@ class HttpSampler:
                 ) from None
 
     async def _query_facts(self) -> _Facts:
-        """The facts given to the constructor, completed by those that the server reports."""
+        """The facts given to the constructor, completed with facts that the server reports."""
         found = await self._client.ask(
             "GET", protocol.SAMPLER, None, lambda answer: None if answer.status == 404 else read_answer(answer)
         )

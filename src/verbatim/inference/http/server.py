@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LAST_PORT = 65535
 """Largest TCP port number."""
 _BACKLOG = 2048
-"""Maximum number of connections that wait to be accepted. It is large, because all episodes of a batch may connect at
-once."""
+"""Maximum number of connections that wait to be accepted. The number is large, because all episodes of a batch may
+connect at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ async def serve_sampler(
         host: Address to listen on; loopback by default. Without a key, any client that can connect may sample.
         port: TCP port; 0 for any free port.
         renderer: The model's chat format. It enables the chat protocols, and its stop ids end completions. No other
-            code may use it meanwhile. Its `decode` is called on the sampler's thread to find stop strings.
+            code may use the renderer meanwhile. Its `decode` is called on the sampler's thread to find stop strings.
         model: The model's name in requests.
         api_key: Key that requests must carry as a bearer token; None if no key is required.
         seed: Seed for the generator of the seeds of requests that have none; None for different seeds each time.
@@ -159,8 +159,8 @@ def as_others_reach(url: str, host: str) -> str:
 
     Args:
         url: The server's URL on this machine.
-        host: The address that it listens on. For 0.0.0.0 and ::, which mean all addresses, one of this machine's is
-            chosen.
+        host: The address that the server listens on. For 0.0.0.0 and ::, which mean all addresses, one of this
+            machine's addresses is chosen.
     """
     if host not in ("0.0.0.0", "::"):
         return url
@@ -168,7 +168,7 @@ def as_others_reach(url: str, host: str) -> str:
 
 
 def own_address() -> str:
-    """The address of this machine that others can most likely reach; its host name if it has no network."""
+    """The address at which other hosts can most likely reach this machine; its host name if it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a UDP socket sends nothing, but selects the outgoing interface. RFC 5737 reserves the address.

@@ -18,7 +18,7 @@ ROUTE = "/verbatim/v1/uploads"
 PART = 2**23
 """Maximum bytes of one uploaded part."""
 _ATTEMPTS = 3
-"""Maximum number of attempts to upload a file whose checksum is wrong on arrival."""
+"""Maximum number of attempts to upload a file if its checksum is wrong on arrival."""
 
 
 async def path_there(client: HttpClient, folder: Path, version: int, *, shares_folders: bool) -> str:

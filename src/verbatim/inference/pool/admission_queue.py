@@ -1,4 +1,4 @@
-"""Admits requests to replicas; requests that find no room wait in a queue."""
+"""Admits requests to replicas. Requests for which no replica has room wait in a queue."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class AdmissionQueue:
         return len(self._line)
 
     async def take(self, session: str, num_prompt_tokens: int, avoid: Collection[int] = ()) -> Admission | None:
-        """Wait for a place on a replica, as given by `Router.take`; None once `close` was called."""
+        """Wait for a place on a replica, as given by `Router.take`. Returns None once `close` has been called."""
         has_waited = False
         while not self._is_closed:
             place = None
-            # A new request may not overtake those in the queue.
+            # A new request must not overtake the requests in the queue.
             if (has_waited or not self._line) and not self._is_held:
                 place = self.router.take(session, num_prompt_tokens, avoid)
             if place is not None:
-                self.call_next()  # there may be room for more than one
+                self.call_next()  # there may be room for more than one request
                 return place
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            # A request that was called but found no room goes back to the front.
+            # A request that was woken but found no room goes back to the front.
             (self._line.appendleft if has_waited else self._line.append)(turn)
             try:
                 await turn
@@ -47,7 +47,7 @@ class AdmissionQueue:
                 if turn in self._line:
                     self._line.remove(turn)
                 else:
-                    self.call_next()  # this request was called and cancelled at once: pass the turn on
+                    self.call_next()  # this request was woken and cancelled at the same time, so wake the next one
                 raise
             has_waited = True
         return None
@@ -87,12 +87,12 @@ class AdmissionQueue:
         """Wake the first request in the queue, which then asks the router."""
         while self._line:
             turn = self._line.popleft()
-            if not turn.done():  # done: its request was cancelled
+            if not turn.done():  # it is done if its request was cancelled
                 turn.set_result(None)
                 return
 
     def close(self) -> None:
-        """Admit nothing more; all requests in the queue return with None."""
+        """Admit no more requests. `take` returns None for all requests in the queue."""
         self._is_closed = True
         while self._line:
             self.call_next()

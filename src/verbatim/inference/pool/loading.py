@@ -1,4 +1,5 @@
-"""Loads a version of the weights into one replica and checks it; each step has a timeout that names the step."""
+"""Loads a version of the weights into one replica and checks it. Each step has a timeout, whose error names the
+step."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from verbatim.inference.sampler import WeightCheck
 T = TypeVar("T")
 
 MOST_CHECKS = 64
-"""Replicas whose weights are checked at the same time. Each has one request in flight, so this also limits the replies
-that one pass of the event loop has to handle."""
+"""Maximum number of replicas whose weights are checked at the same time. A check has one request in flight, so this
+also limits how many replies one pass of the event loop has to handle."""
 LONGEST_TURN = 5.0
-"""Seconds after which a slow check no longer counts against `MOST_CHECKS`, so that hanging replicas block no others."""
+"""Seconds after which a slow check no longer counts against `MOST_CHECKS`, so that replicas that hang do not block
+others."""
 HEALTH_CHECKS = 2
-"""Consecutive refused or broken connections after which a replica counts as dead."""
+"""Number of consecutive refused or broken connections after which a replica counts as dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Limits:
     health_interval: float = 1.0
     """Time between two health checks of a replica."""
     health: float = 15.0
-    """Timeout of one health check; a replica's own timeout is shorter."""
+    """Timeout of one health check. The replica's own timeout for it is shorter."""
     silence: float = 60.0
     """Time without an answer to any health check after which the replica counts as dead."""
     stall: float = 600.0
@@ -41,7 +43,7 @@ class Limits:
     check: float = 300.0
     """Timeout for the check of a replica's weights."""
     start: float = 1800.0
-    """Timeout for the restart of a server, until it answers."""
+    """Timeout for the restart of a server, counted until the server answers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,14 +51,15 @@ class TargetWeights:
     """The weights that every replica has to hold."""
 
     path: Path | None
-    """Folder of the weights; None: the weights that replicas are started with."""
+    """Folder of the weights. None means the weights that replicas are started with."""
     version: int
     check: WeightCheck | None
-    """Verifies that a replica holds the weights; None: no check."""
+    """Verifies that a replica holds the weights. None means that there is no check."""
 
 
 class CheckLine:
-    """Limits how many replicas are checked at the same time. Replies of those that wait are withheld."""
+    """Limits how many replicas are checked at the same time. While a replica waits for its check, its replies are
+    withheld."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MOST_CHECKS)
@@ -89,15 +92,15 @@ async def load_and_check(
         target: The weights that it has to hold.
         limits: The timeouts.
         line: Limits how many replicas are checked at the same time.
-        prepare: Let the check prepare the replica before loading. False for a replica that sleeps or whose last update
-            failed: it computes nothing.
+        prepare: True to let the check prepare the replica before loading. It must be False if the replica sleeps or its
+            last update failed, because it then cannot compute anything.
 
     Returns:
         Why the replica does not hold these weights; None if it holds them.
 
     Raises:
         SamplerFault: the replica failed.
-        TooSlow: a phase took too long; names it.
+        TooSlow: a phase took too long; the error names it.
     """
     version, check = target.version, target.check
     if target.path is not None:
@@ -119,13 +122,13 @@ async def load_and_check(
 
 async def fall_asleep(replica: Replica, target: TargetWeights, limits: Limits, line: CheckLine) -> None:
     """Make a replica release its device's memory. The check of its next weights is prepared first, because a sleeping
-    replica computes nothing.
+    replica cannot compute anything.
 
     Raises:
         SamplerFault: the replica failed.
-        TooSlow: a phase took too long; names it.
+        TooSlow: a phase took too long; the error names it.
     """
-    assert isinstance(replica, CanSleep)  # only backends whose replicas can sleep accept `colocate`
+    assert isinstance(replica, CanSleep)  # `colocate` is accepted only for backends whose replicas can sleep
     if target.check is not None:
         async with line.turn():
             filling = target.check.prepare(replica)
@@ -136,8 +139,8 @@ async def fall_asleep(replica: Replica, target: TargetWeights, limits: Limits, l
 async def illness(replica: Replica, limits: Limits) -> str | None:
     """Why a replica counts as dead, or None if it answers.
 
-    A refused connection or an error shows quickly that the replica is gone. Silence may only mean that the machine is
-    busy, so it is tolerated for longer.
+    A refused connection or an error shows quickly that the replica is gone. A missing answer may only mean that the
+    machine is busy, so it is tolerated for longer.
     """
     loop = asyncio.get_running_loop()
     began, refused = loop.time(), 0
@@ -160,7 +163,7 @@ async def within(seconds: float, replica: Replica, phase: str, call: Awaitable[T
     """Await the call, with a timeout.
 
     Raises:
-        TooSlow: the call timed out; names replica, phase and timeout.
+        TooSlow: the call timed out; the error names replica, phase and timeout.
     """
     limit = asyncio.timeout(seconds)
     try:

@@ -1,4 +1,4 @@
-"""One replica of a pool, and the fate of its replies: delivered, withheld, or given up."""
+"""Manages one replica of a pool, and whether its replies are delivered, withheld, or given up."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ GIVING_UP = 5.0
 """Maximum seconds to wait for a cancelled request to end."""
 
 State = Literal["serving", "loading", "asleep", "starting", "out"]
-"""serving: gets requests; loading: loads or is checked; asleep: has released its device; starting: is being restarted;
-out: will not come back. Only a serving replica gets requests."""
+"""The state of a replica. "serving": it gets requests. "loading": it loads weights or is being checked. "asleep": it
+has released its device. "starting": it is being restarted. "out": it will not come back. Only a serving replica gets
+requests."""
 
 
 class GivenUp(Exception):
-    """The replica of a request was lost, or sampled the reply with weights other than the published ones.
+    """The replica of a request was lost, or sampled the reply with weights that are not the published ones.
 
     Args:
         why: What happened to the replica.
@@ -59,10 +60,10 @@ class ReplicaIncarnation:
         self.over: asyncio.Future[str] = loop.create_future()
         """Resolves to the reason when the incarnation ends."""
         self.under_way: set[asyncio.Future[Any]] = set()
-        """Calls of the replica that have not ended yet."""
+        """Calls to the replica that have not ended yet."""
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """The waiters of all calls of `_until_ended`. The dict serves as an ordered set: the first to wait wakes
-        first."""
+        """The waiters of all calls of `_until_ended`. The dict serves as an ordered set, so that waiters wake in the
+        order in which they came."""
         self._proof: asyncio.Future[None] = loop.create_future()
         if proven:
             self._proof.set_result(None)
@@ -78,7 +79,7 @@ class ReplicaIncarnation:
             self._proof = asyncio.get_running_loop().create_future()
 
     def prove(self, version: int) -> None:
-        """Note that the weights of this version passed their check, and deliver the withheld replies."""
+        """Record that the weights of this version have passed their check, and deliver the withheld replies."""
         self.version = version
         if not self._proof.done():
             self._proof.set_result(None)
@@ -102,7 +103,7 @@ class ReplicaIncarnation:
         completion = await self.ask(self.replica.generate(request))
         await self.until_proven(len(completion.ids))
         versions = completion.policy_versions
-        # An update may happen during the request, so any version from its start to now is right.
+        # An update may happen during the request, so any version that was current between its start and now is right.
         if versions is not None and len(versions) and not version <= versions.min() <= versions.max() <= self.version:
             held = str(version) if version == self.version else f"{version} to {self.version}"
             raise WrongVersions(
@@ -117,7 +118,7 @@ class ReplicaIncarnation:
 
         Raises:
             GivenUp: the incarnation ended.
-            asyncio.CancelledError: the caller was cancelled; carries the number of tokens sampled so far.
+            asyncio.CancelledError: the caller was cancelled; the error carries the number of tokens sampled so far.
         """
         asking = asyncio.ensure_future(call)
         self.under_way.add(asking)
@@ -128,7 +129,7 @@ class ReplicaIncarnation:
                 await asyncio.sleep(0)  # let a call that fails at the same moment finish, so that its error is read
             if self.over.done() and not asking.done():
                 asking.cancel()
-                # Read the exception, or else asyncio would log that it was never retrieved.
+                # Retrieve the exception, because otherwise asyncio would log that it was never retrieved.
                 asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 await asyncio.wait({asking}, timeout=GIVING_UP)
         except asyncio.CancelledError:
@@ -160,8 +161,8 @@ class ReplicaIncarnation:
     async def _until_ended(self, future: asyncio.Future[Any]) -> None:
         """Wait until the future is done or this incarnation is over.
 
-        Not `asyncio.wait`: it would add a callback to `over` for each request in flight, and removing one of them is
-        linear in their number.
+        `asyncio.wait` is not used, because it would add a callback to `over` for each request in flight, and removing
+        one callback takes time linear in their number.
         """
         if future.done() or self.over.done():
             return
@@ -198,9 +199,9 @@ class Member:
         self.num_lost_in_a_row = 0
         """Number of losses since the replica last completed a request."""
         self.said_at = -math.inf
-        """Time of the last log line about a failed request, on the event loop's clock."""
+        """Time, on the event loop's clock, of the last log line about a failed request."""
         self.load: ReplicaLoad | None = None
-        """The last load that its server reported; None: none yet."""
+        """The last load that its server reported; None if it has not reported any yet."""
 
     @property
     def replica(self) -> Replica:
@@ -208,7 +209,7 @@ class Member:
         return self.incarnation.replica
 
     def renew(self, why: str, replica: Replica | None = None) -> None:
-        """Begin a new, unverified incarnation; the old one's requests in flight are given up."""
+        """Begin a new, unverified incarnation. Requests in flight of the old incarnation are given up."""
         self.why = why
         self.incarnation.end(why)
         self.incarnation = ReplicaIncarnation(replica or self.replica, self.incarnation.version, proven=False)

@@ -12,12 +12,12 @@ from verbatim.inference.pool.replica_supervisor import ReplicaFaultCounts
 
 NOTHING = ReplicaLoad()
 MOST_NAMED = 32
-"""Maximum number of replicas with metrics of their own. For more, their distribution is reported: 1,000 replicas would
-make 10,000 metrics a step."""
+"""Maximum number of replicas with metrics of their own. If there are more, only the distribution of each metric is
+reported, because 1,000 replicas would make 10,000 metrics per step."""
 
 
 class PoolMetrics:
-    """Reads the members' metrics; rates cover the time since the last reading.
+    """Reads the members' metrics. Rates cover the time since the last reading.
 
     Args:
         clock: Monotonic clock, in seconds.
@@ -26,12 +26,14 @@ class PoolMetrics:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._before: dict[tuple[int, int], ReplicaLoad] = {}
-        """Counts at the last reading, by index and number of restarts, because a restart resets the counts."""
+        """Counts at the last reading, by the replica's index and number of restarts, because a restart resets the
+        counts."""
         self._read_at = clock()
 
     def read(self, members: list[Member], queue: AdmissionQueue, counts: ReplicaFaultCounts) -> dict[str, float]:
         """Metrics by name: `replicas/...` for the pool, and `replica/{index}/...` for each replica. With more than
-        `MOST_NAMED` replicas, minimum, mean and maximum instead: `replicas/{figure}/min`, `/mean` and `/max`."""
+        `MOST_NAMED` replicas, the latter are replaced by minimum, mean and maximum: `replicas/{figure}/min`, `/mean`
+        and `/max`."""
         now = self._clock()
         seconds, self._read_at = now - self._read_at, now
         metrics: dict[str, float] = {

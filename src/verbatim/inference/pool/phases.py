@@ -1,4 +1,4 @@
-"""Timeouts that name the replica and the phase."""
+"""Applies timeouts whose errors name the replica and the phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def phase(name: str, doing: str, seconds: float) -> AsyncIterator[None]:
 
     Raises:
         TooSlow: the block timed out.
-        SamplerFault: the block raised it; the replica and the phase are added.
+        SamplerFault: the block raised it; the replica and the phase are added to its message.
     """
     try:
         async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""Many replicas behind one `Sampler`: requests are routed, lost ones are sent again, and every update is verified.
+"""Many replicas behind one `Sampler`: requests are routed, lost requests are sent again, and every update is verified.
 
 ```
 generate   admission to a replica (admission_queue.py, routing.py)    the one that holds the prefix, or the least loaded
@@ -38,10 +38,10 @@ from verbatim.inference.validation import check_ids, check_prompt, check_tempera
 T = TypeVar("T")
 
 MOST_ATTEMPTS = 4
-"""Maximum number of replicas that a request is sent to. A request that loses all of them fails, because it may be what
-kills them."""
+"""Maximum number of replicas that a request is sent to. If all of them are lost, the request fails, because it may be
+what kills them."""
 MOST_FAULTS = 2
-"""Number of replicas that may fail on a request while they stay alive; after that many, the request fails."""
+"""Number of replicas that may fail on a request while they stay alive. After that many failures, the request fails."""
 CLOSED = "the sampler is closed; create a new one"
 
 
@@ -50,13 +50,14 @@ class ReplicaPool:
 
     Args:
         replicas: The replicas, all with weights of the same version; `check_replicas` checks them.
-        restart: Called with the index of a dead replica: ends its server if it still runs, starts it again, and returns
-            the new replica. The pool then loads the current weights. None: a dead replica stays out.
-        weights: Folder of the initial weights, which a replica that comes back loads. None: servers are started with
-            them.
+        restart: Called with the index of a dead replica. It ends the replica's server if that still runs, starts the
+            server again, and returns the new replica, into which the pool loads the current weights. With None, a dead
+            replica stays out.
+        weights: Folder of the initial weights, which a replica that comes back loads. None if servers are started with
+            these weights.
         most_running: Maximum requests in flight on one replica; further requests wait in the queue.
-        limits: The timeouts; None: the defaults.
-        rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
+        limits: The timeouts; None means the defaults.
+        rendezvous: Coordinates replicas that load at the same time. With None, each replica loads on its own.
         on_close: Called by `close` after the replicas are closed.
     """
 
@@ -86,29 +87,30 @@ class ReplicaPool:
         self._has_begun = False
         self._is_closed = False
         self.context_length: Final = min(replica.context_length for replica in replicas)
-        """Maximum tokens of prompt plus completion: the smallest of the replicas'."""
+        """Maximum tokens of prompt plus completion: the smallest value of all replicas."""
         self.vocab_size: Final = min(replica.vocab_size for replica in replicas)
-        """Size of the vocabulary; ids are below it."""
+        """Size of the vocabulary. All ids are below it."""
 
     # ---- the Sampler protocol
 
     @property
     def failure(self) -> str | None:
-        """Why no replica is left; None while one serves or may come back."""
+        """Why no replica is left; None while a replica serves or may come back."""
         return self._supervisor.failure
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion, on another replica if one fails.
+        """Sample one completion. If a replica fails, the request is sent to another one.
 
         Raises:
             RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
-            SamplerFault: no replica is left, or several failed on the request.
+            SamplerFault: no replica is left, or several replicas failed on the request.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
 
         async def draw(incarnation: ReplicaIncarnation) -> Completion:
             completion = await incarnation.generate(request)
-            # The pool did not cancel it, so the server did, for instance because it shuts down: sample it again.
+            # The pool did not cancel this completion, so the server did, for example because it shuts down. Sample it
+            # again.
             if completion.stop_reason is StopReason.CANCELLED and not self._is_closed:
                 cut = f"it cut a completion off after {len(completion.ids)} tokens"
                 raise GivenUp(f"{incarnation.replica.name}: {cut}", len(completion.ids), is_known=True)
@@ -121,11 +123,11 @@ class ReplicaPool:
         return replace(completion, num_lost_tokens=lost) if lost else completion
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it: float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it: float32 [L]; the first is NaN.
 
         Raises:
             RecordError: there are no ids, an id is outside the vocabulary, or the temperature is not above 0.
-            SamplerFault: no replica is left, or several failed on the request.
+            SamplerFault: no replica is left, or several replicas failed on the request.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
         check_temperature(temperature)
@@ -146,7 +148,7 @@ class ReplicaPool:
         if self._is_closed:
             return
         self._is_closed = True
-        self._queue.close()  # first: requests that lose their replica below must not wait for another one
+        self._queue.close()  # done first, because requests that lose their replica below must not wait for another one
         await self._supervisor.close()
         if self._on_close is not None:
             await self._on_close()
@@ -156,10 +158,11 @@ class ReplicaPool:
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
         """Load a Hugging Face folder on all replicas at the same time, and check each one.
 
-        Returns once a replica serves the version, and every other one serves it too, is out, or is being restarted.
+        Returns once at least one replica serves the version, and every other replica serves it too, is out, or is being
+        restarted.
 
         Raises:
-            EngineDead: no replica is left; says what happened to each.
+            EngineDead: no replica is left; the message says what happened to each.
         """
         self._begin()
         async with self._updating:
@@ -172,7 +175,7 @@ class ReplicaPool:
         update, which wakes the replicas up.
 
         Raises:
-            EngineDead: no replica is left; says what happened to each.
+            EngineDead: no replica is left; the message says what happened to each.
         """
         self._begin()
         async with self._updating:
@@ -183,7 +186,7 @@ class ReplicaPool:
         """Check the replicas' initial weights.
 
         Raises:
-            RunStopped: a replica does not hold them; names it.
+            RunStopped: a replica does not hold these weights; the message names it.
             EngineDead: no replica is left.
         """
         self._begin()
@@ -197,7 +200,7 @@ class ReplicaPool:
         self._refuse_if_dead()
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the pool and of its replicas; rates cover the time since the last call."""
+        """Metrics of the pool and of its replicas. Rates cover the time since the last call."""
         return self._metrics.read(self._members, self._queue, self._supervisor.counts)
 
     def _begin(self) -> None:
@@ -216,14 +219,15 @@ class ReplicaPool:
     async def _send(
         self, session: str, num_prompt_tokens: int, call: Callable[[ReplicaIncarnation], Coroutine[Any, Any, T]]
     ) -> tuple[T, int]:
-        """Send a request, to another replica if one fails.
+        """Send a request to a replica, and to another one if it fails.
 
         Returns:
-            The call's result, and the number of tokens that were sampled for it and lost.
+            (the call's result, the number of tokens that were sampled for it and lost).
 
         Raises:
-            SamplerFault: no replica is left, or several failed on the request; carries the number of lost tokens.
-            asyncio.CancelledError: the caller was cancelled; carries the number of sampled tokens.
+            SamplerFault: no replica is left, or several replicas failed on the request; the error carries the number of
+                lost tokens.
+            asyncio.CancelledError: the caller was cancelled; the error carries the number of sampled tokens.
         """
         self._begin()
         counts, avoid = self._supervisor.counts, list[int]()
@@ -250,7 +254,8 @@ class ReplicaPool:
                 counts.lost_tokens += why.num_tokens
                 counts.unknown += not (why.is_known if isinstance(why, GivenUp) else why.num_tokens)
                 avoid.append(member.index)
-                # Incarnation not over: the server cut the completion off (see `generate`), but the replica is alive.
+                # If the incarnation is not over, the server cut the completion off (see `generate`), but the replica is
+                # alive.
                 if isinstance(why, GivenUp) and not incarnation.over.done():
                     self._supervisor.failed_on_a_request(member, str(why))
                 elif isinstance(why, WrongVersions):

@@ -12,18 +12,18 @@ from verbatim.inference.sampler import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoad:
-    """A server's load; counts are since its start."""
+    """A server's load. Counts begin with the server's start."""
 
     running: int = 0
-    """Requests in the batch."""
+    """Number of requests in the batch."""
     waiting: int = 0
-    """Requests that wait to join the batch."""
+    """Number of requests that wait to join the batch."""
     kv_usage: float = 0.0
     """Share of the KV cache in use, 0 to 1."""
     cache_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
+    """Number of prompt tokens looked up in the prefix cache."""
     cache_hits: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     generated_tokens: int = 0
     """Sampled tokens."""
 
@@ -37,7 +37,7 @@ class SaysLoad(Protocol):
 
 
 class TooSlow(SamplerFault):
-    """A replica exceeded a timeout: it hangs. The message names replica, phase and timeout."""
+    """A replica exceeded a timeout, so it counts as hanging. The message names replica, phase and timeout."""
 
 
 class Replica(Sampler, Protocol):
@@ -55,14 +55,14 @@ class Replica(Sampler, Protocol):
         """Check that the server answers and that its engine is alive.
 
         Raises:
-            SamplerFault: it does not answer, or its engine is dead.
+            SamplerFault: the server does not answer, or its engine is dead.
         """
 
     async def load_metrics(self) -> ReplicaLoad:
         """The server's load.
 
         Raises:
-            SamplerFault: the server does not report it.
+            SamplerFault: the server does not report its load.
         """
 
 
@@ -72,7 +72,7 @@ class CanSleep(Protocol):
 
     @property
     def seconds_waking(self) -> float | None:
-        """Seconds that the last wake-up took, not counting the loading; None if the replica never slept."""
+        """Seconds that the last wake-up took, without the loading of weights; None if the replica never slept."""
 
     async def sleep(self) -> None:
         """Release the device's memory: weights and KV cache. The replica has no request in flight, and gets none until
@@ -84,7 +84,7 @@ class CanSleep(Protocol):
 
 
 class Rendezvous(Protocol):
-    """Coordinates replicas that load a version at the same time, because it is broadcast to all of them."""
+    """Coordinates replicas that load a version at the same time, because the version is broadcast to all of them."""
 
     def expect(self, names: Collection[str], version: int, *, is_first: bool = False) -> None:
         """Announce that these replicas are about to load this version.
@@ -96,5 +96,5 @@ class Rendezvous(Protocol):
         """
 
     def leave(self, name: str) -> None:
-        """Note that a replica has loaded or failed, so that the others do not wait for it. Unexpected names are
-        ignored."""
+        """Record that a replica has loaded or failed, so that the others do not wait for it. Names that are not
+        expected are ignored."""

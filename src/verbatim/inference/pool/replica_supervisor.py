@@ -1,4 +1,4 @@
-"""Supervises the replicas of a pool: removes those that die or hold wrong weights, and restarts those that died."""
+"""Supervises the replicas of a pool: removes replicas that die or hold wrong weights, and restarts those that died."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from verbatim.inference.sampler import WeightCheck
 logger = logging.getLogger(__name__)
 
 MOST_LOST_IN_A_ROW = 5
-"""Maximum number of losses without a completed request in between; a replica lost more often is not restarted."""
+"""Maximum number of losses without a completed request in between. A replica that is lost more often is not
+restarted."""
 SAY_EVERY = 60.0
 """Seconds between two warnings about a replica's failed requests."""
 CLOSING = 10.0
 """Timeout for closing a replica, in seconds."""
 MOST_CHECKUPS = 100.0
-"""Maximum health checks of all replicas together, per second; with many replicas each is checked less often. A replica
-that fails on a request is checked at once."""
+"""Maximum number of health checks per second, of all replicas together. If there are many replicas, each is checked
+less often. A replica that fails on a request is checked at once."""
 LONGEST_PAUSE = 30.0
 """Maximum seconds before the restart of a replica that was lost several times in a row."""
 
 Restart = Callable[[int], Awaitable[Replica]]
-"""Stops the server of this index if it still runs, and starts it again."""
+"""Stops the server with this index if it still runs, and starts it again."""
 
 
 @dataclass
@@ -49,17 +50,17 @@ class ReplicaFaultCounts:
     """Numbers of faults since the start of the pool."""
 
     lost: int = 0
-    """Replicas that died."""
+    """Number of replicas that died."""
     failed_checks: int = 0
-    """Checks that found wrong weights."""
+    """Number of checks that found wrong weights."""
     faults: int = 0
-    """Requests on which a replica failed without dying."""
+    """Number of requests on which a replica failed without dying."""
     resent: int = 0
-    """Requests that were sent again."""
+    """Number of requests that were sent again."""
     unknown: int = 0
-    """Requests whose lost replica did not report how many tokens it had sampled."""
+    """Number of requests whose lost replica did not report how many tokens it had sampled."""
     lost_tokens: int = 0
-    """Tokens known to have been sampled for lost requests."""
+    """Number of tokens known to have been sampled for lost requests."""
 
 
 class ReplicaSupervisor:
@@ -68,10 +69,10 @@ class ReplicaSupervisor:
     Args:
         members: All members, by index.
         queue: Admits requests to the members that serve.
-        restart: Starts a server again; None: a dead replica stays out.
+        restart: Starts a server again. With None, a dead replica stays out.
         limits: The timeouts.
         target: The weights that the members have to hold.
-        rendezvous: Coordinates members that load at the same time; None: each loads on its own.
+        rendezvous: Coordinates members that load at the same time. With None, each member loads on its own.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class ReplicaSupervisor:
     ) -> None:
         self.members = members
         self.target = target
-        """The weights that every member has to hold; a member that comes back loads them."""
+        """The weights that every member has to hold. A member that comes back loads them."""
         self.counts = ReplicaFaultCounts()
         self.failure: str | None = None
-        """Why no replica is left; None while there is one."""
+        """Why no replica is left; None while a replica serves or may come back."""
         self._queue = queue
         self._restart = restart
         self._limits = limits
@@ -120,9 +121,9 @@ class ReplicaSupervisor:
     # ---- weights
 
     async def bring_to(self, target: TargetWeights) -> None:
-        """Load and check the target on every replica, which wakes those that sleep.
+        """Load and check the target on every replica. This wakes replicas that sleep.
 
-        Returns once a replica serves it, or none is left.
+        Returns once a replica serves the target, or no replica is left.
         """
         self.target = target
         self._is_awake.set()
@@ -139,16 +140,16 @@ class ReplicaSupervisor:
         """Check the initial weights of the replicas.
 
         Returns:
-            What is wrong, by the replica's name.
+            What is wrong with the weights, by the replica's name.
         """
         begins_with = replace(self.target, check=check)
-        self.target = replace(begins_with, path=None)  # the replicas hold these weights already: load nothing
+        self.target = replace(begins_with, path=None)  # the replicas already hold these weights, so nothing is loaded
         found = await asyncio.gather(*(self._bring(member) for member in self.members))
         self.target = begins_with
         return {member.name: why for member, why in zip(self.members, found, strict=True) if why is not None}
 
     async def _bring(self, member: Member) -> str | None:
-        """Load and check the target; on failure the member is out or being restarted.
+        """Load and check the target. After a failure the member is out or being restarted.
 
         Returns:
             What is wrong with the weights; None if nothing is wrong, or if the replica failed.
@@ -168,12 +169,12 @@ class ReplicaSupervisor:
         try:
             yield
         except GivenUp:
-            pass  # the incarnation ended meanwhile, and whoever ended it has handled the loss
+            pass  # the incarnation ended meanwhile, and the code that ended it has handled the loss
         except SamplerFault as fault:
             self.lose(member, member.incarnation, str(fault))
 
     async def _join(self, member: Member) -> None:
-        """Load and check the newest target, then serve.
+        """Load and check the newest target, then let the member serve.
 
         Raises:
             SamplerFault: the replica failed.
@@ -185,7 +186,7 @@ class ReplicaSupervisor:
             if why is not None:
                 self._retire(member, why)
                 return
-            if target is self.target:  # otherwise another version was published meanwhile: load that one too
+            if target is self.target:  # otherwise a newer version was published meanwhile, which has to be loaded too
                 self._serve(member)
                 return
 
@@ -193,13 +194,13 @@ class ReplicaSupervisor:
         """Load and check the target, a second time if the check fails.
 
         Returns:
-            Why it failed twice. None: the weights are right, or the target is outdated: published folders are deleted
-            after a while, so a failure to load an old one proves nothing.
+            Why the check failed twice. None if the weights are right or the target is outdated (published folders are
+            deleted after a while, so a failure to load an old folder proves nothing).
         """
         target = self.target
         for is_last in (False, True):
             incarnation = member.incarnation
-            # A sleeping or paused server cannot prepare a check. A restarted server may be one that was left paused.
+            # A sleeping or paused server cannot prepare a check. A restarted server may have been left paused.
             incarnation.withhold()
             computes = not is_last and member.state not in ("asleep", "starting")
             try:
@@ -209,7 +210,7 @@ class ReplicaSupervisor:
             except TooSlow:
                 raise
             except SamplerFault as fault:
-                # A dead replica is restarted; one that is alive gets a second attempt.
+                # A dead replica is restarted. A replica that is alive gets a second attempt.
                 if await illness(incarnation.replica, self._limits) is not None:
                     raise
                 why = str(fault)
@@ -233,7 +234,7 @@ class ReplicaSupervisor:
                 )
                 return None
             self.counts.failed_checks += 1
-            if is_last or target.path is None:  # without a folder there is nothing to load again
+            if is_last or target.path is None:  # without a folder there is nothing that could be loaded again
                 return why
             logger.warning(
                 "%s does not hold policy version %d: %s. Its replies are discarded, and it loads all weights again",
@@ -247,11 +248,12 @@ class ReplicaSupervisor:
     # ---- sleep
 
     async def put_to_sleep(self) -> None:
-        """Make every replica release its device once its requests have ended; new requests wait in the queue until
+        """Make every replica release its device once its requests have ended. New requests wait in the queue until
         `bring_to`.
 
-        Returns once each is asleep or out. A replica that fails to fall asleep is lost, restarted, and put to sleep. A
-        replica that dies while it sleeps is restarted by `bring_to`, because until then the device is the trainer's.
+        Returns once each replica is asleep or out. A replica that fails to fall asleep is lost, restarted, and put to
+        sleep. A replica that dies while it sleeps is restarted by `bring_to`, because until then the device is the
+        trainer's.
         """
         self._queue.hold()
         while self.failure is None and not all(member.state in ("asleep", "out") for member in self.members):
@@ -259,7 +261,7 @@ class ReplicaSupervisor:
             awake = [member for member in self.members if member.state == "serving"]
             if awake:
                 await asyncio.gather(*map(self._put_to_sleep, awake))
-            else:  # the others load or are being restarted
+            else:  # the remaining replicas are loading or being restarted
                 self._changed.clear()
                 await self._changed.wait()
         self._is_awake.clear()
@@ -273,8 +275,8 @@ class ReplicaSupervisor:
     # ---- members leave and return
 
     def distrust(self, member: Member, incarnation: ReplicaIncarnation, why: str) -> None:
-        """Load and check again, because replies of this incarnation cannot be right."""
-        # Several replies may show the same fault; only the first one reloads the replica.
+        """Load and check the weights again, because replies of this incarnation cannot be right."""
+        # Several replies may show the same fault. Only the first of them makes the replica load again.
         if member.incarnation is not incarnation or member.state != "serving":
             return
         logger.warning("%s loads its weights again: %s", member.name, printable(why))
@@ -286,8 +288,8 @@ class ReplicaSupervisor:
             await self._join(member)
 
     async def is_well(self, member: Member, incarnation: ReplicaIncarnation) -> bool:
-        """True if the replica of a failed request still answers; otherwise the member is lost."""
-        # One health check for all requests of an incarnation that fail at the same time.
+        """True if the replica of a failed request still answers. If it does not, the member is treated as lost."""
+        # All requests of an incarnation that fail at the same time share one health check.
         checkup = self._checkups.get(incarnation)
         if checkup is None:
             checkup = self._checkups[incarnation] = asyncio.create_task(illness(incarnation.replica, self._limits))
@@ -327,10 +329,10 @@ class ReplicaSupervisor:
 
     async def _start_again(self, member: Member, restart: Restart) -> None:
         old = member.replica
-        self._in_background(_closed(old), f"close-{member.index}")  # a dead server may hang: do not wait for it
+        self._in_background(_closed(old), f"close-{member.index}")  # do not wait for a dead server, because it may hang
         while True:
             await asyncio.sleep(self._pause(member))
-            await self._is_awake.wait()  # the device may be the trainer's
+            await self._is_awake.wait()  # the trainer may be using the device
             try:
                 replica = await within(self._limits.start, old, "the restart", restart(member.index))
                 member.renew(member.why, replica)
@@ -363,7 +365,7 @@ class ReplicaSupervisor:
             member.state = "loading"
 
     def _retire(self, member: Member, why: str) -> None:
-        """Remove the member for good; the run continues with the others."""
+        """Remove the member permanently. The run continues with the other members."""
         self._set_aside(member, why)
         member.state = "out"
         self._in_background(_closed(member.replica), f"close-{member.index}")
@@ -433,7 +435,7 @@ class ReplicaSupervisor:
 
 
 def _named(member: Member) -> str:
-    """What happened to a replica, preceded by its name."""
+    """The replica's name, followed by what happened to it."""
     return member.why if member.why.startswith(member.name) else f"{member.name}: {member.why}"
 
 
@@ -441,5 +443,5 @@ async def _closed(replica: Replica) -> None:
     """Close a replica that may be dead."""
     try:
         await within(CLOSING, replica, "closing it", replica.close())
-    except Exception as error:  # noqa: BLE001  (the server is given up: nothing depends on its close)
+    except Exception as error:  # noqa: BLE001  (the server is given up, so nothing depends on closing it)
         logger.warning("%s could not be closed: %s", replica.name, printable(error_text(error)))

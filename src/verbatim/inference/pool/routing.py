@@ -1,7 +1,8 @@
 """Decides which replica gets a request: the one that holds the episode's prefix, unless it is overloaded or gone.
 
 The obvious alternatives are worse: hashing sessions overloads a replica that happens to get long episodes, and
-round-robin misses the prefix caches. Pure bookkeeping: no clock, no requests, no randomness.
+round-robin misses the prefix caches. This module only keeps books: it uses no clock and no randomness, and sends no
+requests.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 MOST_SESSIONS = 65_536
-"""Maximum number of remembered sessions, if the replicas are few. The least recently used ones are forgotten first."""
+"""Maximum number of remembered sessions if there are few replicas. The least recently used sessions are forgotten
+first."""
 SESSIONS_PER_REPLICA = 256
-"""Maximum number of remembered sessions for each replica, if the replicas are many."""
+"""Maximum number of remembered sessions per replica if there are many replicas."""
 GRAIN = 2.0**20
 """Costs are multiples of 1 / GRAIN, so that sums are exact in any order, and an idle replica's load is 0."""
 OVERLOAD = 1.2
 """A replica is overloaded if its load exceeds `OVERLOAD` times the mean load plus `SLACK`."""
 SLACK = 2.0
-"""Added to the limit because, with few requests in flight, one more is a large share of the load."""
+"""Added to the limit because, with few requests in flight, one more request is a large share of the load."""
 
 
 @dataclass(eq=False)
@@ -38,11 +40,12 @@ class _Seat:
     is_gone: bool = False
     """True once the replica was removed."""
     entry: _Entry | None = None
-    """Its current entry in the heap; older entries are stale. None: full or gone."""
+    """The replica's current entry in the heap; older entries are stale. None if the replica is full or gone."""
 
 
 _Entry: TypeAlias = tuple[float, int, int, int, _Seat]
-"""Load, number of sessions, replica, number of the entry, seat. The number breaks ties, so seats are never compared."""
+"""(load, number of sessions, replica, number of the entry, seat). The number of the entry breaks ties, so that seats
+are never compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +61,15 @@ class Router:
     """Sticky least-loaded routing.
 
     A request costs 1, plus its prompt's length divided by the mean prompt length; a replica's load is the cost of its
-    requests in flight. The first request of a session goes to the replica with the least load; among equals, to the
-    one with the fewest sessions. Later requests follow, unless that replica is gone or full, or its load exceeds
-    `OVERLOAD` times the mean plus `SLACK`: then the session moves to the least loaded replica.
+    requests in flight. The first request of a session goes to the replica with the least load and, if several have the
+    same load, with the fewest sessions. Later requests of the session go to the same replica, unless it is gone or full
+    or its load exceeds `OVERLOAD` times the mean load plus `SLACK`. In that case the session moves to the least loaded
+    replica.
 
     Args:
         most_running: Maximum requests in flight on one replica.
-        most_sessions: Maximum remembered sessions; None: `MOST_SESSIONS`, or more if there are many replicas.
+        most_sessions: Maximum number of remembered sessions. None means `MOST_SESSIONS`, or more if there are many
+            replicas.
 
     Example:
         >>> router = Router(most_running=8)
@@ -110,7 +115,8 @@ class Router:
         self._rank(seat)
 
     def remove(self, replica: int) -> None:
-        """Send no more requests to this replica; its sessions move with their next request."""
+        """Send no more requests to this replica. Each of its sessions moves to another replica with its next
+        request."""
         seat = self._seats.pop(replica, None)
         if seat is not None:
             seat.is_gone, seat.entry = True, None
@@ -120,12 +126,12 @@ class Router:
         """Assign a request to a replica.
 
         Args:
-            session: The episode's name; "" for a request without one.
+            session: The episode's name; "" for a request that belongs to no episode.
             num_prompt_tokens: Length of the prompt.
             avoid: Replicas that are used only if no other is available.
 
         Returns:
-            The place, to be returned with `leave`; None: every replica is full.
+            The place, to be returned with `leave`; None if every replica is full.
         """
         least = self._least(avoid)
         if least is None:
@@ -151,7 +157,7 @@ class Router:
         return Admission(chosen.replica, cost, chosen)
 
     def leave(self, place: Admission) -> None:
-        """Return the place of a request that has ended; its replica may have been removed meanwhile."""
+        """Return the place of a request that has ended. The place's replica may have been removed meanwhile."""
         seat = place.seat
         seat.load -= place.cost
         seat.num_running -= 1
@@ -160,14 +166,14 @@ class Router:
             self._rank(seat)
 
     def _may_stay(self, home: _Seat, least: _Seat, avoid: Collection[int]) -> bool:
-        """True if a session stays on its replica, although `least` has less load."""
+        """True if a session stays on its replica `home` although the replica `least` has less load."""
         if home.num_running >= self._most_running or (home.replica in avoid and least.replica not in avoid):
             return False
         return home.load <= OVERLOAD * self._load / len(self._seats) + SLACK
 
     def _least(self, avoid: Collection[int]) -> _Seat | None:
-        """The replica with the least load that is not full; one in `avoid` only if no other is left."""
-        # A change of load pushes a new entry and leaves the old one in the heap; stale entries are dropped here.
+        """The replica with the least load that is not full. Replicas in `avoid` are used only if no other is left."""
+        # A change of load pushes a new entry and leaves the old entry in the heap. Such stale entries are dropped here.
         order = self._order
         while order and order[0][4].entry is not order[0]:
             heapq.heappop(order)
@@ -179,14 +185,14 @@ class Router:
         return min((entry for entry in live if entry[2] not in avoid), default=order[0])[4]
 
     def _rank(self, seat: _Seat) -> None:
-        """Update a replica's place in the heap; a full replica has none."""
+        """Update a replica's entry in the heap. A full replica has no entry."""
         if seat.num_running >= self._most_running:
             seat.entry = None
             return
         self._num_entries += 1
         seat.entry = (seat.load, seat.num_sessions, seat.replica, self._num_entries, seat)
         heapq.heappush(self._order, seat.entry)
-        # Stale entries below the top stay in the heap; rebuilding it now and then bounds their number.
+        # Stale entries below the top stay in the heap. Rebuilding the heap from time to time bounds their number.
         if len(self._order) > 64 + 8 * len(self._seats):
             self._order = [entry for entry in self._order if entry[4].entry is entry]
             heapq.heapify(self._order)

@@ -1,5 +1,5 @@
-"""The servers behind a pool: checked before a run samples from them, and found again or restarted when they are
-lost."""
+"""Manages the servers behind a pool. They are checked before a run samples from them, and found again or restarted when
+they are lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServerReplica(Replica, Protocol):
         """Check how the server was started.
 
         Raises:
-            UsageError: a run cannot sample from it; says what to type.
+            UsageError: a run cannot sample from the server; the message says what to type.
             SamplerFault: the server cannot be reached.
         """
 
@@ -35,7 +35,7 @@ class ServerReplica(Replica, Protocol):
         """Load the run's initial weights in the same way as all later updates, and verify them.
 
         Raises:
-            UsageError: the weights do not arrive; says what to type.
+            UsageError: the weights do not arrive; the message says what to type.
             SamplerFault: the server failed.
         """
 
@@ -46,23 +46,23 @@ class Servers(Protocol):
     weights: tuple[Path, int]
     """Folder and version of the newest weights, with which a server is started."""
     rendezvous: Rendezvous | None
-    """Coordinates replicas that load at the same time; None: each loads on its own."""
+    """Coordinates replicas that load at the same time. With None, each replica loads on its own."""
 
     def __len__(self) -> int:
         """Number of servers."""
 
     async def start(self, index: int) -> ServerReplica:
-        """Start or connect to a server for the first time; it is not checked yet.
+        """Start or connect to a server for the first time. This does not check the server.
 
         Raises:
             SamplerFault: the server does not start.
         """
 
     async def start_again(self, index: int) -> ServerReplica:
-        """Start or find a server that was lost; the pool then loads its weights again.
+        """Start or find a server that was lost. The pool then loads the weights into it again.
 
         Raises:
-            UsageError: another server answers.
+            UsageError: a different server answers.
             SamplerFault: the server does not come back.
         """
 
@@ -71,16 +71,16 @@ class Servers(Protocol):
 
 
 class FoundServers:
-    """Servers that the run did not start, and so cannot restart: the pool waits until a lost server is back.
+    """Servers that the run did not start, and therefore cannot restart. The pool waits until a lost server is back.
 
     Args:
         urls: The servers' root URLs.
-        connect: Makes a replica from a server's root URL, its name for messages and the policy version; sends no
-            request yet.
+        connect: Makes a replica from a server's root URL, the replica's name for messages, and the policy version. It
+            does not send a request yet.
         weights: Folder and version of the run's initial weights.
         patience: Seconds within which a lost server must answer again.
-        setting: The setting that holds these seconds, for messages: "inference.vllm.start_timeout".
-        rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
+        setting: Name of the setting that holds `patience`, for messages: "inference.vllm.start_timeout".
+        rendezvous: Coordinates replicas that load at the same time. With None, each replica loads on its own.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class FoundServers:
             async with asyncio.timeout(self._patience):
                 while not await _answers(replica):  # noqa: ASYNC110 - no event tells when a remote server is back
                     await asyncio.sleep(_ASK_EVERY)
-            await replica.check_server()  # it may have been restarted with other options
+            await replica.check_server()  # it may have been restarted with different options
         except BaseException as error:
             await replica.close()
             if isinstance(error, TimeoutError):
@@ -123,7 +123,7 @@ class FoundServers:
         return replica
 
     async def close(self) -> None:
-        """Do nothing: the servers keep running."""
+        """Do nothing, so that the servers keep running."""
 
 
 async def _answers(replica: Replica) -> bool:
@@ -135,10 +135,10 @@ async def _answers(replica: Replica) -> bool:
 
 
 async def ask_servers(servers: Servers) -> None:
-    """Check how each server was started; load nothing.
+    """Check how each server was started, without loading weights.
 
     Raises:
-        UsageError: the run cannot sample from a server; says what to type.
+        UsageError: the run cannot sample from a server; the message says what to type.
         SamplerFault: a server does not answer.
     """
     for index in range(len(servers)):
@@ -150,10 +150,10 @@ async def ask_servers(servers: Servers) -> None:
 
 
 async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
-    """The pool of all servers, each checked and holding the run's initial weights.
+    """The pool of all servers. Each server has been checked and holds the run's initial weights.
 
     Raises:
-        UsageError: the run cannot sample from a server; says what to type.
+        UsageError: the run cannot sample from a server; the message says what to type.
         SamplerFault: a server does not start or answer.
     """
     opened: dict[int, ServerReplica] = {}
@@ -173,8 +173,8 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
 
 
 def limits_of(settings: ServerSettings) -> Limits:
-    """The pool's timeouts. Those of a whole update and of a restart exceed the settings for their parts, so that the
-    part expires first and names itself."""
+    """The pool's timeouts. The timeouts of a whole update and of a restart exceed those that are set for their parts,
+    so that a part's timeout expires first, and the error names the part."""
     least = Limits()
     return Limits(
         silence=settings.health_timeout,
@@ -190,7 +190,7 @@ async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) 
 
 
 async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder: bool) -> None:
-    if is_folder:  # a hub id has no folder to load; the canary checks what the server loaded itself
+    if is_folder:  # a hub id has no folder to load, so the canary checks what the server itself loaded
         await replica.prove_path(path)
     if replica.policy_version != version:
         raise UsageError(
@@ -200,7 +200,7 @@ async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder:
 
 
 class ServerPool(ReplicaPool):
-    """The replicas of these servers. A restarted server begins with the newest weights."""
+    """A pool of the replicas of these servers. A restarted server begins with the newest weights."""
 
     def __init__(self, servers: Servers, replicas: Sequence[ServerReplica], limits: Limits | None = None) -> None:
         path, _ = servers.weights

@@ -1,4 +1,5 @@
-"""Settings for servers that a run finds; each backend that supports them includes these in its table."""
+"""Settings for servers that a run finds. Each backend that supports such servers includes these settings in its
+table."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ from verbatim.core.imports import refuse_without
 
 
 class ServerSettings(BackendSettings):
-    """A backend whose servers a run can find by `urls`."""
+    """The settings of a backend whose servers a run can find by `urls`."""
 
     urls: tuple[str, ...] = ()
-    """Root URLs of running servers, "http://10.0.0.7:8000", started by `verbatim inference FILE`. The run then starts
-    no servers, and the keys for starting them apply to that command only."""
+    """Root URLs of running servers, such as "http://10.0.0.7:8000", started by `verbatim inference FILE`. The run then
+    does not start servers, and the keys for starting servers apply only to that command."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key of the servers in `urls`."""
     start_timeout: PositiveFloat = 900.0
-    """Seconds within which a server that was started, or was lost, must answer."""
+    """Seconds within which a server must answer after it was started or lost."""
     update_timeout: PositiveFloat = 300.0
     """Timeout of each phase of a weight update, in seconds."""
     health_timeout: PositiveFloat = 60.0
-    """Seconds for which a server may leave health checks unanswered before it counts as dead; a busy machine may be
-    slow. A server that refuses connections counts as dead at once."""
+    """Seconds for which a server may leave health checks unanswered before it counts as dead. A busy machine may be
+    slow to answer. A server that refuses connections counts as dead at once."""
     stall_timeout: PositiveFloat = 600.0
     """Seconds without a new token after which a server that has requests and passes health checks counts as hung."""
 
@@ -44,7 +45,7 @@ class ServerSettings(BackendSettings):
 
     @property
     def api_key(self) -> str | None:
-        """The key of the servers in `urls`, or None without `api_key_env`."""
+        """The key of the servers in `urls`, or None if `api_key_env` is not set."""
         return None if self.api_key_env is None else os.environ.get(self.api_key_env)
 
     def without_urls(self) -> Self:

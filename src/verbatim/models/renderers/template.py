@@ -207,8 +207,7 @@ class TemplateRenderer(ContinuingRenderer):
         return shown(reasoning.strip("\n")), text.lstrip("\n"), not closed
 
     def _text_and_thought(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
-        """(the completion's text as `hide` returns it, without an opening `<think>`; True if it begins with
-        thinking)."""
+        """(a completion's text as `hide` returns it, without an opening `<think>`; True if it begins with thinking)."""
         ids = completion_ids.tolist()
         text = self._sampled.of(ids[: self._end_of_turn(ids)])
         # The last ids are enough to see whether the prompt ends with `<think>`. Decoding the whole prompt in every turn

@@ -1,5 +1,4 @@
-"""Runs forward passes with the compiled kernel, without padding, over rows of different sequences, and samples their
-tokens.
+"""Runs forward passes with the compiled kernel, without padding, over rows of any sequences, and samples their tokens.
 
 The bits of a row depend only on its own sequence, so deterministic mode needs no special passes.
 """
@@ -123,8 +122,8 @@ class CompiledForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`, that is, of the pass's slots whose known ids are all computed
-        (`done`)."""
+        """Sample the next token of each slot in `slots`. Only slots whose known ids are all computed (`done`) are in
+        it."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
         num = len(slots)
@@ -171,8 +170,7 @@ class CompiledForward:
         return given
 
     def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
-        """Logprob of each token given the tokens before it, by the functions that sample: float32 [L]; the first is
-        NaN.
+        """Logprob of each token given those before it, by the functions that sample: float32 [L]. The first is NaN.
 
         Args:
             ids: int64 [L].

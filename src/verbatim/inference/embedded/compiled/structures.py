@@ -207,8 +207,7 @@ class KernelModel:
         return packed.data_ptr()
 
     def _floats(self, weight: Tensor | None) -> int | None:
-        """Address of a norm's weights or of a bias in float32: of the tensor itself, or of a copy that `refresh`
-        fills."""
+        """Address of a norm's weights or a bias in float32: the tensor's, or that of a copy, which `refresh` fills."""
         if weight is None or weight.dtype == torch.float32:
             return None if weight is None else weight.data_ptr()
         widened = torch.empty(weight.shape)
