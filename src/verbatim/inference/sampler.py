@@ -167,8 +167,7 @@ async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watc
 
 @runtime_checkable
 class DescribesEngine(Protocol):
-    """A sampler that reports its engine's settings, so that a client over HTTP can compare them with the settings that
-    it expects."""
+    """A sampler that reports its engine's settings, so that a client over HTTP can compare them with its own."""
 
     @property
     def how(self) -> Mapping[str, str]:
@@ -191,8 +190,7 @@ class WeightCheck(Protocol):
     """Checks whether samplers have the published weights."""
 
     async def prepare(self, sampler: Sampler) -> None:
-        """Fill a sampler's caches with entries that must not survive the next update. Called before the sampler loads
-        weights.
+        """Fill a sampler's caches with entries that must not survive the next update. Called before the update.
 
         Raises:
             SamplerFault: the sampler failed.

@@ -128,8 +128,7 @@ class TorchForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`. Only slots whose known ids are all computed (`done`) are in
-        it.
+        """Sample the next token of each slot in `slots`. These slots have all known ids computed (`done`).
 
         A deterministic pass computes and samples in every row, because different shapes could give different bits.
         """

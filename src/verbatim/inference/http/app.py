@@ -247,7 +247,7 @@ class SamplerApp:
     def _weights_at(self, path: str) -> Path:
         """Resolve a folder, which must be in one of the folders that weights are accepted from."""
         try:
-            folder = Path(path).resolve()  # before the check, so that links and ".." cannot escape
+            folder = Path(path).resolve()  # before the check, so that links and ".." cannot lead outside
             os.fsencode(folder)
         except (OSError, ValueError, RuntimeError) as error:  # null characters, link loops, lone surrogates
             raise UsageError(f"path = {brief(path)} is not a path: {error}") from None

@@ -202,8 +202,7 @@ class HttpReplica(ServedReplica):
     # ---- description and state of the server
 
     async def check_server(self) -> None:
-        """Query the server and check that it fits the run. From then on, responses with a different server id are
-        refused.
+        """Query the server and check that it fits the run. From then on, responses with another server id are refused.
 
         Raises:
             UsageError: the server does not fit; the message lists every problem with its fix.

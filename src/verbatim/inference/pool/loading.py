@@ -1,5 +1,4 @@
-"""Loads a version of the weights into one replica and checks it. Each step has a timeout, whose error names the
-step."""
+"""Loads a version of the weights into one replica and checks it. Each step has a timeout that names it."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class TargetWeights:
 
 
 class CheckLine:
-    """Limits how many replicas are checked at the same time. While a replica waits for its check, its replies are
-    withheld."""
+    """Limits how many replicas are checked at the same time. The replies of waiting replicas are withheld."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MOST_CHECKS)

@@ -115,8 +115,7 @@ class Router:
         self._rank(seat)
 
     def remove(self, replica: int) -> None:
-        """Send no more requests to this replica. Each of its sessions moves to another replica with its next
-        request."""
+        """Send no more requests to this replica. Its sessions move to other replicas with their next requests."""
         seat = self._seats.pop(replica, None)
         if seat is not None:
             seat.is_gone, seat.entry = True, None

@@ -110,7 +110,7 @@ class FoundServers:
         replica = await self.start(index)
         try:
             async with asyncio.timeout(self._patience):
-                while not await _answers(replica):  # noqa: ASYNC110 - no event tells when a remote server is back
+                while not await _answers(replica):  # noqa: ASYNC110 - a remote server's return is not an event here
                     await asyncio.sleep(_ASK_EVERY)
             await replica.check_server()  # it may have been restarted with different options
         except BaseException as error:

@@ -1,1 +1,1 @@
-"""vLLM as a run's sampler: servers that the run starts or finds, behind one `Sampler`."""
+"""Uses vLLM as a run's sampler: puts servers that the run starts or finds behind one `Sampler`."""

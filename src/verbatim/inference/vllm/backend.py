@@ -9,7 +9,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 
 
 async def vllm_backend(inputs: BackendInputs, settings: VllmSettings) -> Sampler:
-    """The pool of servers, each one checked, with the weights in `inputs.model`.
+    """The pool of servers with the weights in `inputs.model`. Each server has been checked.
 
     Raises:
         UsageError: a server cannot sample exactly or cannot load weights; the message says what to type.

@@ -1,4 +1,4 @@
-"""Updates all replicas at once: the trainer broadcasts its tensors to the workers of every server.
+"""Updates all replicas at the same time: the trainer broadcasts its tensors to the workers of every server.
 
 ```
 replica    pause, start update, arrive          each at its own pace; a replica that fails leaves
@@ -7,8 +7,8 @@ trainer    enters the group, broadcasts layer by layer   the servers receive and
 replica    digests, version, resume             as after every update
 ```
 
-A failure ends the group for all of its ranks. The surviving replicas then load the published folder, and the next
-update creates a new group.
+A failure ends the process group for all of its ranks. The surviving replicas then load the published folder, and the
+next update creates a new group.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from verbatim.inference.vllm.control import VllmControl
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.8
-"""Fraction of `update_timeout` after which a broadcast counts as failed. The remaining time is for loading the files
+"""Fraction of `update_timeout` after which a broadcast counts as failed. The remaining time is used to load the files
 instead."""
 
 
 @dataclass(eq=False)
 class _Round:
-    """One update: the replicas that are expected, and those that have arrived."""
+    """One update: the replicas that are expected, and the replicas that have arrived."""
 
     version: int
     is_first: bool
@@ -44,9 +44,9 @@ class _Round:
     expected: set[str]
     arrived: dict[str, VllmControl] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """The load request to each server, once the broadcast has begun."""
+    """The load request to each server, after the broadcast has begun."""
     outcome: asyncio.Task[dict[str, BaseException | str | None]] | None = None
-    """For each replica: why its server or the broadcast failed; None if the server has all tensors."""
+    """By replica: why its server or the broadcast failed, or None if the server has all tensors."""
     begun: asyncio.Future[asyncio.Task[dict[str, BaseException | str | None]]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -75,7 +75,7 @@ class WeightBroadcast:
         self._round = _Round(version, is_first, set(names))
 
     def leave(self, name: str) -> None:
-        """Note that this replica has loaded or is lost, so that the broadcast no longer waits for it."""
+        """Record that this replica has loaded or is lost, so that the broadcast no longer waits for it."""
         if (now := self._round) is None:
             return
         if now.outcome is None:
@@ -86,14 +86,14 @@ class WeightBroadcast:
             now.loading[name].cancel()
 
     async def load(self, name: str, control: VllmControl) -> bool:
-        """Load the broadcast weights into a paused server; return False if it has to load the folder instead.
+        """Load the broadcast weights into a paused server. Returns False if it has to load the folder instead.
 
         Raises:
             SamplerFault: the server failed.
             UsageError: the initial weights of the run do not arrive.
             RunStopped: the trainer failed.
         """
-        # Queried before the replica arrives: the last arrival starts the broadcast, which needs all sizes.
+        # Queried before the replica arrives, because the last arrival starts the broadcast, which needs all sizes.
         if control not in self._sizes:
             self._sizes[control] = await control.num_workers()
         now = self._round
@@ -101,7 +101,7 @@ class WeightBroadcast:
             return False
         now.arrived[name] = control
         self._begin_if_complete(now)
-        # Shielded: the other replicas await the same tasks, so cancelling one replica must not cancel them.
+        # Shielded, because the other replicas await the same tasks, and cancelling one replica must not cancel these.
         outcome = await asyncio.shield(now.begun)
         why = (await asyncio.shield(outcome))[name]
         if isinstance(why, BaseException):
@@ -139,7 +139,7 @@ class WeightBroadcast:
         self._receive(order, now, dict(zip(names, members, strict=True)))
         why = await self._watch(order, sending, now.loading)
         if why is not None:
-            self._members = ()  # a failed group cannot be reused: the next update creates another one
+            self._members = ()  # a failed group cannot be reused, so the next update creates a new one
             logger.warning(
                 "policy version %d could not be broadcast, and is loaded from its folder instead: %s",
                 now.version,
@@ -149,7 +149,7 @@ class WeightBroadcast:
         return {name: _fault_of(name, task) or why for name, task in now.loading.items()}
 
     def _receive(self, order: SendOrder, now: _Round, members: Mapping[str, VllmControl]) -> None:
-        """Ask every server to receive; ranks are assigned in the order of the replicas' names."""
+        """Ask every server to receive. Ranks are assigned in the order of the replicas' names."""
         store, first = self.sender.store, 1  # rank 0 is the trainer
         for name, control in members.items():
             about = {
@@ -167,7 +167,7 @@ class WeightBroadcast:
     async def _watch(
         self, order: SendOrder, sending: asyncio.Task[SendReport], loading: Mapping[str, asyncio.Task[None]]
     ) -> str | None:
-        """Wait until the trainer and all servers are done; on the first failure end the group, so that no rank hangs.
+        """Wait until the trainer and all servers are done. The first failure ends the group, so that no rank hangs.
 
         Returns:
             The first failure; None if all tensors arrived.
@@ -194,7 +194,7 @@ def _fault_of(name: str, task: asyncio.Task[Any]) -> BaseException | None:
 
 
 def _end_group(host: str, port: int, name: str, why: str) -> None:
-    # Imported here: the module needs torch, and this package must stay light.
+    # Imported here, because the module needs torch, and this package must stay light.
     from verbatim.inference.vllm.plugin.verbatim_weight_group import end_group
 
     end_group(host, port, name, why)

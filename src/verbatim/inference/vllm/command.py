@@ -13,7 +13,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.sizes import linear_layers_of
 
 PLUGIN = Path(__file__).with_name("plugin")
-"""Folder of our plug-in, which vLLM finds through PYTHONPATH; nothing is installed into vLLM's environment."""
+"""Folder of our plug-in, which vLLM finds through PYTHONPATH. Nothing is installed into vLLM's environment."""
 TRANSFER_ENGINES: Mapping[str, str] = {
     "auto": "verbatim_files",
     "files": "verbatim_files",
@@ -25,11 +25,12 @@ TRANSFER_ENGINES: Mapping[str, str] = {
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"
 MIDDLEWARE = "verbatim_vllm_http.Guard"
 MODEL_NAME = "policy"
-"""The model's name in requests. A fixed name, because the folder of the weights changes when a server is restarted."""
+"""The model's name in requests. The name is fixed, because the folder of the weights changes when a server is
+restarted."""
 
 RETURN_EXPERTS = "--enable-return-routed-experts"
 RETURN_KEPT_SETS = "--return-sampling-mask"
-"""Both need vLLM's V2 model runner, which is not the default on every platform."""
+"""Both of these need vLLM's V2 model runner, which is not the default on every platform."""
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
@@ -43,14 +44,15 @@ _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 EXACT_OPTIONS: Sequence[str] = (
     "--enable-scale-out",  # the endpoint that takes and returns token ids
     "--logprobs-mode",
-    "processed_logprobs",  # those of the distribution sampled from: after temperature and truncation
+    "processed_logprobs",  # logprobs of the distribution that is sampled from, after temperature and truncation
     "--generation-config",
     "vllm",  # ignore the sampling defaults in the model's generation_config.json
     "--enable-prefix-caching",
     "--enable-chunked-prefill",
-    "--enable-prompt-tokens-details",  # reports how many prompt tokens came from the prefix cache
+    "--enable-prompt-tokens-details",  # report how many prompt tokens came from the prefix cache
 )
-"""Options that exact sampling needs; `facts` checks the same settings of servers that the run did not start."""
+"""Options that exact sampling needs. If the run did not start a server, `facts` checks that it has the same
+settings."""
 
 
 def server_command(
@@ -72,9 +74,9 @@ def server_command(
         port: The port to listen on.
         context_length: Maximum tokens of prompt plus completion; `settings.max_model_len` takes precedence.
         host: The address to listen on.
-        adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
+        adapter_rank: Rank of the LoRA adapters that updates bring; None if updates bring full weights.
         return_routed_experts: Report which experts of a mixture-of-experts model computed each token.
-        return_kept_sets: Return the kept set of each token; the server then refuses requests without `top_k`.
+        return_kept_sets: Return the kept set of each token. The server then refuses requests without `top_k`.
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
     options = [
@@ -144,7 +146,7 @@ def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
 
 
 def python_of(settings: VllmSettings) -> str:
-    """Absolute path of the interpreter; the setting unchanged if no such program is found."""
+    """Absolute path of the interpreter, or the unchanged setting if no such program is found."""
     return shutil.which(os.path.expanduser(settings.python)) or settings.python
 
 
@@ -158,15 +160,15 @@ def server_environment(
     uploads: Path | None = None,
     needs_second_runner: bool = False,
 ) -> dict[str, str]:
-    """The environment of one server: ours without the variables of our Python, plus those that vLLM needs.
+    """The environment of one server: our own without the variables of our Python, plus variables that vLLM needs.
 
     Args:
         settings: The table [inference.vllm].
         replica: The replica's index, which decides its devices.
-        is_local_model: True if the model is a folder: the server then runs with the Hugging Face hub offline.
-        num_threads: CPU threads of a server that computes on this machine's CPUs; None: all cores.
-        api_key: The key that every route but /health requires; None: no key.
-        uploads: The folder for weights uploaded over HTTP; None: uploads are refused.
+        is_local_model: True if the model is a folder. The server then runs with the Hugging Face hub offline.
+        num_threads: Number of CPU threads of a server that computes on this machine's CPUs; None means all cores.
+        api_key: The key that every route but /health requires; None if no key is required.
+        uploads: The folder for weights that are uploaded over HTTP; None to refuse uploads.
         needs_second_runner: Use vLLM's V2 model runner.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
@@ -177,7 +179,7 @@ def server_environment(
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes of weight updates
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the routes of adapters, which do nothing without --enable-lora
-        # Seconds. vLLM's default of 5 is shorter than our client keeps idle connections, so requests would fail.
+        # In seconds. Our client keeps idle connections longer than vLLM's default of 5 seconds, so requests would fail.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",
         **({"HF_HUB_OFFLINE": "1"} if is_local_model else {}),
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
@@ -186,5 +188,5 @@ def server_environment(
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if needs_second_runner else {}),
         **({"VERBATIM_KEY": api_key} if api_key else {}),
         **({"VERBATIM_UPLOADS": str(uploads)} if uploads is not None else {}),
-        **settings.env,  # last: the user's variables override ours
+        **settings.env,  # comes last, so that the user's variables override ours
     }

@@ -1,7 +1,7 @@
-"""Client for vLLM's routes for reinforcement learning. Only this module knows them: they change between releases.
+"""Client for vLLM's routes for reinforcement learning. Only this module knows them; they change between releases.
 
-Written for vLLM 0.32. Each call is one phase of a weight update with a timeout, and is never retried: after a failed
-phase only the caller knows the state of the server.
+It is written for vLLM 0.32. Each call is one phase of a weight update and has a timeout. It is never retried, because
+only the caller knows the state of the server after a failed phase.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VllmControl:
     """The control routes of one server.
 
     Args:
-        client: HTTP client for the server's root URL; its timeout exceeds `phase_timeout`, so that the phase times out
+        client: HTTP client for the server's root URL. Its timeout exceeds `phase_timeout`, so that the phase times out
             first.
         name: The replica's name, for messages.
         phase_timeout: Timeout of each call, in seconds.
@@ -68,7 +68,7 @@ class VllmControl:
         return found
 
     async def start_update(self) -> None:
-        """Begin an update. An update that a client left unfinished is ended first."""
+        """Begin an update. If a client left an earlier update unfinished, that update is ended first."""
         try:
             await self._ask("start weight update", "/start_weight_update")
         except SamplerFault as fault:
@@ -78,7 +78,7 @@ class VllmControl:
             await self._ask("start weight update", "/start_weight_update")
 
     async def load(self, info: Mapping[str, Any]) -> None:
-        """Load weights; `info` is for the weight-transfer engine: {"path": ...} or {"group": ...}."""
+        """Load weights. `info` is passed to the weight-transfer engine: {"path": ...} or {"group": ...}."""
         await self._ask("load weights", "/update_weights", {"update_info": info})
 
     async def finish_update(self) -> None:
@@ -86,8 +86,8 @@ class VllmControl:
         await self._ask("finish weight update", "/finish_weight_update", {})
 
     async def reports(self, of: Literal["weights", "adapter"] = "weights") -> list[WorkerReport]:
-        """Each worker's report: what its kernels were built from in the last update, or the tensors of its newest
-        adapter.
+        """Each worker's report: what the worker's kernels were built from in the last update, or the tensors of its
+        newest adapter.
 
         Raises:
             SamplerFault: the reply is not a list of reports.
@@ -98,10 +98,10 @@ class VllmControl:
             return read_reports(answer.get("results") if isinstance(answer, dict) else None)
 
     async def set_version(self, version: int) -> None:
-        """Set the policy version of the weights; tokens sampled from now on carry it.
+        """Set the policy version of the weights. Tokens sampled from now on carry this version.
 
         Raises:
-            SamplerFault: the server still reports another version.
+            SamplerFault: the server still reports a different version.
         """
         await self._ask("set version", "/update_weight_version", {"new_version": str(version)})
         answer = await self._ask("set version", "/weight_info", method="GET")
@@ -113,7 +113,7 @@ class VllmControl:
         """Empty the prefix cache.
 
         Args:
-            running_too: Drop the cache of requests in flight too; it is recomputed with the new weights.
+            running_too: Drop the cache of requests in flight too. It is then recomputed with the new weights.
 
         Returns:
             True if the cache is empty; False if requests in flight kept their blocks.
@@ -129,8 +129,8 @@ class VllmControl:
     # ---- sleep mode: the trainer has the device
 
     async def sleep(self) -> None:
-        """Release the device's memory: weights and KV cache are lost. Requests in flight finish first; later requests
-        wait.
+        """Release the device's memory, so that weights and KV cache are lost. Requests in flight finish first; later
+        requests wait.
 
         Raises:
             SamplerFault: the server does not report that it sleeps.
@@ -140,7 +140,7 @@ class VllmControl:
             raise SamplerFault(f"{self._name}: sleep: the server replied {brief(answer)}")
 
     async def wake_up(self, memory: Memory, *, is_last: bool) -> None:
-        """Allocate one kind of memory again; its contents are undefined. After the last kind, the engine resumes.
+        """Allocate one kind of memory again, with undefined contents. After the last kind, the engine resumes.
 
         Raises:
             SamplerFault: the server does not report the expected state.
@@ -155,7 +155,7 @@ class VllmControl:
     # ---- LoRA adapters
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from a folder on the server's host; requests select it by name.
+        """Load an adapter from a folder on the server's host. Requests select the adapter by its name.
 
         Raises:
             SamplerFault: the adapter cannot be read or does not fit, or the name is taken.
@@ -163,7 +163,7 @@ class VllmControl:
         await self._ask("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _read_success)
 
     async def forget_adapter(self, name: str) -> None:
-        """Unload an adapter: new requests can no longer select it."""
+        """Unload an adapter. New requests can no longer select it."""
         await self._ask("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, _read_success)
 
     # ---- state of the server
@@ -172,7 +172,7 @@ class VllmControl:
         """Check that the server answers within `seconds` and that its engine is alive.
 
         Raises:
-            SamplerFault: no answer, or the engine is dead.
+            SamplerFault: the server does not answer, or the engine is dead.
         """
         await self._ask("health", "/health", None, _read_any, method="GET", seconds=seconds)
 
@@ -180,19 +180,19 @@ class VllmControl:
         """How the server was started.
 
         Raises:
-            UsageError: the server cannot report it, or refuses the key; the message says how to start it.
+            UsageError: the server cannot report this, or refuses the key; the message says how to start the server.
             SamplerFault: the server cannot be reached.
         """
         status = await self._ask("facts", "/collective_rpc", {"method": "verbatim_facts"}, _status_or_facts)
         if isinstance(status, int):
-            # The embedded engine's server answers 404 too, but the advice for it differs from that for vLLM.
+            # The embedded engine's server answers 404 too, but needs different advice from vLLM.
             why = _OURS if status == 404 and await self._is_ours() else _HOW_TO_START[status]
             raise UsageError(f"{named(self._name, self._client.url)}: {why}")
         try:
             (first, *_) = status["results"]
             if first.pop("format") != REPORT_FORMAT:
                 raise ValueError(f"another format than {REPORT_FORMAT}")
-            # Unknown keys are ignored: a plug-in may report more than this client reads.
+            # Unknown keys are ignored, because a plug-in may report more than this client reads.
             return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
@@ -208,11 +208,12 @@ class VllmControl:
     async def missing_flag(self, model: str | None) -> str | None:
         """Send one request to find out what the token endpoint lacks.
 
-        The other routes cannot show this: for example, vLLM's own --api-key guards this endpoint, but not the routes of
-        weight updates. A server that does not pack its answers is usable; a warning states the cost.
+        The other routes cannot show this. For example, vLLM's own --api-key guards the token endpoint, but not the
+        routes of weight updates. A server that does not pack its answers can be used, but a warning states what this
+        costs.
 
         Returns:
-            What is missing, and the flag to add; None if nothing is missing.
+            A text that says what is missing and which flag to add; None if nothing is missing.
 
         Raises:
             SamplerFault: the request failed.
@@ -240,7 +241,7 @@ class VllmControl:
         """The server's load: running and waiting requests, cache use, tokens generated.
 
         Raises:
-            SamplerFault: /metrics fails or lacks vLLM's metrics.
+            SamplerFault: the request to /metrics fails, or the response lacks vLLM's metrics.
         """
         return read_metrics(await self._ask("metrics", "/metrics", None, _read_any, method="GET"))
 
@@ -280,7 +281,7 @@ def _status_or_facts(answer: HttpResponse) -> Any:
 
 
 def _read_unless_refused(answer: HttpResponse) -> Any:
-    """The JSON, or a text that says which flag or key is missing. A 404 that names the model is an ordinary failure.
+    """The JSON, or a string that says which flag or key is missing. A 404 that names the model is an ordinary failure.
 
     vLLM 0.32 answers 403 if the route is switched off: "Scale-out endpoints are disabled".
     """
@@ -299,13 +300,13 @@ def _read_any(answer: HttpResponse) -> str:
 
 
 def _read_success(answer: HttpResponse) -> None:
-    """Ignore the body of a success, which is plain text; raise the error that any other status carries."""
+    """Ignore the body of a successful response, which is plain text. For any other status, raise its error."""
     if answer.status != 200:
         read_json(answer)
 
 
 def named(name: str, url: str) -> str:
-    """A replica's name for messages, with the URL of its server.
+    """A replica's name with the URL of its server, for messages.
 
     >>> named("replica 0", "http://a:1"), named("replica 0 (http://a:1)", "http://a:1")
     ('replica 0 (http://a:1)', 'replica 0 (http://a:1)')
@@ -322,7 +323,7 @@ _METRICS: Mapping[str, str] = {
     "vllm:generation_tokens_total": "generated_tokens",
 }
 _SHARES = ("kv_usage",)
-"""Averaged over the engines of a server; the other metrics are summed."""
+"""Metrics that are averaged over the engines of a server. The other metrics are summed."""
 
 
 def read_metrics(text: str) -> ReplicaLoad:

@@ -1,8 +1,8 @@
-"""Computes digests of published weights from their files, and compares them with those of a server's kernels.
+"""Computes digests of published weights from their files, and compares them with the digests of a server's kernels.
 
 A server's report (`plugin/verbatim_vllm_watch.py`) lists, for each part of each tensor, the digest of the values that a
-kernel was built from. Files and kernels are digested by separate implementations, so that a bug in one shows as a
-mismatch.
+kernel was built from. The digests of files and of kernels are computed by separate implementations, so that a bug in
+one of them shows as a mismatch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 
 REPORT_FORMAT = 1
 _COLUMNS = 512
-"""Columns of the digest's matrix, in words of 8 bytes. Part of the format: the plug-in uses the same number."""
+"""Number of columns of the digest's matrix, in words of 8 bytes. It is part of the format, and the plug-in uses the
+same number."""
 _ROWS_AT_ONCE = 32
-"""Rows (4 KiB each) summed at a time, so that a block is still in the core's cache for the second sum."""
+"""Number of rows (of 4 KiB each) that are summed at a time, so that a block is still in the core's cache for the second
+sum."""
 MOST_NAMED = 5
 """Maximum number of tensors that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """A slice of a checkpoint's tensor, in the dtype that the server computes in."""
+    """A slice of a checkpoint's tensor, converted to the dtype that the server computes in."""
 
     name: str
     """The tensor's name in the checkpoint."""
     dim: int
     """The dimension that is sliced."""
     start: int
-    """Index of the slice's first element along `dim`."""
+    """Index along `dim` of the slice's first element."""
     shape: tuple[int, ...]
     """The slice's shape."""
     dtype: str
@@ -57,11 +59,12 @@ class WorkerReport:
     error: str | None
     """Why the worker failed to load all tensors; None if it loaded them."""
     digests: tuple[tuple[TensorPiece, str, str], ...]
-    """Slice, digest, and the source of the digest: "kernel" (input of a kernel) or "live" (parameter in use)."""
+    """(slice, digest, source of the digest) of each part. The source is "kernel" (input of a kernel) or "live"
+    (parameter in use)."""
     stale: tuple[str, ...]
     """Tensors that no kernel was built from."""
     unmapped: tuple[str, ...]
-    """Checkpoint tensors whose place in the server's model is unknown: no digest covers them."""
+    """Checkpoint tensors whose place in the server's model is unknown, so that no digest covers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ class Proof:
     """Result of comparing reports with a folder."""
 
     fault: str | None
-    """How the server's weights differ from the folder, for a message; None if all digests match."""
+    """How the server's weights differ from the folder, worded for a message; None if all digests match."""
     unmapped: tuple[str, ...] = ()
     """Tensors that no digest covers."""
 
@@ -81,7 +84,7 @@ class PublishedFolder:
         path: The folder.
 
     Raises:
-        ModelError: the folder holds no safetensors, or a file is damaged; names it.
+        ModelError: the folder holds no safetensors, or a file is damaged; the message names the folder or the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +109,7 @@ class PublishedFolder:
         """Refuse a folder whose tensor names or shapes differ from those of the previous weights.
 
         Raises:
-            ModelError: names the tensors.
+            ModelError: names or shapes differ; the message names the tensors.
         """
         other = [
             f"{name} (found {self.shapes.get(name, 'none')}, expected {expected.get(name, 'none')})"
@@ -127,13 +130,13 @@ class PublishedFolder:
         """Check that all values are finite, and compute the digests of these slices, in one pass over the files.
 
         Raises:
-            ModelError: names the tensor.
+            ModelError: a value is not finite; the message names the tensor.
         """
         by_name: dict[str, list[TensorPiece]] = {}
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
-        # Replicas share this object and call from several threads; the lock ensures that each digest is computed only
-        # once.
+        # Replicas share this object and call it from several threads. The lock ensures that each digest is computed
+        # only once.
         with self._lock:
             for name in self._where:
                 if name not in self._finite:
@@ -144,8 +147,8 @@ class PublishedFolder:
         import torch
 
         tensor = self.tensor(name)
-        # If the sum is finite, so is every element. A sum of finite elements may overflow, so otherwise each is
-        # checked.
+        # If the sum is finite, so is every element. Otherwise each element is checked, because a sum of finite elements
+        # may overflow.
         if (
             tensor.is_floating_point()
             and not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
@@ -166,7 +169,7 @@ class PublishedFolder:
             if part.ndim and piece.shape != tuple(part.shape):
                 part = part.narrow(piece.dim, piece.start, piece.shape[piece.dim])
             held = part.to(getattr(torch, piece.dtype))
-            if self._scale != 1 and name.endswith(".lora_B.weight"):  # vLLM multiplies it in when it loads an adapter
+            if self._scale != 1 and name.endswith(".lora_B.weight"):  # as vLLM scales B
                 held = held * self._scale
             self._digests[piece] = digest(held)
 
@@ -176,7 +179,7 @@ class PublishedFolder:
         if failed is not None:
             return Proof(fault=f"it refused them: {failed}")
         unmapped = tuple(sorted({name for report in reports for name in report.unmapped}))
-        # Checked first: `prepare` could not slice a piece that does not fit.
+        # Checked first, because `prepare` could not slice a piece that does not fit.
         foreign = {piece.name for report in reports for piece, _, _ in report.digests if not self._fits(piece)}
         if foreign:
             return Proof(
@@ -237,12 +240,12 @@ def _opened(path: Path, _stamp: tuple[tuple[str, int, int], ...]) -> PublishedFo
 
 
 def open_folder(path: Path) -> PublishedFolder:
-    """Open a folder; replicas that load the same one share the object and its digests.
+    """Open a folder. Replicas that load the same folder share the object and its digests.
 
     Raises:
-        ModelError: as `PublishedFolder`.
+        ModelError: as for `PublishedFolder`.
     """
-    # Times and sizes are part of the cache key: a path may be written again with other weights.
+    # Times and sizes are part of the cache key, because a path may be written again with different weights.
     stats = [(file, file.stat()) for file in sorted(path.glob("*.safetensors"))]
     return _opened(path.absolute(), tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats))
 
@@ -252,10 +255,12 @@ def digest(tensor: Tensor) -> str:
     matrix of little-endian 64-bit words with 512 columns. Zeros pad the last row; if all rows are full, a row of zeros
     is added.
 
-    It costs about as much as reading the memory. It detects faults, not forgery: changing one to three words always
-    changes it, and so does another order, unless changes cancel in every row and in every column.
+    Computing the digest takes about as long as reading the memory. The digest detects faults, not forgery: it always
+    changes if one to three words change, and also if words change their order, unless the changes cancel in every row
+    and in every column.
 
-    Example: 1,024 words 1, 2, ..., 1,024 have two full rows and one of zeros: row sums 131,328, 393,472 and 0.
+    Example: the 1,024 words 1, 2, ..., 1,024 fill two rows, to which a row of zeros is added. The row sums are 131,328,
+        393,472 and 0.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""How a vLLM server was started, and whether it can sample exactly for a run."""
+"""Describes how a vLLM server was started, and checks whether it can sample exactly for a run."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class ServerFacts:
     """How a server was started: the settings that exactness depends on."""
 
     model: str
-    """A folder or a hub id."""
+    """The model: a folder or a hub id."""
     vocab_size: int
-    """Size of the vocabulary; token ids are below it."""
+    """Size of the vocabulary. All token ids are below it."""
     max_model_len: int
     """Maximum tokens of prompt plus completion."""
     logprobs_mode: str
-    """"processed_logprobs": logprobs of the distribution that tokens are sampled from."""
+    """"processed_logprobs" if logprobs belong to the distribution that tokens are sampled from."""
     generation_config: str
-    """"vllm": the model's own sampling defaults are ignored."""
+    """"vllm" if the model's own sampling defaults are ignored."""
     prefix_caching: bool
     chunked_prefill: bool
     speculative: bool
     """True if a draft model proposes tokens (speculative decoding)."""
     weight_transfer: str | None
-    """Name of the weight-transfer engine; None: none is configured."""
+    """Name of the weight-transfer engine; None if no engine is configured."""
     unsupported_heads: str | None
-    """The model's head size and the supported sizes, for a message; None if the server's attention supports the
-    model's."""
+    """The model's head size and the supported head sizes, worded for a message; None if the server's attention supports
+    the model's head size."""
     nccl: str | None = None
-    """Version of the server's NCCL; None if there is no CUDA."""
+    """Version of the server's NCCL; None without CUDA."""
     max_lora_rank: int | None = None
-    """Highest rank of LoRA adapters; None: the server does not accept adapters."""
+    """Highest accepted rank of LoRA adapters; None if the server does not accept adapters."""
     returns_routed_experts: bool = False
     """True if completions report which experts of a mixture computed each token."""
     returns_kept_sets: bool = False
@@ -58,7 +58,7 @@ def refuse_inexact(
     return_kept_sets: bool = False,
     nccl: str | None = None,
 ) -> None:
-    """Refuse a server that cannot sample exactly for this run, or cannot load its weights.
+    """Refuse a server that cannot sample exactly for this run, or cannot load the run's weights.
 
     Args:
         facts: The server's facts.
@@ -66,13 +66,13 @@ def refuse_inexact(
         transfer: The weight-transfer engine that the run needs.
         vocab_size: The vocabulary size of the run's model.
         context_length: Maximum tokens of prompt plus completion that the run requests.
-        adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
-        return_routed_experts: The run needs the experts that computed each token.
-        return_kept_sets: The run needs the kept set of each token.
-        nccl: Version of the trainer's NCCL; None: the trainer does not send over NCCL.
+        adapter_rank: Rank of the LoRA adapters that updates bring; None if updates bring full weights.
+        return_routed_experts: True if the run needs the experts that computed each token.
+        return_kept_sets: True if the run needs the kept set of each token.
+        nccl: Version of the trainer's NCCL; None if the trainer does not send over NCCL.
 
     Raises:
-        UsageError: lists everything that is wrong, and the flags to add.
+        UsageError: the server does not fit; the message lists everything that is wrong, and the flags to add.
     """
     wrong = [
         said
@@ -142,7 +142,7 @@ def refuse_inexact(
 
 
 def _returned(facts: ServerFacts, *, routed_experts: bool, kept_sets: bool) -> tuple[tuple[bool, str], ...]:
-    """Checks of what completions return in addition to ids and logprobs: (passed, what to do if not)."""
+    """Checks of what completions return in addition to ids and logprobs, as (True if passed, what to do if not)."""
     runner = "and the environment variable VLLM_USE_V2_MODEL_RUNNER=1"
     return (
         (

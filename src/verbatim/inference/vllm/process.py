@@ -1,4 +1,4 @@
-"""A vLLM server that this process starts, watches and stops."""
+"""Starts, watches and stops a vLLM server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ASK_EVERY = 0.5
 _ANSWER = 5.0
 """Timeout of one health check, in seconds."""
 _QUOTED = 8
-"""Number of last log lines that a message quotes."""
+"""Number of lines at the end of the log that a message quotes."""
 _ERROR = re.compile(r"(?:^|\] |\) )\w*(?:Error|Exception): \S")
 """Matches the last line of a traceback, with or without a log prefix."""
 _SAY_EVERY = 60.0
@@ -46,8 +46,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def is_taken(host: str, port: int) -> bool:
     """True if another process listens on this address and port.
 
-    vLLM would not fail on a taken port: both servers would share it, each would get some of the requests, and the
-    health check might be answered by the other one.
+    vLLM would not fail on a taken port. Both servers would share the port, each would get some of the requests, and the
+    other server might answer the health check.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as asking:
@@ -61,14 +61,14 @@ def is_taken(host: str, port: int) -> bool:
 
 
 class ServerProcess:
-    """One server and its descendants; all of them end when this process ends, even if it is killed.
+    """One server and its descendants. All of them end when this process ends, even if this process is killed.
 
     Args:
         name: The server's name for messages, such as "replica 0".
         command: The command line.
         environment: The complete environment.
         port: The port that the server listens on.
-        log: The file that its output is appended to.
+        log: The file that the server's output is appended to.
         host: The address that the server listens on.
         patience: Seconds between SIGTERM and SIGKILL when the server is stopped.
         clock: Monotonic clock in seconds, for the start timeout.
@@ -103,7 +103,7 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if the server is not running: not started yet, or ended."""
+        """True if the server is not running, that is, was not started yet or has ended."""
         return self._subreaper is None or self._subreaper.returncode is not None
 
     async def ended(self) -> None:
@@ -118,16 +118,16 @@ class ServerProcess:
             deadline: Timeout in seconds.
 
         Raises:
-            SamplerFault: another process listens on its port; the server ended, or does not answer in time. Quotes
-                the end of its log.
+            SamplerFault: another process listens on the server's port, the server ended, or it does not answer in time.
+                The message quotes the end of the server's log.
         """
         if is_taken(self._host, self._port):
             raise SamplerFault(f"{self.name} cannot listen on {self._host}, port {self._port}: address already in use")
         began = self._clock()
         with open_log(self._log) as log:
-            self._log_begins = log.tell()  # the file is appended to; messages must not quote an earlier start
+            self._log_begins = log.tell()  # the log is appended to, and messages must not quote an earlier start
             self._subreaper = await start_async(
-                # The pipe on stdin ties the server to this process: the subreaper ends it when the pipe closes.
+                # The pipe on stdin ties the server to this process: the subreaper ends the server when the pipe closes.
                 [sys.executable, "-I", subreaper.__file__, str(self._patience), *self._command],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
@@ -136,7 +136,7 @@ class ServerProcess:
             )
         try:
             await self._until_it_answers(began, deadline)
-        except BaseException:  # cancellation too: no server may outlive a failed start
+        except BaseException:  # cancellation too, because no server may outlive a failed start
             await self.stop()
             raise
         seconds = self._clock() - began
@@ -175,9 +175,9 @@ class ServerProcess:
         return f"signal {status - 128}" if status is not None and status > 128 else f"status {status}"
 
     def end_of_log(self) -> str:
-        """The first error logged since the start, and the last lines, for a message.
+        """The first error that was logged since the start, and the last lines of the log, worded for a message.
 
-        The processes of a server report each other's failures; the first error is the cause.
+        The processes of a server report each other's failures, so the first error is the cause.
         """
         try:
             written = end_of_file(self._log, since=self._log_begins)
@@ -195,7 +195,7 @@ class ServerProcess:
         assert self._subreaper.stdin is not None
         self._subreaper.stdin.close()
         try:
-            # The subreaper needs at most PATIENCE until SIGKILL and PATIENCE to reap; 5 seconds of margin.
+            # The subreaper takes at most PATIENCE until SIGKILL, and PATIENCE to reap. 5 seconds are added as a margin.
             await asyncio.wait_for(self._subreaper.wait(), 2 * subreaper.PATIENCE + 5)
         except TimeoutError:  # the subreaper itself is frozen
             kill_group(self._subreaper.pid)
@@ -218,7 +218,7 @@ def make_process(
     return_routed_experts: bool = False,
     return_kept_sets: bool = False,
 ) -> ServerProcess:
-    """The process of one replica, not yet started.
+    """The process of one replica. It is not started yet.
 
     The arguments are those of `server_command` and `server_environment`, plus `logs`, the folder for its log.
     """

@@ -32,7 +32,8 @@ from verbatim.models.source import is_adapter
 
 logger = logging.getLogger(__name__)
 _BEYOND_A_PHASE = 30.0
-"""Seconds by which the client's timeout exceeds a phase's, so that the phase expires first and names itself."""
+"""Seconds by which the client's timeout exceeds a phase's timeout, so that the phase times out first and its error
+names the phase."""
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class _Route:
 
     http: HttpSampler
     adapter: str | None = None
-    """The adapter's name on the server; None: the base model."""
+    """The adapter's name on the server; None for the base model."""
     num_in_flight: int = 0
     """Number of completions that the server has not answered yet."""
 
@@ -49,36 +50,38 @@ class _Route:
 class VllmReplica(ServedReplica):
     """A `Sampler` over one vLLM server.
 
-    The next update wakes a sleeping server: first the weights, which are loaded and verified, then the KV cache.
+    The next update wakes a sleeping server: first its memory for weights, which are loaded and verified, then its
+    memory for the KV cache.
 
-    An update ends only after every worker has reported the digests of the tensors that its kernels were built from, and
-    they match the published files. The server computes nothing until then. If the update fails, the server stays
-    paused, and another `update_weights` may repair it.
+    An update succeeds only after every worker has reported the digests of the tensors that its kernels were built from,
+    and these digests match the published files. Until then, the server does not compute anything. If the update fails,
+    the server stays paused, and another `update_weights` may repair it.
 
-    No new request reads a prefix that older weights computed: after each update, requests carry a new cache salt.
+    No new request reads a prefix that older weights computed, because after each update requests carry a new cache
+    salt.
 
-    An adapter is loaded next to the earlier ones, under a new name, while the server samples. New requests name it once
-    it is verified. Requests in flight finish with the adapter and version that they started with, regardless
-    of `on_weight_update`, because vLLM cannot change the adapter of a running request.
+    An adapter is loaded next to the earlier ones, under a new name, while the server samples. New requests name the new
+    adapter once it is verified. Requests in flight finish with the adapter and version that they started with,
+    regardless of `on_weight_update`, because vLLM cannot change the adapter of a running request.
 
     Args:
         url: The server's root URL.
         name: The replica's name, for messages.
-        model: The model's name in requests; None: requests name no model.
+        model: The model's name in requests; None to leave it out.
         context_length: Maximum tokens of prompt plus completion.
-        vocab_size: Size of the vocabulary; ids are below it.
+        vocab_size: Size of the vocabulary. All ids are below it.
         policy_version: Policy version of the weights that the server holds now.
-        api_key: Sent as a bearer token; None: no key is sent.
+        api_key: Sent as a bearer token; None to send no key.
         on_weight_update: What happens to the KV cache of requests in flight: "recompute" computes it again with the new
-            weights, "keep" continues with the old one.
+            weights, "keep" continues with the old cache.
         weight_transfer: "files" (or "auto"), "http", "nccl" or "gloo".
-        broadcast: The broadcast that the replicas of a run share; None: this replica loads folders.
+        broadcast: The broadcast that the replicas of a run share; None if this replica loads folders.
         phase_timeout: Timeout of each phase of an update, in seconds.
         request_timeout: Timeout of one completion, in seconds.
         max_retries: Maximum number of retries of a completion.
-        adapter_rank: Rank of the LoRA adapters that updates bring; None: updates bring full weights.
-        return_routed_experts: Completions must report which experts computed each token.
-        return_kept_sets: Completions must report the kept set of each token.
+        adapter_rank: Rank of the LoRA adapters that updates bring; None if updates bring full weights.
+        return_routed_experts: True if completions must report which experts computed each token.
+        return_kept_sets: True if completions must report the kept set of each token.
 
     Raises:
         UsageError: the URL is not a plain http(s) address, or a timeout or the key is invalid.
@@ -138,17 +141,18 @@ class VllmReplica(ServedReplica):
         self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
         self._pieces: Sequence[TensorPiece] = ()
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
-        self._num_asked_cache = 2  # no check before the first update
-        """Calls of `cached_logprob` since the last update; only the first two check the prefix cache."""
+        self._num_asked_cache = 2  # the prefix cache is not checked before the first update
+        """Number of calls of `cached_logprob` since the last update. Only the first two calls check the prefix
+        cache."""
         self._has_said_cache_is_unread = False
         self._unverified: tuple[str, ...] = ()
         self._asleep: set[Memory] = set()
         self.seconds_waking: float | None = None
-        """Seconds that the last wake-up took, not counting the loading; None if the server never slept."""
+        """Seconds that the last wake-up took, without the loading of weights; None if the server never slept."""
 
     @property
     def num_unverified(self) -> int:
-        """Number of tensors that no digest covers, as of the last update; only logprobs show whether they are stale."""
+        """Number of tensors that no digest covered in the last update. Only logprobs show whether these are stale."""
         return len(self._unverified)
 
     # ---- the Sampler protocol
@@ -161,7 +165,7 @@ class VllmReplica(ServedReplica):
             SamplerFault: the engine failed, the server cannot be reached, or a token has no logprob or version.
         """
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        route = self._route  # kept: an update may replace `self._route` while this request runs
+        route = self._route  # kept here, because an update may replace `self._route` while this request runs
         route.num_in_flight += 1
         try:
             found = await route.http.generate(request)
@@ -173,14 +177,14 @@ class VllmReplica(ServedReplica):
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Load a Hugging Face folder while the server is paused, or an adapter's folder while it samples, and verify
-        that its kernels were built from it.
+        that the server's kernels were built from this folder.
 
         Raises:
-            ModelError: the folder is damaged, has other tensors than the one before, or holds numbers that are not
-                finite; the server continues unchanged.
+            ModelError: the folder is damaged, has tensors that differ from those of the folder before, or holds numbers
+                that are not finite. The server continues unchanged.
             UsageError: the version is invalid.
-            SamplerFault: a phase failed or timed out, or the server's weights are not those of the folder; names the
-                replica, the phase and the tensors. The server stays paused.
+            SamplerFault: a phase failed or timed out, or the server's weights are not those of the folder. The message
+                names the replica, the phase and the tensors. The server stays paused.
         """
         check_version(version)
         stale = await self._take(path, version)
@@ -192,17 +196,19 @@ class VllmReplica(ServedReplica):
             return await self._load(path, version)
         if is_adapter(path):
             return await self._load_adapter(path, version)
-        self._go_to(None, version)  # the base model, which the server was started with; the canary verifies it
+        self._go_to(None, version)  # the server was started with the base model, which the canary verifies
         return None
 
     async def _load_adapter(self, path: Path, version: int) -> str | None:
-        """Load an adapter next to the others, and send new requests to it if it is verified.
+        """Load an adapter next to the earlier ones. If it is verified, send new requests to it.
 
         Returns:
-            What is wrong, in which case requests go where they went before; None if the adapter is in use.
+            What is wrong with the adapter, in which case requests go where they went before; None if the adapter is in
+            use.
         """
         folder = await asyncio.to_thread(self._open, path)
-        # A unique name: vLLM refuses a name that is loaded, and requests in flight still use the older adapters.
+        # The name is unique, because vLLM refuses a name that is loaded, and requests in flight still use older
+        # adapters.
         control, name = self._control, f"v{version}-{uuid.uuid4().hex[:8]}"
         await control.load_adapter(name, await self._there(path, version))
         reports = await control.reports("adapter")
@@ -234,9 +240,10 @@ class VllmReplica(ServedReplica):
         """Load full weights, and resume the server if they are verified.
 
         Returns:
-            What is wrong, in which case the server stays paused; None if the server samples with the new weights.
+            What is wrong with the weights, in which case the server stays paused; None if the server samples with the
+            new weights.
         """
-        folder = await asyncio.to_thread(self._open, path)  # before the pause, which is kept short
+        folder = await asyncio.to_thread(self._open, path)  # done before the pause, which has to be short
         control = self._control
         there = await self._there(path, version)
         await control.pause()
@@ -250,8 +257,9 @@ class VllmReplica(ServedReplica):
         if proof.fault is not None:
             return proof.fault
         self._note(folder, reports, proof)
-        await control.set_version(version)  # before `resume`: no new token may carry the old version
-        # Blocks of requests in flight cannot be emptied with "keep"; the salt keeps new requests from reading them.
+        await control.set_version(version)  # before `resume`, because no new token may carry the old version
+        # With "keep", blocks of requests in flight cannot be emptied. The salt keeps new requests from reading these
+        # blocks.
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         emptied = await control.forget_prefixes(running_too=self._on_weight_update == "recompute")
         if not emptied and self._on_weight_update == "recompute":
@@ -259,21 +267,21 @@ class VllmReplica(ServedReplica):
                 f"{self.name}: the server could not empty its prefix cache, so it would reuse stale prefixes"
             )
         self._num_asked_cache = 0
-        await self._wake_up("kv_cache")  # last: vLLM resumes by itself as soon as nothing sleeps
+        await self._wake_up("kv_cache")  # done last, because vLLM resumes by itself as soon as nothing sleeps
         await control.resume()
         self.policy_version = version
         return None
 
     async def _there(self, path: Path, version: int) -> str:
-        """Path of a published folder on the server's host; with "http" the folder is uploaded first."""
+        """Path of a published folder on the server's host. With "http", the folder is uploaded first."""
         shares_folders = self._weight_transfer != "http"
         return await path_there(self._client, path, version, shares_folders=shares_folders)
 
     async def sleep(self) -> None:
-        """Release the device's memory: weights and KV cache. The next `update_weights` takes it back and loads.
+        """Release the device's memory: weights and KV cache. The next `update_weights` takes it back and loads weights.
 
         Raises:
-            SamplerFault: the server failed or took too long; names the replica and the phase.
+            SamplerFault: the server failed or took too long; the message names the replica and the phase.
         """
         await self._control.sleep()
         self._asleep = {"weights", "kv_cache"}
@@ -288,7 +296,7 @@ class VllmReplica(ServedReplica):
         self.seconds_waking = (self.seconds_waking or 0.0) + time.monotonic() - began
 
     def _note(self, folder: PublishedFolder, reports: Sequence[WorkerReport], proof: Proof) -> None:
-        """Remember the tensors and slices of a verified update: the next folder is compared with them."""
+        """Remember the tensors and slices of a verified update, with which the next folder is compared."""
         self._shapes = folder.shapes
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
         if proof.unmapped and proof.unmapped != self._unverified:
@@ -300,16 +308,16 @@ class VllmReplica(ServedReplica):
         self._unverified = proof.unmapped
 
     def _open(self, path: Path) -> PublishedFolder:
-        """Read the folder once, before the server is paused: compute its digests and check that values are finite."""
+        """Read the folder once, before the server is paused, to compute its digests and check for finite values."""
         folder = open_folder(path)
         if self._shapes is not None:
             folder.refuse_other_shapes(self._shapes)
-        # The workers' slices do not change between updates, so their digests can be computed ahead of the reports.
+        # The workers' slices do not change between updates, so their digests can be computed before the reports arrive.
         folder.prepare([piece for piece in self._pieces if piece.name in folder.shapes])
         return folder
 
     async def close(self) -> None:
-        """Close the connections; requests in flight in this event loop are cancelled. The server keeps running."""
+        """Close the connections. Requests in flight in this event loop are cancelled. The server keeps running."""
         for route in (*self._former, self._route):
             await route.http.close()
         await self._client.close()
@@ -320,7 +328,7 @@ class VllmReplica(ServedReplica):
         """Check how the server was started, and let it resume.
 
         Raises:
-            UsageError: lists everything that is wrong, and the flags to add.
+            UsageError: the server does not fit; the message lists everything that is wrong, and the flags to add.
             SamplerFault: the server cannot be reached.
         """
         facts = await self._control.facts()
@@ -335,7 +343,7 @@ class VllmReplica(ServedReplica):
             return_kept_sets=self._return_kept_sets,
             nccl=self._nccl,
         )
-        await self._control.resume()  # a client may have died in the middle of an update and left the server paused
+        await self._control.resume()  # a client may have died during an update and left the server paused
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
             raise UsageError(f"{named(self.name, self.url)} cannot be used: {missing}")
@@ -345,7 +353,7 @@ class VllmReplica(ServedReplica):
         arrives.
 
         Raises:
-            UsageError: names the tensors that stay stale.
+            UsageError: tensors stay stale; the message names them.
             SamplerFault: as for `update_weights`.
         """
         stale = await self._take(folder, self.policy_version)
@@ -360,13 +368,13 @@ class VllmReplica(ServedReplica):
         """Logprob of the last id given those before it, at temperature 1, by an ordinary new request, which reads and
         writes the prefix cache.
 
-        The first call after an update must not hit the cache: this finds stale prefixes even if the learning rate is
-        too small for logprobs to show them. Its ids must therefore occur in no other request. The second call, for the
-        same ids or more, must hit what the first one wrote. If it does not, the check proves nothing, which is logged
-        once.
+        The first call after an update must not hit the cache. This finds stale prefixes even if the learning rate is
+        too small for logprobs to show them. The ids of this call must therefore not occur in any other request. The
+        second call, for the same ids or more, must hit what the first call wrote. If it does not, the check proves
+        nothing, which is logged once.
 
         Raises:
-            RecordError: fewer than two ids, or an id outside the vocabulary.
+            RecordError: there are fewer than two ids, or an id is outside the vocabulary.
             SamplerFault: the server failed, cannot be reached, or read prefixes that older weights computed.
         """
         ids = check_ids(token_ids, self.vocab_size, "token_ids")
@@ -392,7 +400,7 @@ class VllmReplica(ServedReplica):
         """The server's load.
 
         Raises:
-            SamplerFault: the server does not report it.
+            SamplerFault: the server does not report its load.
         """
         return await self._control.load_metrics()
 
@@ -400,6 +408,6 @@ class VllmReplica(ServedReplica):
         """Check that the server answers and that its engine is alive.
 
         Raises:
-            SamplerFault: no answer within 10 seconds, or the engine is dead.
+            SamplerFault: the server does not answer within 10 seconds, or the engine is dead.
         """
         await self._control.health(CONNECT)

@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: started here, or found."""
+"""Starts the vLLM servers of a run, or finds them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from verbatim.models.sizes import vocab_size_of
 from verbatim.models.source import base_of, is_adapter
 
 _ATTEMPTS = 3
-"""Maximum number of starts of one server: another process may take its port before the server binds it."""
+"""Maximum number of attempts to start a server, because another process may take its port before the server binds
+it."""
 
 
 def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
-    """The servers in `urls`, or else those that the run starts.
+    """The servers in `urls`, or else the servers that the run starts.
 
     Raises:
         UsageError: as for `VllmSettings.check_for`.
@@ -77,7 +78,7 @@ class StartedServers:
         inputs: The run's inputs to its backend.
         settings: The table [inference.vllm].
         make: Constructor of a replica: `VllmReplica` with the arguments that all replicas share.
-        rendezvous: Coordinates replicas that load at the same time; None: each loads on its own.
+        rendezvous: Coordinates replicas that load at the same time. With None, each replica loads on its own.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class StartedServers:
         return self._settings.replicas
 
     async def start(self, index: int) -> VllmReplica:
-        """Start a server with the weights of `weights`; an earlier process of the same index is stopped first.
+        """Start a server with the weights in `weights`. An earlier process with the same index is stopped first.
 
         Raises:
             SamplerFault: the server does not start.
@@ -150,7 +151,7 @@ class StartedServers:
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        """End the servers; their logs are deleted too, unless the run has a folder for them."""
+        """End the servers. Their logs are deleted too, unless the run has a folder for them."""
         processes, self._processes = list(self._processes.values()), {}
         await asyncio.gather(*(process.stop() for process in processes))
         if self._temporary is not None:

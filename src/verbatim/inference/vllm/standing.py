@@ -1,4 +1,4 @@
-"""Standalone vLLM servers for runs on other hosts; a server that ends is restarted."""
+"""Runs standalone vLLM servers for runs on other hosts. A server that ends is restarted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from verbatim.inference.vllm.settings import VllmSettings
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before a server that ended is restarted: doubled after each attempt, reset by a successful start."""
+"""Seconds before a server that ended is restarted. They are doubled after each attempt, and reset by a successful
+start."""
 
 
 class StandingVllm:
@@ -48,7 +49,7 @@ class StandingVllm:
                 adapter_rank=inputs.adapter_rank,
                 return_routed_experts=inputs.return_routed_experts,
                 return_kept_sets=inputs.return_kept_sets,
-                # A folder for each replica: a finished upload deletes the other versions next to it.
+                # Each replica has a folder of its own, because a finished upload deletes the other versions next to it.
                 uploads=uploads / f"replica_{replica}" if uploads is not None else None,
             )
             for replica in range(settings.replicas)
@@ -101,5 +102,5 @@ async def _keep_running(process: ServerProcess, deadline: float) -> None:
             pause = _FIRST_PAUSE
         except SamplerFault as fault:
             logger.warning("%s", fault)
-        except OSError as error:  # the disk is full, or no process can be created: both may be temporary
+        except OSError as error:  # the disk is full, or no process can be created, both of which may be temporary
             logger.warning("%s could not be restarted: %s", process.name, describe(error))

@@ -1,8 +1,9 @@
 """Runs one server and ends its descendants: `python subreaper.py SECONDS COMMAND...`.
 
-A server forks workers that outlive it when it is killed. This process adopts them (as a Linux "child subreaper") and
-kills all of them once the server has ended, or once its own standard input is closed: the kernel closes that pipe when
-the process that started it ends, even by SIGKILL. It imports only the standard library.
+A server forks workers that outlive it when it is killed. This process adopts these workers (as a Linux "child
+subreaper") and kills all of them once the server has ended, or once its own standard input is closed. The kernel closes
+that pipe when the process that started the subreaper ends, even by SIGKILL. This module imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PATIENCE = 15.0
-"""Seconds between SIGTERM and SIGKILL; also the limit for reaping all descendants of a killed server."""
+"""Seconds between SIGTERM and SIGKILL, and also the time limit for reaping all descendants of a killed server."""
 _LOOK_EVERY = 0.2
 """Seconds between two checks of the server and of standard input."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
@@ -33,14 +34,14 @@ def main(command: Sequence[str], patience: float = PATIENCE) -> int:
         patience: Seconds between SIGTERM and SIGKILL.
 
     Returns:
-        The server's exit status; 128 + N after signal N.
+        The server's exit status, or 128 + N if signal N ended it.
     """
     # Ctrl-C reaches the whole process group; only the process at the other end of stdin decides when the server ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # PLW1509: preexec_fn is unsafe with threads only, and this process has one. If this process is killed by SIGKILL,
-    # the kernel kills the server.
+    # PLW1509: preexec_fn is unsafe only with several threads, and this process has one. If this process is killed by
+    # SIGKILL, the kernel kills the server.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)  # noqa: PLW1509
     try:
         while server.poll() is None and not _is_closed(0):
@@ -57,7 +58,7 @@ def main(command: Sequence[str], patience: float = PATIENCE) -> int:
 
 
 def _is_closed(descriptor: int) -> bool:
-    """True if the descriptor is at end of file; waits up to `_LOOK_EVERY` seconds."""
+    """True if the descriptor is at end of file. Waits for that for up to `_LOOK_EVERY` seconds."""
     readable, _, _ = select.select([descriptor], [], [], _LOOK_EVERY)
     return bool(readable) and not os.read(descriptor, 1)
 
@@ -65,8 +66,8 @@ def _is_closed(descriptor: int) -> bool:
 def _kill_descendants() -> None:
     """Kill and reap until no child is left.
 
-    One pass is not enough: the children of a killed child become children of this process only once all threads of that
-    child have ended; until then it is a zombie that cannot be reaped.
+    One pass is not enough. The children of a killed child become children of this process only once all threads of that
+    child have ended, and until then the killed child is a zombie that cannot be reaped.
     """
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and (children := list(_children())):

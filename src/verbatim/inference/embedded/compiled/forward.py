@@ -122,8 +122,7 @@ class CompiledForward:
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
     ) -> Drawn:
-        """Sample the next token of each slot in `slots`. Only slots whose known ids are all computed (`done`) are in
-        it."""
+        """Sample the next token of each slot in `slots`. These slots have all known ids computed (`done`)."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
         num = len(slots)

@@ -17,7 +17,7 @@ def bearer_of(headers: Headers) -> bytes | None:
     >>> bearer_of([(b"authorization", b"bearer k")]), bearer_of([(b"authorization", b"k")])
     (b'k', None)
     """
-    # Two headers are ambiguous, so they count as none.
+    # Two headers are ambiguous, so they are treated like a missing header.
     given = [value for name, value in headers if name == b"authorization"]
     if len(given) != 1:
         return None
@@ -26,7 +26,7 @@ def bearer_of(headers: Headers) -> bytes | None:
 
 
 def key_of(headers: Headers, *others: bytes) -> bytes | None:
-    """The key of a request: its bearer token, or else the value of the first of the headers `others` that it has.
+    """The key of a request: its bearer token, or else the value of the first header in `others` that it has.
 
     >>> key_of([(b"x-api-key", b"k")], b"x-api-key")
     b'k'

@@ -5,7 +5,7 @@
     POST /verbatim/v1/uploads/FOLDER                 {"FILE": "sha256", ...}: {"path": ...} once all files match;
                                                      then the folders of other versions are deleted
 
-Used by our own server, and by a vLLM through `verbatim_vllm_http`, so it imports only the standard library.
+Our own server uses this module, and so does vLLM through `verbatim_vllm_http`, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ async def take(root: Path | None, scope: Scope, receive: Receive) -> tuple[int, 
     """Handle one request.
 
     Args:
-        root: The folder for uploads, with a subfolder for each version; None: uploads are refused.
+        root: The folder for uploads, with a subfolder for each version; None to refuse uploads.
         scope: ASGI's scope; its path begins with `PREFIX`.
         receive: ASGI's receive.
 
     Returns:
-        The status and the JSON to answer with.
+        (the HTTP status, the JSON of the answer).
     """
     if root is None:
         return 404, {"error": "this server accepts no uploads"}
@@ -68,7 +68,8 @@ async def _append(path: Path, query: dict[str, list[str]], receive: Receive) -> 
     if offset != _size(path):
         return 409, {"size": _size(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Parts are written as they arrive: after a broken connection the client continues from the size that is there.
+    # Parts are written as they arrive, so that after a broken connection the client continues from the size that is
+    # there.
     with path.open("ab") as file:
         async for part in _body(receive):
             await asyncio.to_thread(file.write, part)
@@ -91,12 +92,12 @@ async def _finish(folder: Path, receive: Receive) -> tuple[int, dict[str, Any]]:
             wrong.append(name)
         elif await asyncio.to_thread(sha256, folder / name) != digest:
             wrong.append(name)
-            (folder / name).unlink(missing_ok=True)  # otherwise the client would resume behind the wrong bytes
+            (folder / name).unlink(missing_ok=True)  # otherwise the client would resume after wrong bytes
     if wrong:
         return 422, {"wrong": wrong}
     for other in folder.parent.iterdir():
-        if other != folder and _VERSION.fullmatch(other.name):  # anything else in the folder is not ours
-            # In a thread: deleting large files would block the event loop, which also serves requests.
+        if other != folder and _VERSION.fullmatch(other.name):  # everything else in the folder is not ours
+            # In a thread, because deleting large files would block the event loop, which also serves requests.
             await asyncio.to_thread(shutil.rmtree, other, ignore_errors=True)
     return 200, {"path": str(folder)}
 

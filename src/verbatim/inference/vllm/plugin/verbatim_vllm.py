@@ -9,11 +9,11 @@ vLLM and torch. vLLM finds `register` through the entry point `vllm.general_plug
 from typing import Any
 
 FORMAT = 1
-"""Version of the report's format; a client that expects another version refuses the server."""
+"""Version of the report's format. A client that expects a different version refuses the server."""
 
 
 def register() -> None:
-    """Register the weight-transfer engines. vLLM calls this in each of its processes, possibly twice in one."""
+    """Register the weight-transfer engines. vLLM calls this in each of its processes, possibly twice in one process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, engine in (("verbatim_files", "FilesEngine"), ("verbatim_broadcast", "BroadcastEngine")):
@@ -22,7 +22,7 @@ def register() -> None:
 
 
 class WeightReport:
-    """Methods of a vLLM worker that `/collective_rpc` calls by name. Stateless, because it is mixed into the worker."""
+    """Methods of a vLLM worker that `/collective_rpc` calls by name. No state, because it is mixed into the worker."""
 
     def verbatim_report(self) -> dict[str, Any]:
         """The report of this worker's last weight update: what its kernels were built from."""
@@ -69,7 +69,7 @@ class WeightReport:
 
 
 def _nccl() -> str | None:
-    """Version of torch's NCCL, which all ranks of a group must share; None without CUDA."""
+    """Version of torch's NCCL, which must be the same on all ranks of a group; None without CUDA."""
     import torch
 
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
@@ -80,8 +80,8 @@ def _nccl() -> str | None:
 def _unsupported_heads(model: Any) -> str | None:
     """Why the attention kernels for CPUs cannot compute this model; None if they can.
 
-    vLLM checks whether its other attention backends support a model, but uses its only backend for CPUs without such
-    a check: the server would crash at the first request.
+    vLLM checks whether its other attention backends support a model, but it uses its only backend for CPUs without such
+    a check, so the server would crash at the first request.
     """
     from vllm.platforms import current_platform
 

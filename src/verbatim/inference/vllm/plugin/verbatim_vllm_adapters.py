@@ -1,6 +1,6 @@
-"""Computes the digests of a LoRA adapter in the memory that the kernels read: its slot in every layer.
+"""Computes the digests of a LoRA adapter in the memory that the kernels read, that is, in its slot in every layer.
 
-vLLM multiplies B by the scale when it loads an adapter, so these digests are of the scaled B.
+vLLM multiplies B by the scale when it loads an adapter, so these are the digests of the scaled B.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from vllm.lora.layers import (
 )
 
 Piece = tuple[int, int, Tensor]
-"""A slice of the file's tensor: the sliced dimension, the index where the slice begins, and its values."""
+"""A slice of the file's tensor, as (the sliced dimension, the index where the slice begins, the slice's values)."""
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 
 def newest(manager: Any) -> int | None:
-    """Id of the adapter that was loaded last (ids only grow), or None if there is none."""
+    """Id of the adapter that was loaded last (ids only grow), or None if no adapter is loaded."""
     return max(manager.list_adapters(), default=None)
 
 
@@ -46,7 +46,7 @@ def report(manager: Any) -> dict[str, Any]:
     for name, layer in manager.modules.items():
         members = manager.packed_modules.get(name, [name])
         known = isinstance(layer, ColumnParallelLinearWithLoRA | RowParallelLinearWithLoRA | ReplicatedLinearWithLoRA)
-        # An unknown layer is left out; the client finds its tensors missing, and refuses the update.
+        # An unknown layer is left out. The client then finds that its tensors are missing, and refuses the update.
         if not known or len(members) != layer.n_slices:
             continue
         for member, tensors in zip(members, _slices(layer, slot, rank), strict=True):

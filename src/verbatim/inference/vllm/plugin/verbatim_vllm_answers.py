@@ -1,8 +1,8 @@
-"""Lets vLLM's token endpoint answer with packed arrays: a string for all ids and one for all logprobs.
+"""Lets vLLM's token endpoint answer with packed arrays: one string for all ids, and one for all logprobs.
 
-For each sampled token, vLLM 0.32 decodes text twice and builds two validated records, a dictionary of each, and 142
-bytes of JSON. A request with `{"verbatim": {"packed": true}}` that asks for the logprobs of the sampled tokens skips
-all of that: `token_ids` and `logprobs` of its choice are null, and next to `choices` the answer has
+For each sampled token, vLLM 0.32 decodes text twice, and builds two validated records, a dictionary from each record,
+and 142 bytes of JSON. A request with `{"verbatim": {"packed": true}}` that asks for the logprobs of the sampled tokens
+skips all of that: in the answer, `token_ids` and `logprobs` of the choice are null, and next to `choices` there is
 
     "packed": {"token_ids": "BQAAAAcAAAA=", "logprobs": "AAAAvwAAgL4="}      [5, 7] and [-0.5, -0.25]
 
@@ -28,11 +28,12 @@ MISSING = -9999.0
 """vLLM's logprob for a token whose logprob is missing or NaN."""
 _REQUEST = ("self", "request", "raw_request")
 _LOGPROBS = ("self", "token_ids", "top_logprobs", "num_output_top_logprobs")
-"""Parameters of the vLLM methods that are replaced. In a release with other parameters nothing is replaced."""
+"""Parameters of the vLLM methods that are replaced. In a release whose methods have different parameters, nothing is
+replaced."""
 
 _logprobs: ContextVar[list[np.ndarray] | None] = ContextVar("verbatim_packed_logprobs", default=None)
-"""Collects the logprobs of the current request; None: the request is answered in vLLM's own format. A context variable,
-because requests run concurrently as asyncio tasks."""
+"""Collects the logprobs of the current request; None if the request is answered in vLLM's own format. It is a context
+variable, because requests run concurrently as asyncio tasks."""
 
 
 def packed(token_ids: Sequence[int], logprobs: np.ndarray) -> dict[str, str]:
@@ -49,7 +50,7 @@ def _text(array: np.ndarray) -> str:
 
 
 def is_asked(body: Any, sampling: Any, *, output_mode: str, stream: bool) -> bool:
-    """True if a request asks for a packed answer, and for nothing that a packed answer cannot carry.
+    """True if a request asks for a packed answer, and does not ask for anything that a packed answer cannot carry.
 
     Args:
         body: The request's JSON.
@@ -61,12 +62,12 @@ def is_asked(body: Any, sampling: Any, *, output_mode: str, stream: bool) -> boo
     if not isinstance(ours, dict) or ours.get(KEY) is not True or stream or output_mode != "tokens":
         return False
     others = (sampling.logprob_token_ids, sampling.stop, sampling.prompt_logprobs is not None, sampling.n != 1)
-    # logprobs == 0 asks vLLM for the sampled token's logprob alone.
+    # With logprobs == 0, a request asks vLLM for only the sampled token's logprob.
     return sampling.logprobs == 0 and not any(others)
 
 
 def sampled_logprobs(token_ids: Sequence[int], rows: Any) -> np.ndarray:
-    """The logprob of each sampled token: float32 [L], with vLLM's `MISSING` for NaN and for values below it.
+    """The logprob of each sampled token: float32 [L]. NaN, and values below vLLM's `MISSING`, become `MISSING`.
 
     Args:
         token_ids: The sampled ids.
@@ -84,10 +85,10 @@ def sampled_logprobs(token_ids: Sequence[int], rows: Any) -> np.ndarray:
 
 
 def install() -> str | None:
-    """Patch this process's token endpoint; called once for each application, possibly twice in a process.
+    """Patch this process's token endpoint. Called once for each application, possibly twice in one process.
 
     Returns:
-        Why the endpoint cannot be patched; None if it was.
+        Why the endpoint cannot be patched; None if it was patched.
     """
     try:
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
@@ -117,7 +118,7 @@ def install() -> str | None:
         (choice,), (logprobs,) = answer.choices, taken
         strings = packed(choice.token_ids, logprobs)
         choice.token_ids = None
-        # `model_construct` skips validation: its cost is what packing saves.
+        # `model_construct` skips validation, whose cost packing is meant to save.
         return PackedResponse.model_construct(**dict(answer), packed=strings)
 
     def create_tokens_logprobs(

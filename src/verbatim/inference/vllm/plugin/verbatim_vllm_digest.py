@@ -6,21 +6,23 @@ import torch
 from torch import Tensor
 
 COLUMNS = 512
-"""Columns of the digest's matrix, in words of 8 bytes. Part of the format: the client uses the same number."""
+"""Number of columns of the digest's matrix, in words of 8 bytes. It is part of the format, and the client uses the same
+number."""
 _ROWS_AT_ONCE = 32
-"""Rows (4 KiB each) summed at a time on a CPU, so that a block is still in the core's cache for the second sum."""
+"""Number of rows (of 4 KiB each) that are summed at a time on a CPU, so that a block is still in the core's cache for
+the second sum."""
 
 
 def digest(tensor: Tensor) -> str:
     """Digest of dtype, shape and bytes: SHA-256 of the column sums and of the row sums, modulo 2**64, of the bytes as a
     matrix of 64-bit words with `COLUMNS` columns, padded with zeros.
 
-    As fast as reading the memory, on a CPU and on a GPU. It detects faults, not forgery: changing one to three words
-    always changes it, as does another order; changes of more words go unnoticed only if they cancel in every row and in
-    every column.
+    Computing the digest is as fast as reading the memory, on a CPU and on a GPU. The digest detects faults, not
+    forgery: it always changes if one to three words change or if words change their order. Changes of more words go
+    unnoticed only if they cancel in every row and in every column.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    # A view as 64-bit words needs an aligned start.
+    # A tensor can be viewed as 64-bit words only if its start is aligned.
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = len(raw) // (8 * COLUMNS) * (8 * COLUMNS)

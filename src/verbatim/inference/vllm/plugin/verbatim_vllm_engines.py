@@ -1,5 +1,5 @@
-"""Defines two weight-transfer engines for vLLM: one loads a folder of safetensors, the other a trainer's broadcast.
-Both record which values the kernels are built from."""
+"""Defines two weight-transfer engines for vLLM. One loads a folder of safetensors, the other receives a trainer's
+broadcast. Both record which values the kernels are built from."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 @dataclass
 class FilesInitInfo(WeightTransferInitInfo):
-    """No parameters: a folder needs no connection."""
+    """Has no parameters, because a folder needs no connection."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class FilesUpdateInfo(WeightTransferUpdateInfo):
 
 
 class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
-    """Loads a folder of safetensors. A failure is recorded in `report`, which the client reads: an exception would
-    reach the client only as status 500 without a text."""
+    """Loads a folder of safetensors. A failure is recorded in `report`, which the client reads, because an exception
+    would reach the client only as status 500 without a text."""
 
     init_info_cls = FilesInitInfo
     update_info_cls = FilesUpdateInfo
@@ -45,21 +45,21 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
     report: dict[str, Any] | None = None
     """The report of the last update; see `Watch.report`."""
     _shapes: dict[str, tuple[int, ...]] | None = None
-    """Shapes of the first folder's tensors; every later folder must have the same."""
+    """Shapes of the first folder's tensors. Every later folder must have the same shapes."""
 
     def init_transfer_engine(self, init_info: FilesInitInfo) -> None:
-        """Nothing to prepare."""
+        """Do nothing, because there is nothing to prepare."""
 
     def start_weight_update(self) -> None:
-        """Drop the report of an earlier update, so that it cannot be mistaken for this one's."""
+        """Drop the report of an earlier update, so that it cannot be mistaken for the report of this update."""
         self.report = None
 
     def receive_weights(self, update_info: FilesUpdateInfo) -> None:
-        """Load all tensors. If the folder is refused, the weights stay as they are."""
+        """Load all tensors. If the folder is refused, the weights are not changed."""
         self.receive(update_info.path, lambda: Folder(Path(update_info.path)))
 
     def receive(self, path: str | None, open_source: "Callable[[], Folder | Broadcast]") -> None:
-        """Load all tensors of a source. Nothing is loaded if it cannot be opened or has other tensors."""
+        """Load all tensors of a source. If the source cannot be opened or has different tensors, nothing is loaded."""
         watch = Watch(self.model)
         try:
             source = open_source()
@@ -78,7 +78,7 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
         self.report = watch.report(path=path, error=error_text, loaded=True)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
-        """Load the tensors and build the kernels from them; a tensor that is not loaded keeps its old kernel."""
+        """Load the tensors and build the kernels from them. A tensor that is not loaded keeps its old kernel."""
         with watch:
             initialize_layerwise_reload(self.model)
             try:
@@ -88,15 +88,15 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
             watch.rebuild_heads()
 
     def finish_weight_update(self) -> None:
-        """Nothing to do: kernels are built while the weights are received."""
+        """Do nothing, because kernels are built while the weights are received."""
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because there is nothing to release."""
 
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """The weights to load: those of a folder, or those that a group broadcasts."""
+    """The weights to load: those in a folder, or those that a group broadcasts."""
 
     path: str | None = None
     """A folder in Hugging Face format, on this machine."""
@@ -106,25 +106,25 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BroadcastEngine(FilesEngine):
-    """Receives the tensors that the trainer broadcasts to all servers. A server that missed a broadcast loads a
+    """Receives the tensors that the trainer broadcasts to all servers. If the server missed a broadcast, loads a
     folder."""
 
     update_info_cls = BroadcastUpdateInfo
     _group: WeightGroup | None = None
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Load the tensors of a folder, or those of the group."""
+        """Load the tensors in a folder, or those that the group broadcasts."""
         about = update_info.group
         if about is None:
             self.receive(update_info.path, lambda: Folder(Path(str(update_info.path))))
             return
         self.receive(None, lambda: Broadcast(self._enter(about)))
-        # After a failure other ranks may still wait in a broadcast: ending the group releases them.
+        # After a failure other ranks may still wait in a broadcast. Ending the group releases them.
         if self._group is not None and self.report is not None and self.report["error"] is not None:
             self._leave(str(self.report["error"]))
 
     def _enter(self, about: dict[str, Any]) -> WeightGroup:
-        """The group of this update: the last one if its name is the same, otherwise a new one."""
+        """The group of this update: the last group if it has the same name, otherwise a new group."""
         if self._group is not None and self._group.name == about["name"]:
             self._group.begin()
             return self._group
@@ -150,7 +150,7 @@ class BroadcastEngine(FilesEngine):
             group.close(why)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
-        """Load the tensors. Those that the model does not use are received too, because the trainer broadcasts all."""
+        """Load the tensors. Tensors that the model does not use are received too: the trainer broadcasts all."""
         super().load(watch, source)
         if isinstance(source, Broadcast):
             for _ in source.tensors():
@@ -174,15 +174,15 @@ class Broadcast:
         self._tensors = ((name, group.receive(dtype, shape)) for name, (dtype, shape) in layout.items())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that have not been received yet; iterating receives them one at a time."""
+        """The tensors that have not been received yet. Iterating over them receives them one at a time."""
         return self._tensors
 
 
 class Folder:
-    """The tensors of a folder in Hugging Face format, opened before any of them is loaded.
+    """The tensors of a folder in Hugging Face format. All files are opened before any tensor is loaded.
 
     Raises:
-        ValueError: there are none, a file is damaged, or an index does not match its files.
+        ValueError: there are no tensors, a file is damaged, or an index does not match its files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -204,17 +204,17 @@ class Folder:
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor, memory-mapped from its file and read when it is copied."""
+        """Each tensor, memory-mapped from its file, so that it is read only when it is copied."""
         for file in self._files:
             for key in file.keys():  # noqa: SIM118 - no mapping
                 yield key, file.get_tensor(key)
 
 
 def refuse_other_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a folder whose tensor names or shapes differ from those of the first one.
+    """Refuse a folder whose tensor names or shapes differ from those of the first folder.
 
     Raises:
-        ValueError: names the first three tensors.
+        ValueError: they differ; the message names the first three tensors.
     """
     other = [
         f"{name}: found {found.get(name)}, expected {expected.get(name)}"

@@ -41,7 +41,7 @@ def shards(module: nn.Module, key: str) -> list[str | int | None]:
 
 
 def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[tuple[str | int | None, int, int, Tensor]]:
-    """The parts of a parameter before its kernel is built. vLLM may pad their sizes; the padding is cut off here."""
+    """The parts of a parameter, before its kernel is built. vLLM may pad the parts; the padding is cut off here."""
     if key not in _SHARDS:
         yield None, 0, 0, values
         return
@@ -56,7 +56,7 @@ def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[tuple[str | 
 
 
 def build(module: nn.Module, build_kernel: Any) -> None:
-    """Build the kernel. On a CPU also pack the weights for it, which vLLM does only when it first builds a kernel."""
+    """Build the kernel. On a CPU, also pack the weights for it, which vLLM does only the first time."""
     kernel = module.quant_method.moe_kernel
     build_kernel(module)
     if kernel is not None and module.w13_weight.device.type == "cpu":
@@ -64,7 +64,7 @@ def build(module: nn.Module, build_kernel: Any) -> None:
 
 
 def _experts(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Each expert that this worker holds: its global index and its index here."""
+    """(global index, index on this worker) of each expert that this worker holds."""
     for expert in range(module.global_num_experts):
         at = module._map_global_expert_id_to_local_expert_id(expert)
         if at >= 0:

@@ -1,8 +1,8 @@
-"""What Verbatim adds to a vLLM server's HTTP (`--middleware`): keys, uploads of weights, packed answers.
+"""Adds keys, uploads of weights and packed answers to a vLLM server's HTTP (`--middleware`).
 
-vLLM's own key guards only /v1 and /inference: anyone who reaches the port could pause the server, load other weights or
-call any method of its workers. With this middleware every route but /health needs the key in VERBATIM_KEY, if it is
-set.
+vLLM's own key guards only /v1 and /inference, so anyone who reaches the port could pause the server, load other weights
+or call any method of its workers. With this middleware, if VERBATIM_KEY is set, every route but /health requires the
+key in it.
 
 Uploads (`verbatim_uploads`) are written to VERBATIM_UPLOADS. The token endpoint returns packed answers
 (`verbatim_vllm_answers`) on request; if vLLM cannot be patched for this, the reason is logged and the server answers in
@@ -24,13 +24,13 @@ import verbatim_vllm_answers
 from verbatim_uploads import Receive, Scope
 
 logger = logging.getLogger("vllm.verbatim")
-"""A child of vLLM's logger, so that it writes to the server's log."""
+"""A child of vLLM's logger, so that its lines appear in the server's log."""
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware: requires the key on every route but /health, and serves the routes of uploads."""
+    """ASGI middleware that requires the key on every route but /health, and serves the routes of uploads."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""Computes the digest of every tensor at the moment when vLLM builds a kernel from it, by its name in the checkpoint.
+"""Computes the digest of every tensor, by its name in the checkpoint, at the moment when vLLM builds a kernel from it.
 
 On a CPU, vLLM packs linear weights into opaque handles and empties the parameter, which cannot be read afterwards.
 Therefore `Watch` wraps `process_weights_after_loading`, which builds the kernels. A layer whose kernel was not rebuilt
-has no digest, which shows that it is stale. Parameters that are still there after the update (norms, embeddings, and on
-a GPU all weights but those of experts, whose layout kernels change) are digested in their live state too.
+has no digest, which shows that it is stale. Parameters that still exist after the update (norms, embeddings, and on a
+GPU all weights except those of experts, whose layout kernels change) are digested in their live state too.
 """
 
 import time
@@ -25,8 +25,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 Piece = tuple[str | int | None, int, int, Tensor]
-"""A part of a parameter: the shard of a fused module ("q", 0; None: not fused), the dimension along which it slices the
-checkpoint's tensor, the index where the slice begins, and its values."""
+"""A part of a parameter, as (the shard of a fused module, such as "q" or 0, or None if the module is not fused; the
+dimension along which the checkpoint's tensor is sliced; the index where the slice begins; the slice's values)."""
 
 
 class Watch:
@@ -51,12 +51,12 @@ class Watch:
         self._began = time.perf_counter()
         self.unmapped: list[str] = []
         """Tensors of the checkpoint whose place in the model is unknown, and parameters of the server that no tensor of
-        the checkpoint fills: no digest covers them."""
+        the checkpoint fills. No digest covers either of them."""
 
     # ---- expected tensors
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Register the checkpoint's tensors before any is loaded.
+        """Register the checkpoint's tensors before any of them is loaded.
 
         Raises:
             ValueError: a parameter of the model has no tensor in the checkpoint.
@@ -64,7 +64,8 @@ class Watch:
         self._shapes.update(shapes)
         places = self._places()
         self.unmapped = sorted(name for name, place in places.items() if place is None)
-        # An unmapped tensor may be the one that fills this parameter, so whether it is missing cannot be decided.
+        # If a tensor is unmapped, it may fill any parameter, so it cannot be decided whether a parameter's tensor is
+        # missing.
         if self.unmapped:
             return
         filled = set(places.values())
@@ -82,7 +83,7 @@ class Watch:
         self.unmapped = sorted(f"{name} (of the server)" for _, name in missing)
 
     def _places(self) -> dict[str, tuple[str, str | int | None] | None]:
-        """From checkpoint tensor to parameter and shard; None: unknown."""
+        """The parameter and shard that each checkpoint tensor is loaded into; None if unknown."""
         known = {(param, shard) for _, param, shard in self._wanted()}
         found: dict[str, tuple[str, str | int | None] | None] = {}
         for name in self._shapes:
@@ -116,7 +117,7 @@ class Watch:
                         yield module, f"{name}.{key}" if name else key, shard
 
     def _tied_to(self, head: ParallelLMHead) -> str | None:
-        """Name of the embedding's parameter whose weights the head shares, or None if it has its own."""
+        """Name of the embedding's parameter whose weights the head shares, or None if the head has its own weights."""
         for module, name in self._names.items():
             if isinstance(module, VocabParallelEmbedding) and module is not head and module.weight is head.weight:
                 return f"{name}.weight"
@@ -135,7 +136,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         for method in self._wrapped:
-            del method.process_weights_after_loading  # uncovers the class's method again
+            del method.process_weights_after_loading  # makes the class's method visible again
         self._wrapped = []
 
     def _seeing(self, build: Any) -> Any:
@@ -155,8 +156,8 @@ class Watch:
         return build_and_see
 
     def rebuild_heads(self) -> None:
-        """Build the kernels of heads that were not built: vLLM skips a tied head, which has a kernel of its own on a
-        CPU."""
+        """Build the kernels of heads for which vLLM built none. It skips tied heads, which have a kernel of their own
+        on a CPU."""
         for module, name in self._names.items():
             if isinstance(module, ParallelLMHead) and name not in self._built:
                 module.quant_method.process_weights_after_loading(module)
@@ -171,14 +172,14 @@ class Watch:
         """What the kernels were built from, as JSON.
 
         `tensors`: `[name, dim, start, shape, dtype, digest, source]` for each part of a checkpoint's tensor on this
-        worker; `source` is "kernel" if the digest was taken when a kernel was built, "live" if it is of the parameter
-        in use now. `stale`: tensors that no kernel was built from.
+        worker; `source` is "kernel" if the digest was taken when a kernel was built, and "live" if it is the digest of
+        the parameter in use now. `stale`: tensors that no kernel was built from.
         """
         tensors: list[list[Any]] = []
         stale: list[str] = []
         if loaded:
             by_place = {place: name for name, place in self._places().items() if place is not None}
-            # Tied parameters share storage: each storage is digested once.
+            # Tied parameters share their storage, and each storage is digested only once.
             live: dict[tuple[int, int], list[list[Any]]] = {}
             for module, name in self._names.items():
                 for found, tied, entries in self._of_module(module, name, by_place, live):
@@ -230,7 +231,7 @@ def is_of_a_checkpoint(module: nn.Module) -> bool:
 
 
 def shards(module: nn.Module, key: str) -> list[str | int | None]:
-    """The shards of a fused module's parameter; `[None]` for any other module."""
+    """The shards of a fused module's parameter; `[None]` for a module that is not fused."""
     if experts.are_known(module):
         return experts.shards(module, key)
     if isinstance(module, QKVParallelLinear):
@@ -241,8 +242,8 @@ def shards(module: nn.Module, key: str) -> list[str | int | None]:
 
 
 def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[Piece]:
-    """The parts of a parameter, each one a slice of one tensor of the checkpoint. Empty if the CPU's kernel packed the
-    parameter."""
+    """The parts of a parameter, each of which is a slice of one tensor of the checkpoint. Empty if the CPU's kernel
+    packed the parameter."""
     empty = values.numel() == 0
     rank, whole = getattr(module, "tp_rank", 0), values.shape[0] if values.ndim else 0
     if experts.are_known(module):

@@ -1,8 +1,9 @@
 """Broadcasts tensors from a trainer to the workers of vLLM servers: over NCCL from device to device, or over gloo from
 host memory to host memory.
 
-Both sides run this module: the trainer is rank 0 of a group, each worker is another rank. It is part of the plug-in, so
-it imports only torch. The ranks meet in a `TCPStore`, which the trainer serves. Keys below a group's name:
+Both sides run this module: the trainer is rank 0 of a group, and each worker is one of the other ranks. The module is
+part of the plug-in, so it imports only torch. The ranks meet in a `TCPStore`, which the trainer serves. Keys below a
+group's name:
 
     here/3      rank 3 is about to connect
     layout      names, dtypes and shapes of the tensors in order; written by rank 0
@@ -26,34 +27,34 @@ import torch.distributed
 from torch import Tensor
 
 dist: Any = torch.distributed
-"""Typed as Any: torch's stubs lack the stores and the options of process groups."""
+"""Typed as Any, because torch's stubs lack the stores and the options of process groups."""
 
 _LOOK_EVERY = 0.1
-"""Seconds between two checks whether another rank has failed."""
+"""Seconds between two checks of whether another rank has failed."""
 _CONNECTING = 30.0
 """Maximum seconds for connecting, once all ranks have arrived."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-3
-"""Seconds between two checks of a wait: short at first for small tensors, doubled up to the maximum."""
+"""Seconds between two checks while waiting: short at first, for small tensors, then doubled up to the maximum."""
 _FOREVER = timedelta(days=365)
-"""Timeout given to NCCL, too long to be reached: torch's watchdog would end the whole process. `_until` has the real
-one."""
+"""Timeout that is given to NCCL. It is too long to be reached, because torch's watchdog would then end the whole
+process. `_until` applies the real timeout."""
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor, in the order in which they are broadcast."""
 
 
 class GroupOver(Exception):
-    """The group has ended, and nothing more can be broadcast; the text is the reason."""
+    """The group has ended, and nothing more can be broadcast. The message is the reason."""
 
 
 class WeightGroup:
-    """One rank of a group: rank 0 sends, the others receive.
+    """One rank of a group. Rank 0 sends, and the other ranks receive.
 
-    Each wait ends when another rank fails, or at the timeout.
+    Every wait ends when another rank fails, or at the timeout.
 
     Args:
         store: A connection to the trainer's store.
-        name: The group's name; never used before in this store.
+        name: The group's name, which must not have been used before in this store.
         rank: This process's rank.
         size: Number of ranks.
         kind: "nccl" or "gloo".
@@ -88,14 +89,14 @@ class WeightGroup:
             if layout is not None:
                 self._store.set("layout", json.dumps(_to_json(layout)))
             self._store.set(f"here/{rank}", "")
-            # Connect only once all ranks are here: torch's own wait for a missing rank cannot be interrupted.
+            # Connect only once all ranks are here, because torch's own wait for a missing rank cannot be interrupted.
             here = [f"here/{other}" for other in range(size)]
             self._until(lambda: bool(self._store.check(here)), "waiting for the other ranks")
             self._refuse_if_over()
             self._connect()
 
     def begin(self) -> None:
-        """Begin an update: its timeout counts from now."""
+        """Begin an update, whose timeout counts from now."""
         self._ends = time.monotonic() + self._seconds
 
     def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -104,7 +105,7 @@ class WeightGroup:
             return _from_json(json.loads(self._store.get("layout")))
 
     def send(self, tensor: Tensor) -> None:
-        """On rank 0: broadcast a contiguous tensor; it may be overwritten once this returns.
+        """On rank 0: broadcast a contiguous tensor. The tensor may be overwritten once this returns.
 
         Raises:
             GroupOver: the group has ended.
@@ -122,8 +123,8 @@ class WeightGroup:
         return tensor
 
     def close(self, why: str | None = None) -> None:
-        """Leave the group. A reason ends it: every rank that waits raises `GroupOver` with this reason, or with an
-        earlier one."""
+        """Leave the group. If a reason is given, the group ends: every rank that waits raises `GroupOver` with this
+        reason, or with an earlier reason."""
         if why is not None:
             self._is_broken = True
             with contextlib.suppress(RuntimeError):  # the trainer may be gone, and its store with it
@@ -134,7 +135,8 @@ class WeightGroup:
         if self._kind == "nccl":
             group.abort()
         elif self._is_broken:
-            # Gloo's destructor waits for the hanging operation until torch's timeout, so the object is leaked.
+            # Gloo's destructor would wait for the hanging operation until torch's timeout, so the object is leaked on
+            # purpose.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     # ---- internals
@@ -151,7 +153,7 @@ class WeightGroup:
 
     @staticmethod
     def _start(group: Any, tensor: Tensor) -> Any:
-        # As bytes, so that every dtype can be broadcast; the receiver knows the dtype from the layout.
+        # Sent as bytes, so that every dtype can be broadcast. The receiver knows the dtype from the layout.
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         return group.broadcast([tensor.view(-1).view(torch.uint8)], options)
@@ -188,12 +190,12 @@ class WeightGroup:
         return dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
 
     def _other_connection(self) -> Any:
-        """A second connection to the store: torch's blocking waits on it do not block our own checks."""
+        """A second connection to the store. Torch's blocking waits use it, so that they do not block our own checks."""
         inner, limit = self._store.underlying_store, timedelta(seconds=min(self._seconds, _CONNECTING))
         return dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _own_address(self) -> str:
-        """The address at which other ranks reach this host: that of the route to the store."""
+        """The address at which other ranks reach this host: its address on the route to the store."""
         inner = self._store.underlying_store
         return address_towards(inner.host, inner.port)
 
@@ -215,7 +217,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
-        """If the block fails, leave the group and tell the other ranks."""
+        """If the block fails, leave the group and tell the other ranks why."""
         try:
             yield
         except GroupOver:
@@ -226,7 +228,7 @@ class WeightGroup:
             self._give_up(f"rank {self._rank}: {_first_line(error)}", error)
 
     def _give_up(self, why: str, error: Exception) -> NoReturn:
-        # If another rank failed before, its reason is the cause and this error only the consequence.
+        # If another rank failed before, its reason is the cause, and this error is only the consequence.
         first = why
         with contextlib.suppress(RuntimeError):
             if self._store.check(["over"]):
@@ -240,7 +242,7 @@ class _TookTooLong(RuntimeError):
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host on the route to another one.
+    """The address of this host on the route to another host.
 
     Raises:
         OSError: there is no route, or the host does not exist.
@@ -249,7 +251,7 @@ def address_towards(host: str, port: int) -> str:
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)  # on a UDP socket this only chooses the route, and sends nothing
+        asking.connect(address)  # for a UDP socket, this only chooses the route, and sends nothing
         return str(asking.getsockname()[0])
 
 
