@@ -55,7 +55,7 @@ class Completion:
     """Seconds from the time when the request got a slot to its last token."""
     routed_experts: Experts | None = None
     """Experts that computed each token: [N, D, K], from the request's `routed_experts_start` to the second to last
-    token (the last token is sampled, but never fed to the model). None if the engine does not return experts."""
+    token (the last token is sampled, but never fed to the model); None if the engine does not return experts."""
     kept_sets: KeptSets | None = None
     """The kept set of each token, if the request asks for kept sets (`needs_kept_sets`)."""
     num_cached_tokens: int | None = None

@@ -32,7 +32,7 @@ class AttentionCall:
     softcap: float | None = None
     """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None means that there is no soft cap."""
     sinks_H: Tensor | None = None
-    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value. None if the
+    """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value; None if the
     model has no sinks."""
 
     @property

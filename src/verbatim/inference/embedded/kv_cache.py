@@ -128,7 +128,7 @@ class AttentionGroup:
     rows: Tensor | slice
     """Rows of the pass that are queries: int64 [R], or a range."""
     cells: Tensor | None
-    """Flat index of each row in the [B, Q] grid: int64 [R]. None if the rows fill the grid in order, without
+    """Flat index of each row in the [B, Q] grid: int64 [R]; None if the rows fill the grid in order, without
     padding."""
     slots: Tensor | slice
     """The slot of each sequence: int64 [B] if the keys are copied, or a range if the keys are read in place."""
@@ -148,7 +148,7 @@ class CachePlan:
 
     cache: KeyValueCache
     write_rows: Tensor | None
-    """Rows that are real tokens: int64 [W]. None if all rows are."""
+    """Rows that are real tokens: int64 [W]; None if all rows are."""
     write_slots: Tensor
     """Slot of each real token: int64 [W]."""
     write_positions: Tensor

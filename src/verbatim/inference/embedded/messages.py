@@ -20,8 +20,8 @@ class EngineReply:
     future: asyncio.Future[Any]
     """Resolved in the caller's event loop."""
     answer: tuple[Any] | None = None
-    """The result or exception for the future, in a tuple because the result itself may be None. None if there is no
-    reply yet."""
+    """The result or exception for the future, in a tuple because the result itself may be None; the attribute is None
+    until there is a reply."""
 
 
 @dataclass(eq=False, kw_only=True)

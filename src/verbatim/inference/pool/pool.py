@@ -53,7 +53,7 @@ class ReplicaPool:
         restart: Called with the index of a dead replica. It ends the replica's server if that still runs, starts the
             server again, and returns the new replica, into which the pool loads the current weights. With None, a dead
             replica stays out.
-        weights: Folder of the initial weights, which a replica that comes back loads. None if servers are started with
+        weights: Folder of the initial weights, which a replica that comes back loads; None if servers are started with
             these weights.
         most_running: Maximum requests in flight on one replica; further requests wait in the queue.
         limits: The timeouts; None means the defaults.

@@ -194,7 +194,7 @@ class ReplicaSupervisor:
         """Load and check the target, a second time if the check fails.
 
         Returns:
-            Why the check failed twice. None if the weights are right or the target is outdated (published folders are
+            Why the check failed twice; None if the weights are right or the target is outdated (published folders are
             deleted after a while, so a failure to load an old folder proves nothing).
         """
         target = self.target

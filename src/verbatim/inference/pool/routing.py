@@ -40,7 +40,7 @@ class _Seat:
     is_gone: bool = False
     """True once the replica was removed."""
     entry: _Entry | None = None
-    """The replica's current entry in the heap; older entries are stale. None if the replica is full or gone."""
+    """The replica's current entry in the heap (older entries are stale); None if the replica is full or gone."""
 
 
 _Entry: TypeAlias = tuple[float, int, int, int, _Seat]

@@ -148,7 +148,7 @@ class Conversation:
     extends: bool = False
     """True if the prompt extends the turn before it, exactly as it was sampled."""
     broken: BreakReason | None = None
-    """Why the prompt does not extend the turn before it. None if it does extend that turn, or if no turn precedes
+    """Why the prompt does not extend the turn before it; None if it does extend that turn, or if no turn precedes
     it."""
 
     @classmethod

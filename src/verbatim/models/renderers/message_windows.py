@@ -65,7 +65,7 @@ class MessageWindow(NamedTuple):
     before: str
     """The role before the turn; "" if the turn is the first message, or the first after a leading system message."""
     turn: TurnShape | None
-    """The shape of the turn. None if the window is the start of the conversation, before any turn."""
+    """The shape of the turn; None if the window is the start of the conversation, before any turn."""
     roles: tuple[str, ...]
     """The roles of the messages after the turn, with runs of equal roles cut to two."""
     end: Literal["prompt", "end", "more"]
