@@ -26,7 +26,7 @@ INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 INLINE vf choose(vi yes, vf a, vf b) { return (vf)((yes & (vi)a) | (~yes & (vi)b)); }
 
 /* exp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; exactly 0 below -87; NaN stays NaN. ln 2 is subtracted in two
-   parts: n times the first is exact, the second adds the bits that a single float lacks. */
+   parts: n times the first part is exact, and the second part adds the bits that a single float lacks. */
 #if defined(__AVX512F__)
 INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vf exponential(vf x) {

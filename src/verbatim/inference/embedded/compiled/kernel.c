@@ -1,15 +1,15 @@
 /* One forward pass of a Llama-style decoder over rows of any number of sequences, and the sampling of next tokens.
 
    Every row is computed independently: each sum has a fixed order, which depends only on the row's own length. Other
-   rows, their number, the threads and shared prefixes affect when something is computed, never which bits come out.
+   rows, their number, the threads and shared prefixes affect when a number is computed, but never its bits.
 
    Keys and values lie in pages of PAGE tokens. One page of one layer and key/value head is a plane: keys as [D][PAGE],
-   values as [PAGE][D]. Sequences with equal first tokens refer to the same pages; `plan_tiles` finds them, and their
-   queries then read a shared page together.
+   values as [PAGE][D]. Sequences with equal first tokens refer to the same pages. `plan_tiles` finds such sequences, so
+   that their queries read a shared page together.
 
    A bfloat16 model keeps only its matrices in bfloat16 here; hidden states, sums, norms, attention, keys and values,
-   and logits are float32. If the CPU multiplies bfloat16 (DOTS), the inputs of a layer's products are rounded to it;
-   otherwise, and in the output head, weights are widened in registers and inputs are not rounded.
+   and logits are float32. If the CPU multiplies bfloat16 (DOTS), the inputs of a layer's products are rounded to
+   bfloat16. Otherwise, and in the output head, weights are widened in registers and inputs are not rounded.
 
    Legend: T rows, W width, H query heads, K key/value heads, G = H / K, D head size, I inner width, V vocabulary. */
 
@@ -22,12 +22,12 @@
 #endif
 
 #define PAGE 16
-#define SPAN 512      /* keys whose scores are in memory at a time; sums of longer sequences are merged in order */
+#define SPAN 512      /* keys whose scores are in memory at a time; for longer sequences, partial sums are merged in order */
 #define MOST_QUERIES 64
-/* Distance between two queries' scores; not a power of two, at which they would compete for the same cache lines. */
+/* Distance between two queries' scores. With a power of two, they would compete for the same cache lines. */
 #define STRIDE (SPAN + PAGE)
-#define DEPTH 64      /* products added in sequence before the sum is added to the total, which limits rounding */
-#define DOTS_DEPTH 256 /* the same for bfloat16, whose own rounding is much larger than that of the sum */
+#define DEPTH 64      /* products that are summed before the sum is added to the total, which limits rounding */
+#define DOTS_DEPTH 256 /* the same for bfloat16, whose own rounding is much larger than the rounding of the sum */
 #define FEW 16           /* up to this many queries, attention is bound by memory and not by arithmetic */
 
 /* Tile sizes: ROWS x 2 vectors of a product and QUERIES x 4 vectors of scores just fit the registers. */
@@ -141,7 +141,7 @@ INLINE float largest(vec a)
    in the last place. */
 INLINE vec vexp(vec x)
 {
-    vec bounded = larger(all(-87.0f), x); /* in this order of arguments NaN is kept */
+    vec bounded = larger(all(-87.0f), x); /* with this order of arguments, NaN stays NaN */
     vec shifted = bounded * all(1.44269504088896341f) + all(12583039.0f); /* lowest bits: n + 127, the exponent */
     vec n = shifted - all(12583039.0f);
     vec r = bounded - n * all(0.693359375f);
@@ -167,7 +167,7 @@ extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);
 #endif
 
-/* Runs shares 0 to count - 1 of a task, each on its own thread; returns when all are done. */
+/* Runs the shares 0 to count - 1 of a task, each on its own thread. Returns when all of them are done. */
 static void run(int64_t threads, Task task, void *arg)
 {
 #ifdef _OPENMP
@@ -183,7 +183,7 @@ static void run(int64_t threads, Task task, void *arg)
 
 /* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k]
 
-   Sums of DEPTH products, each in the order of k, are added in order: one long sum would accumulate more rounding.
+   Sums of DEPTH products, each in the order of k, are added in order. One long sum would accumulate more rounding.
 
    Weights [N, K] are packed as panels of PANEL columns, [N / PANEL][K][PANEL]; zeros pad the last panel. */
 
@@ -214,7 +214,7 @@ void verbatim_pack_halves(const half *w, int64_t n_end, int64_t k_end, half *to)
 /* Kinds of products: float x float; float x bfloat16 widened to float; bfloat16 x bfloat16. */
 enum { FLOATS, WIDENED, ROUNDED };
 
-/* Each of these adds the products k = start to end - 1; x is the first row, w the first panel. */
+/* Each of these functions adds the products k = start to end - 1; x is the first row, w the first panel. */
 INLINE void add_floats(int rows, int panels, const float *x, int64_t ldx, const float *w, int64_t k_end, int64_t start,
                        int64_t end, vec acc[ROWS][8])
 {
@@ -343,7 +343,7 @@ PRODUCT(product_widened, WIDENED, float, half)
 PRODUCT(product_rounded, ROUNDED, half, half)
 #endif
 
-/* As above. `rounded`: x in bfloat16 if the CPU multiplies it, else NULL; `halves`: w is in bfloat16. */
+/* As above. `rounded` is x in bfloat16 if the CPU multiplies bfloat16, else NULL; `halves`: w is in bfloat16. */
 static void product(const float *x, const half *rounded, int64_t ldx, const void *w, int halves, const float *bias,
                     int64_t k_end, float *y, int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)
 {
@@ -385,7 +385,7 @@ typedef struct {
     const void *q, *k, *v, *o, *gate, *up, *down;
     const float *input_norm, *mlp_norm, *q_norm, *k_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
-    int64_t window; /* tokens that a query attends to, itself included; 0 = all before it */
+    int64_t window; /* number of tokens that a query attends to, itself included; 0 = all tokens before it */
     float input_eps, mlp_eps, q_eps, k_eps, scale, unused;
 } Layer;
 
@@ -415,7 +415,7 @@ typedef struct {
 /* ---- attention */
 
 typedef struct { int64_t row, rows, pages; } Piece; /* adjacent rows of one slot, and the pages they attend to */
-typedef struct { int64_t piece, pieces, rows, shared; } Tile; /* pieces that attend together, and their shared pages */
+typedef struct { int64_t piece, pieces, rows, shared; } Tile; /* pieces that attend together, and the pages they share */
 
 typedef struct {
     const Model *m;
@@ -424,7 +424,7 @@ typedef struct {
     int64_t index;              /* of the layer */
     int64_t row, tile_rows;     /* rows of the current tile of products */
     float *h, *q, *kv, *x, *gate, *up, *scratch;
-    half *x_rounded, *q_rounded, *gate_rounded; /* inputs of products in bfloat16; NULL = they stay floats */
+    half *x_rounded, *q_rounded, *gate_rounded; /* inputs of products in bfloat16; NULL = the inputs stay floats */
     int64_t scratch_size;       /* floats per thread */
     Piece *pieces, *spare;
     Tile *tiles;
@@ -492,7 +492,7 @@ static void plan_tiles(Work *w)
         int64_t shared = w->pieces[i].pages, rows = w->pieces[i].rows, n = 1;
         while (i + n < w->num_pieces && rows + w->pieces[i + n].rows <= most) {
             int64_t less = smaller(shared, common_pages(p, &w->pieces[i], &w->pieces[i + n]));
-            /* With this piece the others would share fewer pages, and read more alone than the piece saves. */
+            /* With this piece the others would share fewer pages, and read more pages alone than the piece saves. */
             if (less <= (n - 1) * (shared - less)) break;
             shared = less, rows += w->pieces[i + n++].rows;
         }
@@ -548,7 +548,7 @@ INLINE void add_values(int queries, int parts, const float *weights, const float
             EACH (int j = 0; j < parts; j++) store(out + (2 * r + odd) * size + j * LANES, acc[r][odd][j]);
 }
 
-/* A function for each size, not inlined: the code around an inlined loop would compete for registers. */
+/* One function for each size. They are not inlined, because the code around the loop would compete for registers. */
 #define SIZES(make) make(1) make(2) make(3) make(4)
 #define ALONE static __attribute__((noinline)) void
 #define SCORE(n)                                                                                                    \
@@ -669,7 +669,7 @@ static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int6
         }
 }
 
-/* Prefetches the keys or values of the next pages; a page is too short for the hardware prefetcher. */
+/* Prefetches the keys or values of the next pages, because a page is too short for the hardware prefetcher. */
 static void fetch(const Work *w, const int32_t *table, int64_t page, int64_t end, int64_t head, int value)
 {
     for (; page < end; page++) {
@@ -914,7 +914,7 @@ int64_t verbatim_workspace(const Model *m, int64_t rows, int64_t threads)
            threads * attention_floats(m) + 2 * rows * (int64_t)(2 * sizeof(Piece) + sizeof(Tile)) / 4;
 }
 
-/* Zeros a page that a sequence begins to fill: old contents may be NaN, and 0 * NaN is NaN despite the mask. */
+/* Zeros a page that a sequence begins to fill, because old contents may be NaN, and 0 * NaN is NaN despite the mask. */
 static void empty_new_pages(const Model *m, const Pass *p)
 {
     for (int64_t row = 0; row < p->rows; row++) {
@@ -933,7 +933,7 @@ static void embed(const Model *m, int64_t id, float *to)
     else memcpy(to, (const float *)m->embedding + id * m->width, (size_t)m->width * sizeof(float));
 }
 
-/* Runs a pass: writes keys and values of all rows, and to `out` the final-norm hidden states of `out_rows`. */
+/* Runs a pass. Writes the keys and values of all rows, and to `out` the final-norm hidden states of `out_rows`. */
 void verbatim_forward(const Model *m, const Pass *p, float *workspace)
 {
     int64_t tile = tile_rows(m, p->rows), width = m->width;
@@ -1010,7 +1010,7 @@ typedef struct {
 static void head(void *arg, int64_t index, int64_t count)
 {
     Draw *d = arg;
-    /* Panels are narrower than 16 where vectors have 4 numbers: none is packed behind the one with the last token. */
+    /* Panels are narrower than 16 if vectors have 4 numbers. No panel is packed behind the one with the last token. */
     SHARE(first, last, smaller(ROUND(d->m->vocab), verbatim_packed(d->m->vocab, 1)), PANEL);
     int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that fit the L2 cache */
     for (int64_t t = 0; t < d->rows; t += most)
@@ -1018,8 +1018,8 @@ static void head(void *arg, int64_t index, int64_t count)
                 d->logits + t * d->stride, d->stride, smaller(most, d->rows - t), first, last, 0);
 }
 
-/* The largest number whose weight plus that of all larger numbers reaches `target`; the smallest number if none does.
-   Each number a weighs exp(a - top) (`by_mass`) or 1. Quickselect, which reorders the numbers. */
+/* The largest number whose weight, plus the weights of all larger numbers, reaches `target`; the smallest if none
+   does. The weight of a number a is exp(a - top) (`by_mass`) or 1. Uses quickselect, which reorders the numbers. */
 static float heavy(float *a, int64_t n, double target, float top, int by_mass)
 {
     double above = 0.0;
@@ -1073,7 +1073,7 @@ static double weight_from(const float *x, int64_t end, float low, float top, int
     return total;
 }
 
-/* `heavy` over a row; selects among the few largest numbers only, if these suffice. */
+/* `heavy` over a row. Selects only among the few largest numbers if these suffice. */
 static float heavy_in_row(const float *x, int64_t end, double target, float top, int by_mass, float *scratch)
 {
     float low = top - 2.0f;
@@ -1086,7 +1086,7 @@ static float heavy_in_row(const float *x, int64_t end, double target, float top,
     return heavy(scratch, n, target, top, by_mass);
 }
 
-/* The smallest logit of a row that is kept: top-k, then top-p of the rest, then min-p. Equal ones stay together. */
+/* The smallest logit of a row that is kept by top-k, then top-p of the rest, then min-p. Equal logits stay together. */
 static float edge(const Draw *d, int64_t row, const float *x, int64_t end, float top, float *scratch)
 {
     float least = -INFINITY, share = d->min_p[row];
@@ -1101,8 +1101,8 @@ static float edge(const Draw *d, int64_t row, const float *x, int64_t end, float
     return least;
 }
 
-/* Masks the logits of a row below the edge. Returns how many are left, and writes their ids, ascending, to `kept`
-   unless it is NULL. */
+/* Masks the logits of a row that are below the edge. Returns how many logits are left, and writes their ids, ascending,
+   to `kept` unless that is NULL. */
 static int64_t cut(float *x, int64_t vocab, float least, int32_t *kept)
 {
     int64_t n = 0, end = ROUND(vocab);
@@ -1204,5 +1204,5 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
 /* Computes the logits of all rows. */
 void verbatim_logits(Draw *d) { run(d->threads, head, d); }
 
-/* Samples a token of each row from its logits, with its logprob; for truncated rows also the kept set. */
+/* Samples a token, with its logprob, from the logits of each row. For truncated rows, also writes the kept set. */
 void verbatim_draw(Draw *d) { run(d->threads, draw_rows, d); }
