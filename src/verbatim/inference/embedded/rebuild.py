@@ -27,8 +27,10 @@ def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
 
     If sequences are sorted by their ids, each shares its longest prefix with the sequence before it. If several
     sequences share a prefix of that length, the first of them leads. So a sequence has a leader that waits itself only
-    if there is no other choice. Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences.
-    The first has no leader, and leads the second with 64 tokens and the third with 32.
+    if there is no other choice.
+
+    Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences. The first has no leader, and
+    leads the second with 64 tokens and the third with 32.
     """
     order = sorted(slots, key=lambda slot: _known(table, slot).tobytes())
     found: dict[int, Leader] = {}
