@@ -21,7 +21,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install extras demo docs docs-links reference viewer lint types house sources test test-all quick-tests all-tests campaigns campaigns-vllm stress \
-  test-cuda-fake vllm test-vllm test-clients clean
+  test-cuda-fake gpu-kit vllm test-vllm test-clients clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -34,6 +34,7 @@ help:
 	@echo "make campaigns every campaign as a whole (kills, damaged files, hostile templates, random trees, planted faults, ...): hours"
 	@echo "make stress    the tests that start processes, open sockets or wait, ROUNDS=20 times beside LOOPS=4 busy loops"
 	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
+	@echo "make gpu-kit   a folder that checks and measures on a machine with a GPU and without a network (PYTHON_VERSION=3.12; TRL=no)"
 	@echo "make test-clients  agents on other people's SDKs and codex, in $(CLIENTS), against the gateway (NODE=no: without codex)"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make clean     remove all environments ($(VENV), ...) and caches; runs/ stays"
@@ -125,6 +126,11 @@ $(CUDA_INSTALLED): constraints.txt | install
 	fi
 	$(CUDA)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
 	@touch $@
+
+PYTHON_VERSION ?= 3.12
+
+gpu-kit: install
+	$(BIN)/python benchmarks/gpu_kit/build.py --python-version $(PYTHON_VERSION) $(if $(filter no,$(TRL)),--without-trl)
 
 # Two at a time, each with the tests of some servers (their xdist_group): to start one keeps one core busy, and each takes
 # a gibibyte of memory. The other files have nothing for it, and take long to collect.

@@ -93,7 +93,7 @@ def environment_with_trl(folder: Path) -> Path:
     return python
 
 
-def make_model(folder: Path, taught_with: str) -> Path:
+def make_model(folder: Path, taught_with: str, steps: int = 400) -> Path:
     """The model, warm-started on what this template writes, as a Hugging Face folder with the published template."""
     shown = conversations(2000, seed=0)
     template = (TEMPLATES / taught_with).read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def make_model(folder: Path, taught_with: str) -> Path:
         RUN.format(steps=1, model=folder / "random", level=0, history="verbatim")
         + f"""
 [warm_start]
-steps = 400
+steps = {steps}
 batch_size = 8
 data = "{data}"
 optim = {{ lr = 3e-3, schedule = "cosine", warmup_steps = 20 }}
@@ -185,9 +185,9 @@ def ours(folder: Path, model: Path, steps: int, level: int, history: str = "verb
     }
 
 
-def theirs(folder: Path, python: Path, model: Path, steps: int) -> dict[str, Any]:
+def theirs(folder: Path, python: Path, model: Path, steps: int, device: str = "cpu") -> dict[str, Any]:
     """The same of TRL."""
-    command = [python, HERE / "beside_trl_run.py", model, str(steps)]
+    command = [python, HERE / "beside_trl_run.py", model, str(steps), device]
     with (folder / "trl.log").open("w") as log:
         told = subprocess.run(command, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True).stdout
     found = json.loads(told.splitlines()[-1])

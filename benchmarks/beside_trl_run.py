@@ -1,6 +1,6 @@
 """TRL's side of `beside_trl.py`; runs in an environment that has TRL and not Verbatim.
 
-python beside_trl_run.py MODEL STEPS: prints one JSON line with the seconds of each step and what was sampled in it.
+python beside_trl_run.py MODEL STEPS DEVICE: prints one JSON line with the seconds of each step and what was sampled in it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Clock(TrainerCallback):
         self.logs.append(logs)
 
 
-def main(model: str, steps: int) -> None:
+def main(model: str, steps: int, device: str) -> None:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
-            use_cpu=True,
+            use_cpu=device == "cpu",
             bf16=False,
             fp16=False,
             gradient_checkpointing=False,
@@ -77,4 +77,4 @@ def main(model: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
