@@ -1,6 +1,6 @@
 """TRL's side of `beside_trl.py`; runs in an environment that has TRL and not Verbatim.
 
-python beside_trl_run.py MODEL STEPS DEVICE: prints one JSON line with the seconds of each step and what was sampled in it.
+python beside_trl_run.py MODEL STEPS DEVICE: prints one JSON line with the seconds of each step and what it sampled.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -57,7 +58,7 @@ CASES = {
 
 
 def flex_attention(setting: Setting, out: Findings) -> None:
-    """One kernel of trees, of several numbers of tokens, against scores written out in float64. Its backward pass exists
+    """One kernel for trees of several numbers of tokens, against scores written out in float64. It has a backward pass
     on CUDA only."""
     on_cuda = setting.device == "cuda"
     for name, case in CASES.items():
@@ -163,7 +164,7 @@ def _with_gradients(compute, inputs: list[Tensor], weights: Tensor, *, backward:
 def _distance(found: list[Tensor], want: list[Tensor]) -> float:
     """The largest relative error of output and gradients."""
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True)]
-    return max(errors) if all(error == error for error in errors) else float("nan")
+    return float("nan") if any(map(math.isnan, errors)) else max(errors)
 
 
 CHECKS = (

@@ -12,6 +12,7 @@ gradient may be at most twice that of plain `transformers`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -133,7 +134,7 @@ def largest_error(found: Gradient, expected: Gradient) -> float:
         error = float((found[name].double().cpu() - want).norm()) / scale
         if not error <= worst:
             worst = error
-        if error != error:  # NaN: no later error may hide it
+        if math.isnan(error):  # no later error may hide it
             break
     return worst
 

@@ -218,7 +218,7 @@ def forced(model: Any, sample: TrainingSample):
 
 
 def experts(setting: Setting, out: Findings) -> None:
-    """A mixture of experts with recorded experts, against plain `transformers` whose routers are made to choose them."""
+    """Recorded experts, against plain `transformers` whose routers are made to choose them."""
     folder = setting.model("experts")
     samples = recorded(shared_prefixes(setting), setting.sizes["layers"])
     exact = plain_gradient(plain_model(folder, torch.float64), samples, around=forced)

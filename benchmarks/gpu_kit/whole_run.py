@@ -95,7 +95,7 @@ def has_learned(steps: list[dict[str, Any]]) -> bool:
 CHECKS = (
     Check(
         name="the demo learns",
-        about=f"guess_number from random weights to a mean reward of {LEARNED} over {OVER} steps, in turns on one device",
+        about=f"guess_number reaches a mean reward of {LEARNED} over {OVER} steps, both sides in turns on one device",
         run=demo,
         seconds=SECONDS + 20,
     ),
