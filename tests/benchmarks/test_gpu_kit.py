@@ -1,4 +1,4 @@
-"""The kit for a machine with a GPU (benchmarks/gpu_kit) at its smallest sizes: what it says is so, and faults are found."""
+"""The kit for a machine with a GPU (benchmarks/gpu_kit) at its smallest sizes: it is right, and faults are found."""
 
 import dataclasses
 import importlib
@@ -15,9 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from verbatim.trainer.packing import PACKERS
 
 ROOT = Path(__file__).parents[2]
-NAMES = (
-    "__main__ attention_checks build correctness record reference setting speed trainer_checks watch whole_run".split()
-)
+NAMES = ("__main__", "attention_checks", "build", "correctness", "record", "reference", "setting", "speed", "watch", "whole_run")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
