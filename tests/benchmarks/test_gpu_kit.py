@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from verbatim.trainer.packing import PACKERS
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("__main__", "attention_checks", "build", "correctness", "record", "reference", "setting", "speed", "watch", "whole_run")  # fmt: skip
+NAMES = ("__main__", "attention_checks", "build", "correctness", "record", "reference", "setting", "speed", "watch")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def kit():
     """Its modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield SimpleNamespace(**{name: importlib.import_module(f"gpu_kit.{name}") for name in NAMES})
+        yield SimpleNamespace(**{name: importlib.import_module(f"gpu_kit.{name}") for name in (*NAMES, "whole_run")})
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Tokens per trajectory are a constant of the toy, so the trainer's division by tokens is left out on both sides. Means
 are compared with the exact gradient of the expected reward: how much of it they are (`scale`), and the norm of what
-else is in them, over its own (`rest`). The tables of docs/algorithms.md are these.
+else is in them, over its own (`rest`). The tables of benchmarks/notes/losses.md are these.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from verbatim import Group, build_samples
 from verbatim.algorithms.credit import ADVANTAGES, assign_advantages
 from verbatim.algorithms.losses import LOSSES, LossInputs
 
-DOCS = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "benchmarks" / "notes" / "losses.md").read_text(encoding="utf-8")
 DRIFT = 0.3
 """How far the policy has moved since it sampled, in the second table."""
 

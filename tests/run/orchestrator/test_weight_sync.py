@@ -90,7 +90,7 @@ async def test_a_replica_that_kept_its_weights_or_its_cache_is_told_from_one_tha
     await sync.load(report(1, tmp_path))
     stale, cached, good = sampler.verdicts[1]
     assert "its logprobs differ by 0.01 on average" in stale
-    assert "a new request over the prefix cache differ by 0.01 on average" in cached
+    assert "a new request through the prefix cache differ by 0.01 on average" in cached
     assert good is None
 
 
@@ -104,7 +104,7 @@ async def test_the_prefix_cache_is_filled_before_the_update_and_asked_first_afte
 async def test_a_sampler_without_replicas_is_refused_by_the_run_itself(tmp_path):
     sync = WeightSync(Engine(resets_cache=False), probes(0), 1e-4)
     await sync.check_first()
-    with pytest.raises(RunStopped, match=r"does not hold policy version 1, .* over the prefix cache differ"):
+    with pytest.raises(RunStopped, match=r"does not hold policy version 1, .* through the prefix cache differ"):
         await sync.load(report(1, tmp_path))
 
 

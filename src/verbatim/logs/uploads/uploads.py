@@ -80,9 +80,11 @@ class Uploads:
             )
 
     def _work(self) -> None:
-        while not self._closing.is_set():
+        is_last = False
+        while not is_last:
             self._due.wait()
             self._due.clear()
+            is_last = self._closing.is_set()  # read before the attempt: what is due after it is uploaded too
             self._attempt()
 
     def _attempt(self) -> None:
