@@ -94,6 +94,12 @@ class _Child:
 
 def run_child(checks: Sequence[Check], setting: Setting, lines: Path) -> int:
     """Run the checks in this process, and note each one. Returns the exit status."""
+    import torch
+    from transformers import logging
+
+    logging.disable_progress_bar()
+    if setting.tiny:
+        torch.set_num_threads(1)  # several would wait for each other longer than they compute
     with lines.open("a", encoding="utf-8") as file:
 
         def note(**what: Any) -> None:
