@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ from .setting import Setting
 
 BROKEN = 70
 """Exit status of a child whose card answers no more."""
+SECONDS = 230.0
+"""Of one part."""
 _PAUSE = 0.1
 
 
 def watched(part: str, checks: Sequence[Check], setting: Setting, seconds: float) -> list[dict[str, Any]]:
-    """The records of all checks, in order; no check begins after so many seconds."""
+    """The records of all checks, in order; no check begins after so many seconds. With more than a part has by default,
+    the limit of each check is longer too."""
+    checks = [replace(check, seconds=check.seconds * max(1.0, seconds / SECONDS)) for check in checks]
     until, records, left = time.monotonic() + seconds, [], list(checks)
     while left and time.monotonic() < until:
         found = _Child(part, left, setting, len(records)).records(until)
