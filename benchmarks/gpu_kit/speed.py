@@ -237,7 +237,7 @@ def step_speed(
         out.figures[packing] = _figures(setting, shape, load, packing, rate, lambda c=config: our_step(folder, c))
         planned = planned_bytes(folder, config, load.samples(shape.vocab, 0), on_cuda=setting.device == "cuda")
         out.figures[packing] |= {"planned_bytes": planned}
-        if "peak_bytes" in out.figures[packing]:
+        if setting.device == "cuda" and "peak_bytes" in out.figures[packing]:
             out.figures[packing]["planned_over_peak"] = round(planned / out.figures[packing]["peak_bytes"], 3)
         out.holds(f"{packing} has trained", "seconds" in out.figures[packing])
     if plain:

@@ -57,7 +57,7 @@ def open_ranks(folder: Path, rank: int, *, use_cuda: bool) -> Ranks:
 
     store = dist.FileStore(str(folder / "store"), 2)
     with mock.patch.object(dist, "init_process_group", by_gloo):
-        return Ranks(store, rank=rank, size=2, local_rank=0, use_cuda=use_cuda, deadline=60)
+        return Ranks(store, rank=rank, size=2, local_rank=0, use_cuda=use_cuda, deadline=600)
 
 
 def _note(noted: dict[str, Any], model: Any, *rest: Any) -> float:
