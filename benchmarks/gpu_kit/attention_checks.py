@@ -97,11 +97,16 @@ def _against_definition(
     plan = FlexPlan(depths, ends, setting.device)
 
     def definition(inputs: list[Tensor]) -> Tensor:
-        return by_definition(*inputs[:3], seen.to(inputs[0].device), call(inputs))
+        query, key, value = inputs[:3]
+        return by_definition(query, key, value, seen.to(query.device), call(inputs))
+
+    def of_ours(inputs: list[Tensor]) -> Tensor:
+        query, key, value = inputs[:3]
+        return plan.attend(0, query, key, value, call(inputs))
 
     want = _with_gradients(definition, exact, weights, backward=backward)
     given = [each.to(setting.device, dtype) for each in exact]
-    ours = _with_gradients(lambda x: plan.attend(0, *x[:3], call(x)), given, weights, backward=backward)
+    ours = _with_gradients(of_ours, given, weights, backward=backward)
     if dtype == torch.float32:
         return _distance(ours, want), rounding_bound(dtype, 1, tokens)
     plain = _with_gradients(definition, given, weights, backward=backward)

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from safetensors.torch import load_file
 
 from verbatim.inference.sending import SendOrder
@@ -22,6 +23,9 @@ from .ours import gradient_of, trainer_of
 from .record import Check, Findings, NotRun
 from .reference import bound_of, largest_error
 from .setting import Setting, shared_prefixes
+
+dist: Any = torch.distributed
+"""Typed as Any: its stubs lack the stores."""
 
 
 def beside_trl(setting: Setting, out: Findings) -> None:

@@ -107,8 +107,13 @@ def _experts(sizes: dict[str, int]) -> Any:
     )
 
 
+def _one_layer(sizes: dict[str, int]) -> Any:
+    return _dense({**sizes, "layers": 1})
+
+
 KINDS: dict[str, Callable[[dict[str, int]], Any]] = {
     "dense": _dense,
+    "one layer": _one_layer,
     "window": _window,
     "two windows": _two_windows,
     "soft caps": _soft_caps,

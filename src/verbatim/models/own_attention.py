@@ -129,6 +129,8 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
     pair = _pairs.pop(key, None)
     if pair is None:
         own = tiny_copy(model)
+        if getattr(own.config.get_text_config(), "attn_logit_softcapping", None):
+            own.set_attn_implementation("eager")  # older transformers take sdpa by default, which has no soft caps
         _refuse_unless_it_works(own)
         ours = copy.deepcopy(own)
         if planned:

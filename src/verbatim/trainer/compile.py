@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,10 +45,21 @@ def compile_layers(model: Any) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
     for router in router_modules(model):
         router.forward = _between_pieces(router.forward)
-    compiled: Any = torch.compile  # the type is Any because the type stubs lack recompile_limit
     for layer in decoder_layers(model):
-        own = compiled(_own_forward(layer), dynamic=True, recompile_limit=_MOST_VARIANTS)
+        own = _compiled(_own_forward(layer))
         layer.forward = partial(_forward, layer, own) if _recomputes_in_forward(layer) else own
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled for any number of tokens, in up to `_MOST_VARIANTS` versions. torch 2.11 and 2.12 have that
+    limit for the whole process only."""
+    compiled: Any = torch.compile
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return compiled(function, dynamic=True, recompile_limit=_MOST_VARIANTS)  # type: ignore[no-any-return]
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+    return compiled(function, dynamic=True)  # type: ignore[no-any-return]
 
 
 def _recomputes_in_forward(layer: Any) -> bool:
