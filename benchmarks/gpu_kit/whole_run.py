@@ -18,7 +18,7 @@ LEARNED, OVER = 0.9, 5
 """The mean training reward over so many steps that counts as learned, as in `benchmarks/learning.py`."""
 SECONDS = 222.0
 """For warm start and steps, on a card."""
-_SMALL = ("--warm-start.steps", "80", "--warm-start.conversations", "500", "--max-steps", "2")
+_SMALL = ("--warm-start.steps", "50", "--warm-start.conversations", "500", "--max-steps", "2")
 
 
 def demo(setting: Setting, out: Findings) -> None:
