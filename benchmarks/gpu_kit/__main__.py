@@ -59,7 +59,6 @@ def run_part(part: str, checks: Sequence[Check], setting: Setting, out: Path, se
     import torch
 
     began = time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs is then ended, not left behind
     if setting.device == "cuda" and not torch.cuda.is_available():
         reason = "torch sees no CUDA device; --cpu runs everything at the smallest sizes"
         records = [record_of(check, NOT_RUN, 0.0, reason=reason) for check in checks]
@@ -75,4 +74,5 @@ def run_part(part: str, checks: Sequence[Check], setting: Setting, out: Path, se
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs is then ended, not left behind
     sys.exit(main())
