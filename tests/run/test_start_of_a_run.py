@@ -14,6 +14,7 @@ from rich.console import Console
 from verbatim.config import make_config
 from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder
+from verbatim.logs.uploads import NoUploads
 from verbatim.run import trainer_process, training_run
 from verbatim.run.build import named_weights
 from verbatim.run.environments import Environments
@@ -76,6 +77,7 @@ def run_with_a_trainer_that_is_refused(
         watch=None,
         folder=RunFolder(folder, ORCHESTRATOR),
         console=Console(quiet=True),
+        uploads=NoUploads(),
         started=0.0,
     )
     with pytest.raises(UsageError, match="the trainer says no"):
