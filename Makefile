@@ -16,12 +16,17 @@ CUDA := .venv-cuda
 CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
+# What the quick tests need, and which they are.
+QUICK_EXTRAS := train,lora,plot,api,serve,viewer,gateway,dev
+QUICK := -m "not slow and not extras and not vllm and not fake_cuda and not clients" --ignore tests/house
+# The ends of pyproject's ranges, each with a file constraints-NAME.txt.
+ENDS := lowest newest
 
 # Where it is set, each of the tests' hundreds of processes compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install extras demo docs docs-links reference viewer lint types house sources test test-all quick-tests all-tests campaigns campaigns-vllm stress \
-  test-cuda-fake gpu-kit vllm test-vllm test-clients clean
+  test-cuda-fake test-versions $(ENDS:%=test-%) gpu-kit vllm test-vllm test-clients clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -34,6 +39,7 @@ help:
 	@echo "make campaigns every campaign as a whole (kills, damaged files, hostile templates, random trees, planted faults, ...): hours"
 	@echo "make stress    the tests that start processes, open sockets or wait, ROUNDS=20 times beside LOOPS=4 busy loops"
 	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
+	@echo "make test-versions   the quick tests with the lowest, the pinned and the newest torch and transformers (twice 5 GB: PyPI's torch is for CUDA)"
 	@echo "make gpu-kit   a folder that checks and measures on a machine with a GPU and without a network (PYTHON_VERSION=3.12; TRL=no)"
 	@echo "make test-clients  agents on other people's SDKs and codex, in $(CLIENTS), against the gateway (NODE=no: without codex)"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
@@ -52,7 +58,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,viewer,gateway,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(QUICK_EXTRAS)]'
 	@touch $@
 
 demo: install
@@ -96,7 +102,22 @@ sources: install
 	@$(MAKE) --no-print-directory -j2 lint types house
 
 quick-tests: install
-	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda and not clients" --ignore tests/house
+	$(PYTEST) $(QUICK)
+
+# The quick tests with the lowest, the pinned and the newest versions of the ranges.
+test-versions: quick-tests $(ENDS:%=test-%)
+
+$(ENDS:%=test-%): test-%: .venv-%/.installed
+	.venv-$*/bin/python -c 'import torch, transformers; print("$*: torch", torch.__version__, "transformers", transformers.__version__)'
+	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal $(QUICK)
+
+# constraints.txt, but for the packages that constraints-NAME.txt has.
+$(ENDS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt constraints-%.txt | install
+	rm -rf .venv-$*
+	$(PYTHON) -m venv --without-pip .venv-$*
+	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
+	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet -c .venv-$*/constraints.txt -e '.[$(QUICK_EXTRAS)]'
+	@touch $@
 
 all-tests: extras
 	$(PYTEST) -m "not vllm and not fake_cuda and not clients" --ignore tests/house
@@ -176,5 +197,5 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CUDA) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(CUDA) $(CLIENTS) $(ENDS:%=.venv-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
