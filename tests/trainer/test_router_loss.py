@@ -21,6 +21,7 @@ from trainer_helpers import (
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from pinned import needs
 from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
 from verbatim.core.errors import ModelError
@@ -236,6 +237,10 @@ def test_what_has_no_such_loss_is_refused_by_name(tmp_path):
     with pytest.raises(ModelError, match=r"LlamaForCausalLM, but it has no routers"):
         check_router_loss(AutoConfig.from_pretrained(dense))
     check_router_loss(Qwen3MoeConfig(num_hidden_layers=2))
+
+
+@needs("router_logits" in DeepseekV3ForCausalLM._can_record_outputs, "transformers", "routers declared by DeepSeek's")
+def test_routers_without_a_loss_are_refused_by_name(tmp_path):
     torch.manual_seed(0)
     DeepseekV3ForCausalLM(
         DeepseekV3Config(
