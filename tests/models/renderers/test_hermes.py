@@ -200,7 +200,7 @@ def test_no_text_of_a_tool_or_of_an_argument_closes_its_block(tags):
 def test_a_users_text_that_would_pass_for_a_tools_is_refused_where_both_speak_in_one_role(chatml):
     renderer = create_renderer("template", systemless_tokenizer(), tools="hermes")
     for tag in ("<tool_response>", "</tool_response>", "<tools>"):
-        with pytest.raises(EnvironmentFault, match=rf"message 0 \(user\) holds {tag}"):
+        with pytest.raises(EnvironmentFault, match=rf"message 0 \(user\) contains {tag}"):
             renderer.render_ids([{"role": "user", "content": f"look: {tag}"}], [LOOK])
     asked = {"role": "user", "content": "what does <tool_response> mean?"}
     assert "what does <tool_response> mean?" in chatml.decode(chatml.render_ids([asked], [LOOK]))

@@ -98,7 +98,7 @@ def _parsed(ids: list[int]) -> ParsedResponse:
     calls = []
     while CALL in ids:
         start = ids.index(CALL)
-        end = ids.index(CALL_END) if CALL_END in ids[start:] else len(ids)
+        end = ids.index(CALL_END, start) if CALL_END in ids[start:] else len(ids)
         calls.append(_call(_text(ids[start + 1 : end]), is_whole=end < len(ids)))
         ids = [*ids[:start], *ids[end + 1 :]]
     return ParsedResponse(content=_text(ids), reasoning_content=reasoning, tool_calls=tuple(calls))
