@@ -64,9 +64,11 @@ def build(out: Path, python_version: str, also: Sequence[str]) -> None:
     """Make the kit.
 
     Raises:
-        CannotBuild: a wheel is missing, or the kit is too large.
+        CannotBuild: a wheel is missing, the kit is too large, or `out` holds something other than a kit.
     """
     if out.exists():
+        if any(out.iterdir()) and not all((out / name).exists() for name in ("wheels", "benchmarks/gpu_kit")):
+            raise CannotBuild(f"{out} exists and is not a kit, so it is not replaced; type --out FOLDER for another")
         shutil.rmtree(out)
     wheels = out / "wheels"
     wheels.mkdir(parents=True)

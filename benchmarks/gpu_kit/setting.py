@@ -25,7 +25,7 @@ class Setting:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the models whose gradients are compared. A head has 64 numbers on a card: its kernels want at least 16."""
+        """Sizes of the models whose gradients are compared. The head size on a card is 64: kernels need at least 16."""
         if self.tiny:
             return {"hidden": 64, "head": 16, "inner": 96, "layers": 2, "vocab": 128, "window": 12, "unit": 4}
         return {"hidden": 256, "head": 64, "inner": 512, "layers": 3, "vocab": 512, "window": 48, "unit": 24}

@@ -89,7 +89,7 @@ class Load:
     """The tokens of a step."""
 
     length: int
-    """Of each sample; even."""
+    """Tokens of each sample; an even number."""
 
     @property
     def targets(self) -> int:
@@ -248,7 +248,7 @@ def step_speed(
 def _figures(
     setting: Setting, shape: Shape, load: Load, packing: str, rate: float, make: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Of one side; where memory does not suffice, that."""
+    """Figures of one side, or the error if memory runs out."""
     try:
         found: dict[str, Any] = timed(make(), load, shape.vocab, setting.device)
     except Exception as error:

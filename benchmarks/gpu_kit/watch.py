@@ -22,9 +22,9 @@ from .record import FAILED, NOT_RUN, Check, line_of, record_of, run_check
 from .setting import Setting
 
 BROKEN = 70
-"""Exit status of a child whose card answers no more."""
+"""Exit status of a child whose card no longer responds."""
 SECONDS = 230.0
-"""Of one part."""
+"""Time limit of one part, in seconds."""
 _PAUSE = 0.1
 
 

@@ -230,3 +230,10 @@ def test_a_part_that_is_not_there_is_refused_with_what_is():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("Runs a part of the kit") and "all-1 is the first two" in done.stderr
+
+
+def test_a_folder_that_is_not_a_kit_is_not_replaced(kit, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(kit.build.CannotBuild, match="exists and is not a kit, so it is not replaced"):
+        kit.build.build(tmp_path, "3.12", ())
+    assert (tmp_path / "mine.txt").read_text() == "mine"

@@ -9,6 +9,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import CheckpointStore, RunFolder
 from verbatim.logs.checkpoints.hold import LATEST, RUNS, holds_run
+from verbatim.logs.checkpoints.run_folder import link_latest
 from verbatim.logs.uploads import RemoteFault, RemoteFolder, download_run, newest_run, newest_step
 
 
@@ -56,8 +57,7 @@ def bring_back(runs: RemoteFolder | None, config: RunConfig, resume: bool | Path
         else:
             download_run(runs.below(name), target)
         if is_latest:
-            path.unlink(missing_ok=True)  # a link whose target is gone
-            path.symlink_to(name)
+            link_latest(target)
     except RemoteFault as error:
         raise UsageError(f"checkpoint.upload_to cannot be read: {error}") from error
     return target

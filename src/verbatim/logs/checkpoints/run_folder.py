@@ -263,19 +263,8 @@ class RunFolder:
     def link_latest(self) -> None:
         """Point `latest` to this run. Called once the run can be resumed, because a run that fails earlier must not
         hide the previous one."""
-        if not self._stamped:
-            return
-        link = self.path.with_name(LATEST)
-        if link.exists() and not link.is_symlink():
-            logger.warning("%s is not a link that Verbatim made, and is left alone; the run is in %s", link, self.path)
-            return
-        if link.is_symlink() and os.readlink(link) == self.path.name:
-            sync(link.parent)  # a killed process may have created the link without syncing it
-            return
-        temporary = self.path.with_name(f".{LATEST}-{self.path.name}")
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self.path.name)
-        rename(temporary, link)
+        if self._stamped:
+            link_latest(self.path)
 
     def link_best(self, step: int | None) -> None:
         """Point `best` to the weights of this step's checkpoint; None removes the link. A failure is only logged,
@@ -404,6 +393,22 @@ class RunFolder:
                 "; ".join(other),
             )
         self._store(dump_config(config))
+
+
+def link_latest(run: Path) -> None:
+    """Point `latest`, next to a run folder, to that run. If `latest` is a file or folder and not a link, it is left
+    alone, with a warning."""
+    link = run.with_name(LATEST)
+    if link.exists() and not link.is_symlink():
+        logger.warning("%s is not a link that Verbatim made, and is left alone; the run is in %s", link, run)
+        return
+    if link.is_symlink() and os.readlink(link) == run.name:
+        sync(link.parent)  # a killed process may have created the link without syncing it
+        return
+    temporary = run.with_name(f".{LATEST}-{run.name}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run.name)
+    rename(temporary, link)
 
 
 def _temporary_config(role: str) -> str:
