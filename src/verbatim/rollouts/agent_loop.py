@@ -1,4 +1,4 @@
-"""Samples turns in exact ids: messages to prompt ids, prompt ids to a completion, completion to a message."""
+"""Samples turns in exact ids: turns messages into prompt ids, samples a completion, and parses it into a message."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from verbatim.rollouts.turn_arguments import checked_name, checked_trained
 from verbatim.rollouts.turn_limiter import turn_limiter
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
-"""Prompts with more messages or characters are rendered on a thread. At this size a chat template takes about 5 ms,
-which is Python's thread switch interval: shorter work would gain nothing from a thread."""
+"""Prompts with more messages or more characters than this are rendered on a thread. At this size a chat template takes
+about 5 ms, which is Python's thread switch interval: shorter work would gain nothing from a thread."""
 
 
 class AgentLoop(EpisodeLoop):
     """Answers prompts with a token-in, token-out sampler.
 
-    Each agent's next prompt is its previous prompt and completion verbatim plus the new messages (a bridge), by the
-    rule in `renderers.bridge`. Where that rule does not allow a bridge, the prompt is rendered from scratch: the
-    strategy will see a break, and `info` has the reason. The recorder verifies that each bridge extends the ids.
+    Each agent's next prompt is its previous prompt and completion verbatim, followed by the new messages (a bridge).
+    Where the rule in `renderers.bridge` does not allow a bridge, the prompt is rendered from scratch: the strategy
+    will then see a break, and `info` has the reason. The recorder verifies that each bridge extends the ids.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AgentLoop(EpisodeLoop):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The turns whose prompts were rendered from scratch, with the reasons."""
+        """The trajectory's `info` entry with the turns whose prompts were rendered from scratch, and the reasons."""
         return {RENDERED_AGAIN: self._rendered_again} if self._rendered_again else {}
 
     @property
@@ -83,14 +83,14 @@ class AgentLoop(EpisodeLoop):
     async def complete(
         self, prompt_ids: Int32, params: SamplingParams, agent: str = "main", *, trained: bool = True
     ) -> Completion:
-        """Sample and record one turn from exact ids, for an environment that does its own rendering.
+        """Sample and record one turn from exact ids, for an environment that renders prompts itself.
 
-        A completion that was cut off is returned too. With `trained=False` the turn is context only, and its tokens
-        are counted as `untrained`.
+        A completion that was cut off is returned too, not raised. With `trained=False` the turn is context only, and
+        its tokens are counted as `untrained`.
 
         Raises:
             EpisodeOver: no turns or tokens are left.
-            EnvironmentFault: an invalid agent name.
+            EnvironmentFault: the agent name is invalid.
             RecordError: the sampler's completion cannot be recorded, or the episode has ended.
             SamplerFault: the engine failed, and retries did not help.
         """
@@ -110,21 +110,21 @@ class AgentLoop(EpisodeLoop):
         seed: int | None = None,
         watching: Callable[[Int32], Watch | None] | None = None,
     ) -> tuple[ChatReply, Thread]:
-        """Sample and record one turn of a conversation whose history the caller keeps (the gateway). Several calls may
-        run concurrently, even for one agent; a call that fails does not end the episode for the others.
+        """Sample and record one turn of a conversation whose history the caller (the gateway) keeps. Several calls may
+        run concurrently, even for one agent; a call that fails does not end the episode for the other calls.
 
         Args:
             prompt: All messages, the thread that they continue, and how many of them the thread covers.
             params: Sampling parameters, including the renderer's stop tokens.
-            read: Parses a completion, given the prompt's ids. The reply's ids may be a prefix of the completion's; the
-                remaining tokens are counted as cut off.
+            read: Parses a completion, given also the prompt's ids. The ids of the reply that it returns may be a prefix
+                of the completion's ids; the remaining tokens are counted as cut off.
             seed: Seed of the turn. By default it is derived from the prompt and from the number of earlier turns with
                 the same prompt, so it does not depend on the order of concurrent requests.
-            watching: Makes a watcher of the completion's tokens from the prompt's ids, for samplers that stream;
-                None: no watcher.
+            watching: Given the prompt's ids, creates a watcher that sees the completion's tokens as they are sampled,
+                for samplers that stream; None for no watcher.
 
         Returns:
-            The reply, and the thread that a later prompt may continue.
+            The reply, and the thread, which a later prompt may continue.
 
         Raises:
             EpisodeOver: no turns are left, the engine stopped, or this prompt leaves no room in the context (a shorter
@@ -136,9 +136,9 @@ class AgentLoop(EpisodeLoop):
         conversation = await self._rendered(prompt)
         prompt_ids = conversation.prompt_ids
         if self.room_for(len(prompt_ids)) <= 0:
-            raise EpisodeOver(StopReason.LENGTH)  # not `_end`: other conversations of the session go on
-        # The turn's seed depends on the prompt and not on a counter of the session, because concurrent requests arrive
-        # in any order. The counter tells equal prompts apart.
+            raise EpisodeOver(StopReason.LENGTH)  # not `_end`: other conversations of the session may continue
+        # The turn's seed depends on the prompt and not on how many requests the session has had, because concurrent
+        # requests arrive in any order. The count of equal prompts gives each of them a different seed.
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
         self._num_responses[digest] += 1
@@ -169,14 +169,14 @@ class AgentLoop(EpisodeLoop):
         return len(made.prompt_ids)
 
     def room_for(self, num_prompt_tokens: int) -> int:
-        """Number of tokens that a prompt of this length leaves for its completion; may be 0 or negative."""
+        """Return the number of tokens that a prompt of this length leaves for its completion; may be 0 or negative."""
         context = min(self.limits.max_context, self.sampler.context_length)
         if num_prompt_tokens >= context:
             self.no_room = (num_prompt_tokens, context)
         return context - num_prompt_tokens
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """Set the messages to display for turns made by `complete`: only the environment knows them."""
+        """Set the messages to display for turns sampled by `complete`, because only the environment knows them."""
         self._told = tuple(messages)
 
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
@@ -184,8 +184,8 @@ class AgentLoop(EpisodeLoop):
         return super().messages(agent) if agent in self._threads else self._told
 
     async def end(self) -> bool:
-        """End the episode: cancel requests in flight, discard completions not yet parsed, and count their tokens.
-        Returns True if there were any."""
+        """End the episode: cancel requests in flight, discard completions that are not yet parsed, and count their
+        tokens. Returns True if there were such requests or completions."""
         unread = self._num_under_way > 0 and not self._draws.over
         return await self._draws.end() or unread
 
@@ -198,12 +198,12 @@ class AgentLoop(EpisodeLoop):
         conversation = await self._rendered(prompt)
         prompt_ids = conversation.prompt_ids
         self.recorder.foresee(prompt_ids)
-        # Now that the prompt is built, nothing needs the last turn's arrays any more.
+        # The prompt is built, so nothing needs the arrays of the last turn any more.
         if self.in_order and prompt.thread is not None:
             prompt.thread.answer.free_arrays()
         self._num_under_way += 1
-        # Completions of one batch arrive together. The limiter spreads their parsing, so that timers and sockets are
-        # served in between.
+        # The completions of a batch arrive together. The limiter spreads their parsing over time, so that timers and
+        # sockets are served in between.
         try:
             completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
             await turn_limiter().enter()
@@ -214,7 +214,7 @@ class AgentLoop(EpisodeLoop):
         return self._read(completion, prompt_ids, prompt, self.params, conversation)
 
     async def _rendered(self, prompt: Prompt) -> Conversation:
-        """Render the prompt, on a thread if it is long. Raises if the episode has ended in the meantime."""
+        """Render the prompt, on a thread if it is long. Raises an error if the episode has ended in the meantime."""
         if not self._is_long(prompt):
             return self._conversation(prompt)
         made = await self._on_thread(prompt)
@@ -224,14 +224,15 @@ class AgentLoop(EpisodeLoop):
         return made
 
     def _is_long(self, prompt: Prompt) -> bool:
-        """True if the prompt is to be rendered on a thread, so that it does not block the event loop."""
+        """Return True if the prompt should be rendered on a thread, so that it does not block the event loop."""
         return getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)
 
     async def _on_thread(self, prompt: Prompt) -> Conversation:
         return await asyncio.get_running_loop().run_in_executor(_rendering_thread(), self._conversation, prompt)
 
     def _conversation(self, prompt: Prompt) -> Conversation:
-        """Render the next prompt: bridged from the agent's last turn if possible, otherwise from scratch."""
+        """Render the agent's next prompt: bridge it from the agent's last turn if possible, else render from
+        scratch."""
         thread, schemas, num_known = prompt.thread, prompt.schemas or None, prompt.num_known
         before = None if thread is None else thread.answer.conversation
         if thread is None or before is None:
@@ -250,8 +251,8 @@ class AgentLoop(EpisodeLoop):
         seed: int | None = None,
         watch: Watch | None = None,
     ) -> Completion:
-        """Sample one completion within the remaining token budget. The seed is by default that of the agent's next
-        turn."""
+        """Sample one completion within the remaining token budget. Without `seed`, the seed is derived from the agent's
+        name and its number of turns."""
         room = self.room_for(len(prompt_ids))
         if room <= 0:
             self._end(StopReason.LENGTH)
@@ -263,7 +264,7 @@ class AgentLoop(EpisodeLoop):
         request = SampleRequest(
             prompt_ids=prompt_ids,
             # Stop strings are cut here and not by the engine, so that the ids include the token that completes a stop
-            # string. The engine need not support stop strings.
+            # string, and so that the engine need not support stop strings.
             params=params
             if params.max_tokens == most and not params.stop
             else dataclasses.replace(params, max_tokens=most, stop=()),
@@ -279,8 +280,8 @@ class AgentLoop(EpisodeLoop):
             else:
                 completion = await self._draws.draw(self.sampler, request, watch)
         except asyncio.CancelledError:
-            # `Draws.end` cancels the request, not the caller: then the episode is over, but nobody asked this task to
-            # end, so it gets an ordinary error.
+            # `Draws.end` cancels the request, not this task. So if the episode is over and nobody has cancelled this
+            # task, raise an ordinary error.
             task = asyncio.current_task()
             if self._draws.over and not (task is not None and task.cancelling()):
                 raise self.recorder.refusal() from None
@@ -316,7 +317,7 @@ class AgentLoop(EpisodeLoop):
         params: SamplingParams,
         conversation: Conversation | None = None,
     ) -> SampledAnswer:
-        """Parse a completion into an answer. A stop string stays in the ids but is cut from the message."""
+        """Parse a completion into an answer. A stop string stays in the answer's ids but is cut from its message."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
             parsed = ParsedResponse(
@@ -355,7 +356,7 @@ class AgentLoop(EpisodeLoop):
         temperature: float,
         routed_from: int,
     ) -> SampledAnswer:
-        """Build an answer from a reply, whose ids may be a prefix of the completion's."""
+        """Build the answer to record from a reply, whose ids may be a prefix of the completion's ids."""
         experts, prompt_ids = completion.routed_experts, conversation.prompt_ids
         self._knows_experts |= experts is not None
         conversation = conversation.answered(reply.ids, None, reply.message, reply.tool_calls)
@@ -377,14 +378,15 @@ class AgentLoop(EpisodeLoop):
 
 
 def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
-    """Index of the turn that the prompt extends by a bridge, or None if it was rendered from scratch."""
+    """Return the index of the turn that the prompt extends by a bridge, or None if it was rendered from scratch."""
     continues = conversation is not None and conversation.extends and prompt.thread is not None
     return prompt.thread.turn if continues and prompt.thread is not None else None
 
 
 @functools.cache
 def _rendering_thread() -> ThreadPoolExecutor:
-    """The process's only rendering thread: rendering holds the GIL, so more threads would only delay each other."""
+    """Return the only rendering thread of the process. More threads would only delay each other, since rendering holds
+    the GIL."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="verbatim-rendering")
 
 

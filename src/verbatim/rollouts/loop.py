@@ -1,5 +1,5 @@
-"""Runs one turn: checks limits, compares the history with the last turn, records the answer. Subclasses produce the
-answer."""
+"""Runs one turn: checks the limits, compares the history with that of the last turn, and records the answer. Subclasses
+produce the answer."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, checked_trained
 
 JUDGE_USAGE = "judge_usage"
-"""Key of `Trajectory.info`: a judge's usage for the episode (requests, tokens, cost)."""
+"""Key of `Trajectory.info` under which a judge's usage for the episode is stored (requests, tokens, cost)."""
 RENDERED_AGAIN = "rendered_again"
-"""Key of `Trajectory.info`: the turns whose prompts were rendered from scratch and do not extend the turn before them.
-Each entry has the turn's index as "turn", the index of the turn before as "after", and a `BreakReason` as "reason"."""
+"""Key of `Trajectory.info` under which are listed the turns whose prompts were rendered from scratch and do not extend
+the turn before them. An entry has the turn's index as "turn", the index of the turn before it as "after", and a
+`BreakReason` as "reason"."""
 TOOLS_OFFERED = "tools_offered"
-"""Key of `Trajectory.info`: True if the model was shown tools in any turn."""
+"""Key of `Trajectory.info` whose value is True if the model was shown tools in any turn."""
 
 
 def rendered_again(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
-    """Read the turns and their break reasons from `info[RENDERED_AGAIN]`. Entries of another form are skipped, because
-    the environment may use the same key in `info`."""
+    """Read the turns and their break reasons from `info[RENDERED_AGAIN]`. Entries that do not have the expected form
+    are skipped, because the environment may use the same key in `info`."""
     noted = info.get(RENDERED_AGAIN)
     return [
         (one["turn"], reason)
@@ -51,25 +52,25 @@ def rendered_again(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
 
 
 class EpisodeOver(VerbatimError):
-    """The trajectory cannot go on: no turns or tokens are left, or the engine stopped."""
+    """Raised when the trajectory cannot go on: no turns or tokens are left, or the engine stopped."""
 
     def __init__(self, stop_reason: StopReason, message: Message | None = None) -> None:
         super().__init__(str(stop_reason))
         self.stop_reason = stop_reason
         self.message = message
-        """The message up to the cut, or None if nothing was sampled."""
+        """The message sampled up to the cut, or None if nothing was sampled."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class SampledAnswer:
-    """An engine's answer to one prompt. Only `free_arrays` modifies it."""
+    """An engine's answer to one prompt. Only `free_arrays` modifies an answer."""
 
     message: Message
     """The assistant's message."""
     tool_calls: tuple[ToolCall, ...]
-    """Every attempted call with its parse status; each has an id."""
+    """Every attempted tool call with its parse status. Each call has an id."""
     stop_reason: StopReason
-    """Why the completion ended."""
+    """The reason why the completion ended."""
     prompt_ids: Ids | None = None
     """The prompt's ids, or None if the engine returned text only."""
     completion_ids: Ids | None = None
@@ -77,25 +78,28 @@ class SampledAnswer:
     extends: int | None = None
     """Index of the turn that the prompt extends, or None if it was not bridged."""
     conversation: Conversation | None = None
-    """The renderer's handle on prompt and answer, for the next bridge, or None if the engine returned text only."""
+    """The renderer's object for the prompt and the answer, from which the next bridge is built; None if the engine
+    returned text only."""
     logprobs: Float32 | Sequence[float] | None = None
-    """One for each id of `completion_ids`, or None if missing."""
+    """One logprob for each id of `completion_ids`, or None if they are missing."""
     policy_versions: Int32 | Sequence[int] | None = None
-    """One for each id of `completion_ids`, or None if unknown."""
+    """One policy version for each id of `completion_ids`, or None if they are unknown."""
     routed_experts: Experts | None = None
-    """In the format of `Turn.routed_experts`, or None if not recorded."""
+    """The routed experts in the format of `Turn.routed_experts`, or None if they were not recorded."""
     kept_sets: KeptSets | None = None
-    """One for each id of `completion_ids`, or None if top-p, top-k and min-p are off."""
+    """One kept set for each id of `completion_ids`, or None if top-p, top-k and min-p are off."""
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
     def free_arrays(self) -> None:
-        """Free the arrays once the turn is recorded and the next prompt is built. Saves memory in long episodes."""
+        """Free the arrays, to save memory in long episodes. Call it after the turn is recorded and the next prompt
+        built."""
         self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
         self.conversation = self.kept_sets = None
 
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
-        """The fields of the `Turn` other than its ids: `TeacherLoop` records the same turn in a student's ids."""
+        """Return the fields of the `Turn` other than its ids. Without ids because `TeacherLoop` records the same turn
+        with the ids of a student."""
         parse_status: ParseStatus = "ok"
         for call in self.tool_calls:
             if call.status != "ok":
@@ -114,19 +118,19 @@ class SampledAnswer:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Thread:
-    """One agent's conversation up to its last turn. Treat it as immutable. It is not a frozen dataclass because every
-    turn creates one, and creating a frozen one takes three times as long."""
+    """One agent's conversation up to and including its last turn. Treat it as immutable. It is not a frozen dataclass
+    because every turn creates a `Thread`, and creating a frozen one takes three times as long."""
 
     turn: int
-    """The index of that turn."""
+    """The index of the last turn."""
     messages: tuple[Message, ...]
-    """The agent's prompt messages and answers, copied because their owner may modify the originals."""
+    """The agent's prompt messages and answers. They are copies, because the caller may modify the originals."""
     tools: tuple[str, ...]
-    """The tool schemas it was shown, as text."""
+    """The schemas, as text, of the tools that the agent was shown."""
     answer: SampledAnswer
-    """The answer of that turn."""
+    """The answer of the last turn."""
     others: Others | None = None
-    """The messages that hold more than text (see `copies.Others`), or None if unknown."""
+    """The messages that hold more than text (see `copies.Others`), or None if it is unknown which ones do."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -135,31 +139,31 @@ class Prompt:
 
     agent: str
     messages: tuple[Message, ...]
-    """The conversation, copied."""
+    """A copy of the conversation."""
     schemas: Sequence[Mapping[str, Any]]
-    """Schemas of the tools it is shown."""
+    """Schemas of the tools that the agent is shown."""
     tools: tuple[str, ...]
-    """The schemas as text."""
+    """The same schemas as text."""
     thread: Thread | None
     """The agent's conversation so far, or None in its first turn."""
     num_known: int
-    """How many leading `messages` are those of the thread; 0 if the history was edited."""
+    """Number of leading `messages` that are those of `thread`; 0 if the history was edited."""
     trained: bool = True
-    """False if the answer is context only."""
+    """False if the answer is to be context only."""
     others: Others | None = None
-    """The messages that hold more than text (see `copies.Others`), or None if unknown."""
+    """The messages that hold more than text (see `copies.Others`), or None if it is unknown which ones do."""
 
 
 class EpisodeLoop(abc.ABC):
     """Samples the turns of one episode for all of its agents; implements `environments.environment.Agent`.
 
-    A subclass implements `_answer`, from prompt to answer. Everything else about a turn is here.
+    A subclass implements `_answer`, which answers a prompt. Everything else about a turn is in this class.
     """
 
     engine = "sampler"
-    """Prefix of a trajectory's `error` if the engine failed."""
+    """Prefix of the trajectory's `error` when the engine failed."""
     needs_content = True
-    """True if every message needs "content". Renderers need it; chat servers accept tool calls without it."""
+    """True if every message must have "content". Renderers need it; chat servers accept tool calls without it."""
 
     def __init__(self, *, limits: EpisodeLimits, recorder: Recorder) -> None:
         self.limits = limits
@@ -170,20 +174,20 @@ class EpisodeLoop(abc.ABC):
         self._num_completion_tokens = 0
         """Number of tokens in the answers so far."""
         self._num_promised_tokens = 0
-        """Sum of `max_tokens` of the requests in flight. Reserved up front, so that concurrent agents cannot exceed
-        the episode's budget together."""
+        """Sum of `max_tokens` over the requests in flight. These tokens are reserved when a request starts, so that
+        concurrent agents cannot exceed the episode's budget together."""
         self.stop_reason: StopReason | None = None
-        """Set once a limit is reached; from then on every request is refused."""
+        """The reason why a limit ended the episode, or None; once it is set, every request is refused."""
         self.in_order = False
-        """True if turns are sequential and none follows a failed one. Then a turn's arrays are freed as soon as the
-        next prompt is built."""
+        """True if the turns are sequential and none follows a failed turn. Then the arrays of a turn are freed as soon
+        as the next prompt is built."""
         self.offers_tools = False
-        """True if any turn was shown tools."""
+        """True if the model was shown tools in any turn."""
         self.no_room: tuple[int, int] | None = None
-        """The length of the last prompt that left no room and that of the context, in tokens; None if every prompt left
-        room."""
+        """The length of the last prompt that left no room for a completion, and the length of the context, both in
+        tokens; None if every prompt left room."""
         self.last_answer: SampledAnswer | None = None
-        """The answer to the last prompt, even if it could not be recorded; None until it arrives."""
+        """The answer to the last prompt, even if it could not be recorded; None until the answer arrives."""
 
     @property
     def turns_left(self) -> int:
@@ -192,8 +196,8 @@ class EpisodeLoop(abc.ABC):
 
     @property
     def tokens_left(self) -> int | None:
-        """Number of tokens that may still be sampled, after reserving `max_tokens` for each request in flight; None: no
-        limit."""
+        """Number of tokens that may still be sampled, after `max_tokens` are reserved for each request in flight; None
+        if there is no limit."""
         most = self.limits.max_total_completion_tokens
         return None if most is None else most - self._num_completion_tokens - self._num_promised_tokens
 
@@ -216,13 +220,13 @@ class EpisodeLoop(abc.ABC):
         *,
         trained: bool = True,
     ) -> Message:
-        """Sample and record one turn of the named agent; return the assistant's message.
+        """Sample and record one turn of the named agent, and return the assistant's message.
 
-        With `trained=False` the turn is context only; its tokens are counted as `untrained`.
+        With `trained=False` the turn is context only, and its tokens are counted as `untrained`.
 
         Raises:
-            EpisodeOver: no turns or tokens are left, or this completion was cut off (it is recorded).
-            EnvironmentFault: invalid messages, tools, agent name or state key.
+            EpisodeOver: no turns or tokens are left, or this completion was cut off (it is recorded anyway).
+            EnvironmentFault: the messages, tools, agent name or state key are invalid.
             RecordError: the engine's answer cannot be recorded, or the episode has ended.
             SamplerFault: the engine failed, and retries did not help.
         """
@@ -250,13 +254,13 @@ class EpisodeLoop(abc.ABC):
         return tuple(self._threads)
 
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
-        """The agent's prompt messages and answers, up to and including its last turn."""
+        """Return the agent's prompt messages and answers, up to and including its last turn."""
         thread = self._threads.get(agent)
         return thread.messages if thread is not None else ()
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add the values that were not yet known when the last turn was recorded: its reward, the seconds that its
-        tools took, and whether its calls matched a tool's schema."""
+        """Add to the last turn what was not yet known when it was recorded: its reward, the seconds that its tools
+        took, and whether its calls matched a tool's schema."""
         if not self.recorder.turns:
             return
         turn = self.recorder.turns[-1]
@@ -269,10 +273,10 @@ class EpisodeLoop(abc.ABC):
         )
 
     def why_nothing_sampled(self, ended: StopReason) -> str | None:
-        """Return why the policy sampled no token in this episode, or None if it did.
+        """Explain why the policy sampled no token in this episode; return None if it did sample.
 
-        Turns with `trained=False` (an opponent, a user) are not the policy's. Greedy turns are, although the gateway
-        never trains them.
+        Turns with `trained=False` (those of an opponent or a user) are not the policy's turns. Turns sampled greedily
+        are, although the gateway never trains them.
         """
         turns = [turn for turn in self.recorder.turns if len(turn.completion_ids)]
         if self.num_unrecorded_turns or self.recorder.num_unrecorded_tokens:
@@ -293,19 +297,20 @@ class EpisodeLoop(abc.ABC):
         return f"the policy sampled nothing before the episode ended ({ended}), so its reward is not the policy's"
 
     def finish(self) -> None:  # noqa: B027  most engines record each turn at once
-        """Record the turns that are still held back. Called when the conversation is over; may raise a RecordError."""
+        """Record the turns that are still held back. Called at the end of the conversation. May raise a RecordError."""
 
     async def end(self) -> bool:
-        """End the episode: cancel requests in flight and count their tokens. Returns True if there were any."""
+        """End the episode: cancel the requests in flight and count their tokens. Returns True if there were any
+        requests in flight."""
         return False
 
     @abc.abstractmethod
     async def _answer(self, prompt: Prompt) -> SampledAnswer:
-        """Answer a prompt. Implementations call `_begin_turn` only once nothing but the engine can fail, because a
-        refused prompt does not count as a turn."""
+        """Answer a prompt. Implementations call `_begin_turn` only when all checks have passed and only the engine can
+        still fail, because a refused prompt does not count as a turn."""
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Record the turn; return its index."""
+        """Record the turn, and return its index."""
         assert answer.prompt_ids is not None and answer.completion_ids is not None
         return self.recorder.record(
             prompt_ids=answer.prompt_ids,
@@ -332,7 +337,7 @@ class EpisodeLoop(abc.ABC):
         raise EpisodeOver(reason)
 
     def _within_budget(self, max_tokens: int) -> int:
-        """Return `max_tokens` reduced to what the episode has left.
+        """Return `max_tokens`, reduced to the number of tokens that the episode has left.
 
         Raises:
             EpisodeOver: no tokens are left.
@@ -343,7 +348,7 @@ class EpisodeLoop(abc.ABC):
         return max_tokens if left is None else min(max_tokens, left)
 
     def _begin_turn(self) -> int:
-        """Count a turn as started; return its number."""
+        """Count a turn as started, and return its number, counting from 0."""
         self._num_started += 1
         return self._num_started - 1
 
@@ -364,8 +369,8 @@ class EpisodeLoop(abc.ABC):
     def _prompt(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str, *, trained: bool
     ) -> Prompt:
-        """Build the agent's next prompt. Messages that equal those of its last turn reuse the thread's copies, so each
-        is copied once per episode and not once per turn."""
+        """Build the agent's next prompt. Messages that equal those of the agent's last turn reuse the copies in its
+        thread, so that each message is copied once per episode and not once per turn."""
         thread = self._threads.get(agent)
         known, others = (thread.messages, thread.others) if thread is not None else ((), ())
         if not begins_with(messages, known, others):

@@ -33,28 +33,29 @@ from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
 from verbatim.rollouts.seeds import derive_seed
 
 INFO = "gateway"
-"""Key of `Trajectory.info`: the gateway's counts and branches of the episode."""
+"""Key of `Trajectory.info` under which the gateway stores the counts and branches of the episode."""
 _MOST_BRANCHES = 1000
-"""Maximum number of branches that are listed individually. Any others are only counted."""
+"""Maximum number of branches that are listed individually. Further branches are only counted."""
 _MOST_FRESH = 32
-"""Number of turns whose prompts are kept as arrays, to save rebuilding them from the token tree. Few conversations are
-active at a time, and an array for every turn would take memory quadratic in the length of a conversation."""
+"""Number of turns whose prompts are kept as arrays, which saves rebuilding them from the token tree. It is small
+because few conversations are active at a time, and because an array for every turn would take memory quadratic in the
+length of a conversation."""
 
 
 @dataclass(eq=False)
 class _ContinuableTurn:
-    """A sampled turn that may be continued."""
+    """A sampled turn that a later request may continue."""
 
     thread: Thread
     schemas: tuple[Mapping[str, Any], ...]
 
 
 class Session:
-    """Answers the requests of one episode.
+    """Answers the requests of one episode and records each answer as a turn.
 
     Args:
         loop: Samples and records the turns.
-        settings: Settings of the session.
+        settings: Settings of the session; None for the defaults.
     """
 
     def __init__(self, loop: AgentLoop, settings: SessionSettings | None = None) -> None:
@@ -62,19 +63,19 @@ class Session:
         self.settings = settings or SessionSettings()
         self.exchanges: Exchanges[Any] = Exchanges(self.settings.patience)
         self.reward: Any = None
-        """The reward posted by the agent, or None."""
+        """The reward that the agent program posted, or None."""
         self.over = False
         """True once the session has ended; requests are then refused."""
         self.counts: Counter[str] = Counter()
-        """Counts of requests and events: "requests", "overridden/temperature", "branches/sub_agent", ..."""
+        """Counts by name, of requests and of events: "requests", "overridden/temperature", "branches/sub_agent", ..."""
         self._record_fault: RecordError | None = None
         self._sampler_faults: dict[object, SamplerFault] = {}
         self.first_request: float | None = None
-        """Time of the first request, by `time.monotonic`, or None."""
+        """Time of the first request, by `time.monotonic`; None if there was no request yet."""
         self.watch: AnswerWatch | None = None
-        """Observer of requests and answers, or None."""
+        """Observer of requests and answers, or None if there is no observer."""
         self.last_stop: StopReason = StopReason.STOP
-        """Why the last reply ended or was refused."""
+        """The reason why the last reply ended or was refused."""
         self._threads: Threads[_ContinuableTurn] = Threads(restores_reasoning=self._restores_reasoning())
         self._fresh: OrderedDict[int, _ContinuableTurn] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
@@ -91,13 +92,13 @@ class Session:
 
     @property
     def fault(self) -> RolloutError | None:
-        """The fault that fails the episode: the first RecordError, or else a sampler fault that was sent to a client
-        and whose prompt was not answered later."""
+        """The fault that makes the episode fail, or None: the first RecordError, or else a sampler fault that was sent
+        to a client as the answer to a prompt that was not answered later."""
         return self._record_fault or next(iter(self._sampler_faults.values()), None)
 
     @property
     def info(self) -> dict[str, Any]:
-        """The trajectory's `info["gateway"]`: the counts, and each branch with its reason."""
+        """The entry `info["gateway"]` of the trajectory: the counts, and each branch with its reason."""
         counts = {
             **self.counts,
             "repeated": self.exchanges.num_repeated,
@@ -111,7 +112,7 @@ class Session:
         """Count a request as open while its body is being read; call `admit` afterwards.
 
         Raises:
-            Refused: as `admit`, but before the body is read.
+            Refused: as for `admit`, but before the body is read.
         """
         self._refuse_if_full(kind)
         self._num_arriving += 1
@@ -121,10 +122,10 @@ class Session:
             self._num_arriving -= 1
 
     def admit(self, kind: str = "requests") -> None:
-        """Count a request.
+        """Count a request, or refuse it.
 
         Args:
-            kind: Name of the count; `max_requests` applies to each kind.
+            kind: Name under which the request is counted; `max_requests` applies to each kind separately.
 
         Raises:
             Refused: the session is over, too many requests are open, or `max_requests` is used up.
@@ -156,12 +157,12 @@ class Session:
         """Sample and record `request.n` replies.
 
         Args:
-            request: The request, parsed.
+            request: The parsed request.
             agent: The agent's name, or "" if the request has none.
             thread: Identifier of the client's agent or conversation, or "" if the request has none.
-            trained: False if the tokens are context only.
-            body: The request's JSON, for `watch`.
-            progress: Receives the ids of a stream as they are sampled, if the sampler streams.
+            trained: False if the sampled tokens are to be context only.
+            body: The request's JSON, which is passed to `watch`.
+            progress: Receives the ids as they are sampled, if the client wants a stream and the sampler can stream.
 
         Raises:
             Refused: no turns are left, or the prompt leaves no room in the context.
@@ -195,14 +196,14 @@ class Session:
     async def complete(
         self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: AnswerProgress | None = None
     ) -> Completion:
-        """Sample and record one turn from exact ids, for a client that does its own rendering. The turn extends the
-        earlier turns that its prompt begins with.
+        """Sample and record one turn from exact ids, for a client that renders prompts itself. The turn extends those
+        earlier turns with which its prompt begins.
 
         Args:
-            request: The request. Its seed and session are ignored: the episode has its own.
+            request: The request. Its seed and session are ignored: the episode has its own seed and session.
             agent: The agent's name; "" means "main".
-            trained: False if the tokens are context only.
-            progress: Progress of the answer, if a client waits for it.
+            trained: False if the sampled tokens are to be context only.
+            progress: Tracks the answer for a client that waits for it; None if no client waits.
 
         Raises:
             Refused: no turns are left, or the prompt leaves no room in the context.
@@ -211,7 +212,8 @@ class Session:
         """
         sampler, prompt = self.loop.sampler, request.prompt_ids.tobytes()
         params = dataclasses.replace(request.params, stop=self.loop.params.stop)  # requests in ids have no stop strings
-        # Plus 1: a prompt that fills the context exactly is refused below, with the protocol's own error.
+        # Plus 1: a prompt that fills the context exactly passes this check and is refused below, with the protocol's
+        # own error.
         check_prompt(request, vocab_size=sampler.vocab_size, context_length=sampler.context_length + 1)
         if self.settings.sampling == "run":
             own = self.loop.params
@@ -229,7 +231,7 @@ class Session:
 
     @contextlib.contextmanager
     def _answering(self, prompt: object, progress: AnswerProgress | None) -> Iterator[None]:
-        """Context in which a prompt is answered: counts it as open, and remembers a failure for `fault`.
+        """Context manager in which a prompt is answered: counts the prompt as open, and keeps a failure for `fault`.
 
         Raises:
             Refused: the block raised an EpisodeOver.
@@ -237,7 +239,7 @@ class Session:
         self._num_open += 1
         try:
             yield
-            self._sampler_faults.pop(prompt, None)  # a retry of the failed prompt succeeded
+            self._sampler_faults.pop(prompt, None)  # a retry of the failed prompt has succeeded
         except EpisodeOver as over:
             self.last_stop = over.stop_reason
             raise self._refusal(over) from None
@@ -245,14 +247,15 @@ class Session:
             self._record_fault = self._record_fault or fault
             raise
         except SamplerFault as fault:
-            if progress is None or progress.num_waiting:  # else no client is left that the failure could affect
+            if progress is None or progress.num_waiting:  # otherwise no client is left that the failure could affect
                 self._sampler_faults.setdefault(prompt, fault)
             raise
         finally:
             self._num_open -= 1
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Count the tokens of a request's prompt, rendered from scratch: clients may ask before they send it."""
+        """Count the tokens of a request's prompt. Renders it from scratch, since clients may ask before they send
+        it."""
         prompt = Prompt(
             agent="",
             messages=tuple(map(readable, request.messages)),
@@ -268,13 +271,13 @@ class Session:
             self._num_open -= 1
 
     def delivered(self, exchange: RequestExchange[Any]) -> None:
-        """Mark an answer as sent to a client in full."""
+        """Mark an answer as received in full by a client."""
         exchange.delivered = True
         self._delivery.arrived(*exchange.progress.turns)
 
     async def end(self) -> None:
-        """End the session: cancel requests in flight and count their tokens. Answers that no client received become
-        untrained context, unless the settings train them."""
+        """End the session: cancel the requests in flight and count their tokens. Answers that no client received in
+        full become untrained context, unless the setting `train_undelivered` is True."""
         self.over = True
         await self.exchanges.end()
         self.counts.update(self._delivery.settle(self.loop.recorder, trained=self.settings.train_undelivered))
@@ -299,7 +302,7 @@ class Session:
             return watch_for(request.stop, self.loop.renderer.decode, show)
 
         seed = request.sampling.seed if self.settings.sampling == "client" else None
-        if seed is not None and number:  # the first of several replies uses the seed, the others derive theirs from it
+        if seed is not None and number:  # the first of several replies uses the seed; the others derive theirs from it
             seed = derive_seed(seed, number)
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
@@ -326,15 +329,17 @@ class Session:
         return reply
 
     def _not_extended(self, match: Match[_ContinuableTurn], turn: int) -> int | None:
-        """Index of the turn before, if the new turn's prompt does not extend it; None if it does, or there is none."""
+        """Return the index of the turn that the new turn continues but whose ids the new prompt does not extend. Return
+        None if the new prompt extends those ids, or if the new turn continues no turn."""
         if match.known is None or match.known.turn is None:
             return None
         turns, before = self.loop.recorder.turns, match.known.turn.thread.turn
         return None if turns[turn].extends(turns[before]) else before
 
     def _restores_reasoning(self) -> bool:
-        """Whether to restore reasoning: by default only for renderers that keep the history verbatim. With "template"
-        the chat template decides from the messages alone, like a stateless server, so nothing may be added to them."""
+        """Return True if answers that come back without their reasoning get it back. By default this is done only for
+        renderers that keep the history verbatim. With history = "template" the chat template decides from the messages
+        alone, as on a stateless server, so nothing may be added to them."""
         if self.settings.restores_reasoning is not None:
             return self.settings.restores_reasoning
         return getattr(self.loop.renderer, "history", "template") == "verbatim"
@@ -344,8 +349,8 @@ class Session:
         return f"call_{self._num_calls - 1}"
 
     def _prompt(self, match: Match[_ContinuableTurn], request: ChatRequest, *, trained: bool) -> Prompt:
-        """Build the agent loop's prompt. If the request continues a turn, use that thread's messages and tools, which
-        are as they were sampled: a client may rewrite them."""
+        """Build the prompt for the agent loop. If the request continues a turn, the prompt uses the messages and tools
+        as they were when that turn was sampled, because a client may send them back changed."""
         messages: tuple[Message, ...] = tuple(map(readable, match.messages))
         if match.known is None or not match.bridges:
             schemas: Sequence[Mapping[str, Any]] = request.tools
@@ -372,7 +377,7 @@ class Session:
         )
 
     def _refresh(self, kept: _ContinuableTurn) -> None:
-        """Keep this turn's prompt as one array, and free that of the least recently used turn."""
+        """Keep the prompt of this turn as one array, and free the array of the least recently used turn."""
         index = kept.thread.turn
         if kept.thread.answer.prompt_ids is None:
             kept.thread = _with_prompt(kept.thread, self.loop.recorder.turns[index].prompt_ids)
@@ -383,7 +388,7 @@ class Session:
             old.thread = _with_prompt(old.thread, None)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
-        """Sampling parameters of a turn. `max_tokens` is the smaller of the request's and the run's."""
+        """Return the sampling parameters of a turn. `max_tokens` is the smaller of the request's and the run's."""
         own, asked = self.loop.params, request.sampling
         most = own.max_tokens if asked.max_tokens is None else min(asked.max_tokens, own.max_tokens)
         if self.settings.sampling == "client":
@@ -402,7 +407,7 @@ class Session:
         return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
 
     def too_long(self) -> Refused:
-        """The refusal of a request whose text cannot fit the context, so that it need not be rendered."""
+        """Return the refusal of a request whose text is too long for the context, so that it need not be rendered."""
         self.last_stop = StopReason.LENGTH
         return self._refusal(EpisodeOver(StopReason.LENGTH))
 
@@ -433,13 +438,13 @@ class Session:
 
 
 def _with_prompt(thread: Thread, prompt_ids: Int32 | None) -> Thread:
-    """The thread with its prompt ids as an array; None frees them, since the recorder can rebuild them."""
+    """Copy the thread with these prompt ids as an array; None frees the array, which the recorder can rebuild."""
     ids = np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids
     return _changed(thread, answer={"prompt_ids": prompt_ids}, conversation={"prompt_ids": ids})
 
 
 def _changed(thread: Thread, *, answer: Mapping[str, Any], conversation: Mapping[str, Any], **changes: Any) -> Thread:
-    """A copy of the thread with changed fields, including fields of its answer and of the answer's conversation."""
+    """Copy the thread with changed fields of itself, of its answer, and of the answer's conversation."""
     held = thread.answer.conversation
     if held is not None:
         held = dataclasses.replace(held, **conversation)

@@ -1,14 +1,14 @@
 """Matches requests to the conversations that they continue.
 
-The messages of a session's requests form a tree: a message is a child of the message before it, keyed by its digest.
-A sampled message holds its turn. Matching walks from the root along the request's messages, one look-up each, and the
-request continues the last sampled message on this path. The cost is linear in the request, and independent of other
-sessions and conversations. A request that continues no turn, or a turn that another request has already continued, is
-a branch, and gets a reason.
+The messages of a session's requests form a tree: a message is a child of the message before it, and its digest is the
+key. The node of a sampled message holds its turn. Matching walks from the root along the request's messages, with one
+look-up per message, and the request continues the last sampled message on this path. The cost is linear in the length
+of the request, and does not depend on other sessions and conversations. A request that continues no turn, or a turn
+that another request has already continued, is a branch, and gets a reason.
 
-Example: A was sampled for the request `S U`. The request `S U A V` continues A. Branches are `S U A W`, sent while V is
-still being answered (parallel_call), `S U B V`, where B is not the sampled answer (history_edited), and `S' U'`
-(sub_agent).
+Example: The answer A was sampled for the request `S U`. The request `S U A V` continues A. Branches are `S U A W`, if
+it is sent while `S U A V` is still being answered (parallel_call); `S U B V`, where B is not the sampled answer
+(history_edited); and `S' U'` (sub_agent).
 """
 
 from __future__ import annotations
@@ -24,82 +24,86 @@ from verbatim.rollouts.gateway.canonical import Digester, identity_of, text_of, 
 T = TypeVar("T")
 
 LONG_ANSWER = 24
-"""Minimum length, in characters, of an answer that is recognised when a later message quotes it, as a summary does.
+"""Minimum length, in characters, of an answer that is recognised when a later message, such as a summary, quotes it.
 Shorter answers ("Yes.") would match by chance."""
 
 
 class BranchReason(StrEnum):
-    """Why a request does not continue the end of a conversation. The values are stable."""
+    """The reason why a request does not continue the end of a conversation. The values never change between
+    versions."""
 
     NEW_CONVERSATION = "new_conversation"
     """No message except the system prompt was seen before."""
     SUB_AGENT = "sub_agent"
-    """The first request of another agent; or an agent continues a turn after other agents did."""
+    """The request is the first of another agent, or its agent continues a turn that other agents continued before."""
     PARALLEL_CALL = "parallel_call"
-    """Another request that continues the same turn is being answered."""
+    """Another request that continues the same turn is still being answered."""
     SAME_PROMPT = "same_prompt"
-    """Another answer to the same prompt."""
+    """The prompt has been answered before, and this is a further answer to it."""
     COMPACTION = "compaction"
     """A shorter history replaces a longer one."""
     HISTORY_EDITED = "history_edited"
     """A message was changed, or the client went back to an earlier point."""
     REASONING_STRIPPED = "reasoning_stripped"
-    """An answer was sent back without its reasoning."""
+    """The client sent an answer back without its reasoning."""
     TOOLS_CHANGED = "tools_changed"
-    """The same conversation with other tool schemas."""
+    """The conversation is the same, but the request has different tool schemas."""
     RENDERED_AGAIN = "rendered_again"
     """The conversation continues, but the renderer writes an earlier answer differently from how it was sampled."""
 
 
 @dataclass(eq=False, slots=True)
 class Node(Generic[T]):
-    """One message in the context of all messages before it."""
+    """One message in the tree, in the context of all messages before it."""
 
     message: Any
-    """The message, or None for the root."""
+    """The message, or None for the root of the tree."""
     parent: Node[T] | None
     depth: int
-    """Number of messages up to and including this one."""
+    """Number of messages on the path from the root, up to and including this one."""
     digest: bytes = b""
-    """Its key in the parent's `children`."""
+    """The message's key in the `children` of the parent node."""
     turn: T | None = None
     """The turn in which the message was sampled, or None if a client wrote it."""
     tools: bytes = b""
-    """If sampled: the digest of the tools that were shown."""
+    """The digest of the tools that were shown, if the message was sampled."""
     agent: str = ""
-    """If sampled: the agent's name."""
+    """The agent's name, if the message was sampled."""
     children: dict[bytes, Node[T]] = field(default_factory=dict)
     bare: dict[bytes, Node[T]] = field(default_factory=dict)
-    """Sampled children that have reasoning, by their digests without it."""
+    """Children that were sampled with reasoning, keyed by the digests that their messages have without the
+    reasoning."""
     num_open: int = 0
-    """If sampled: the number of requests in flight that continue this message."""
+    """The number of requests in flight that continue this message, if it was sampled."""
     num_continued: int = 0
-    """If sampled: the number of turns that continue this message. Otherwise: the number of turns whose prompt ends here
-    without continuing any turn."""
+    """If the message was sampled, the number of turns that continue it. Otherwise, the number of turns whose prompt
+    ends with this message and continues no turn."""
     continued_by: tuple[str, ...] = ()
     """The agents of the turns counted in `num_continued`."""
     num_answers: int = 0
-    """Number of answers to the prompt that ends here, including those in flight."""
+    """Number of answers to the prompt that ends with this message, including answers in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Match(Generic[T]):
-    """The place of a request in the tree. The caller must pass it to `Threads.close` when the request is over."""
+    """The place of a request in the tree. The caller must pass the match to `Threads.close` when the request is
+    over."""
 
     end: Node[T]
-    """The request's last message."""
+    """The node of the request's last message."""
     known: Node[T] | None
-    """The last sampled message in the request, whose turn it continues; or None if it continues no turn."""
+    """The node of the last sampled message in the request, whose turn the request continues; None if it continues no
+    turn."""
     bridges: bool
-    """True if the prompt may be bridged from that turn: the tools are unchanged."""
+    """True if the prompt may be bridged from the continued turn, because the tools are unchanged."""
     agent: str
-    """The agent's name, given or inferred."""
+    """The agent's name, which the client gave or which was inferred."""
     reason: BranchReason | None
-    """Why the request is a branch, or None if it continues the end of a conversation."""
+    """The reason why the request is a branch, or None if it continues the end of a conversation."""
     found: str
-    """The evidence for the reason."""
+    """The evidence for `reason`, in words."""
     digester: Digester
-    """The digester that has read the request's messages, needed to digest its answers."""
+    """The digester that has read the request's messages. It is needed to digest the answers to the request."""
     tools: bytes
     """Digest of the request's tools."""
     opening: SystemPrompt
@@ -107,17 +111,17 @@ class Match(Generic[T]):
 
     @property
     def messages(self) -> tuple[Any, ...]:
-        """All messages of the request, each as it was first seen. Answers are thus as they were sampled, even if the
-        client has rewritten them."""
+        """All messages of the request, each as it was first seen. An answer is therefore as it was sampled, even if the
+        client has rewritten it."""
         return tuple(reversed([node.message for node in self._nodes()]))
 
     @property
     def turns(self) -> dict[int, T]:
-        """The turns of the request's sampled messages, by message index."""
+        """The turns of the request's sampled messages, keyed by the index of the message."""
         return {node.depth - 1: node.turn for node in self._nodes() if node.turn is not None}
 
     def _nodes(self) -> Iterator[Node[T]]:
-        """The request's nodes, last message first."""
+        """Iterate over the request's nodes, from the last message to the first."""
         node = self.end
         while node.parent is not None:
             yield node
@@ -125,7 +129,7 @@ class Match(Generic[T]):
 
     @property
     def num_known(self) -> int:
-        """How many leading messages the continued turn covers, including its answer."""
+        """The number of leading messages that the continued turn covers, including its answer."""
         return 0 if self.known is None else self.known.depth
 
 
@@ -145,7 +149,7 @@ class Threads(Generic[T]):
         self._seen: set[bytes] = set()
         self._last_answer = ""
         self.num_restored = 0
-        """Number of answers that were sent back without their reasoning and were restored."""
+        """Number of answers that a client sent back without their reasoning and whose reasoning was restored."""
 
     def match(
         self,
@@ -154,19 +158,19 @@ class Threads(Generic[T]):
         agent: str = "",
         thread: str = "",
     ) -> Match[T]:
-        """Find the place of a request, and keep it open until `close`.
+        """Find the place of a request in the tree, and count the request as open until `close`.
 
         Args:
-            messages: The request's messages, at least one. They are kept and must not be modified.
-            tools: The tool schemas that it shows.
+            messages: The request's messages, at least one. They are kept, so the caller must not modify them.
+            tools: The tool schemas that the request shows to the model.
             agent: The agent's name; "" if the request has none.
             thread: The client's identifier of the agent or conversation; "" if the request has none.
         """
         shown, opening = tools_digest(tools), SystemPrompt(messages)
         walk = self._walk(messages)
         known = walk.known
-        # A given name wins, then the client's thread id, then the agent of the continued turn. Only a request with none
-        # of these is identified by its system prompt.
+        # The agent is identified by its given name, else by the client's thread id, else as the agent of the continued
+        # turn. Only a request that has none of these is identified by its system prompt.
         continued = known.agent if known is not None and not thread else ""
         if not (name := agent or continued):
             same = None if thread else self._agents.whose_clock_went_on(opening, shown, walk.answers)
@@ -191,13 +195,13 @@ class Threads(Generic[T]):
         """Add an answer to the tree.
 
         Args:
-            match: The request's match, still open.
+            match: The request's match, which is still open.
             message: The answer as sent to the client.
             turn: The sampled turn.
 
         Returns:
-            True if another turn has continued the same turn before; or, if the request continues no turn, has answered
-            the same messages before.
+            True if another turn has already continued the turn that the request continues. If the request continues no
+            turn: True if another turn has already answered the same messages.
         """
         digest = match.digester.digest(message)
         self._seen.add(digest.bare)
@@ -207,8 +211,8 @@ class Threads(Generic[T]):
         if node is None:
             node = Node(message=message, parent=match.end, depth=match.end.depth + 1, digest=digest.full)
             match.end.children[digest.full] = node
-        # Of two equal answers to one prompt, a client most likely continues the newest. One that has been continued
-        # keeps its turn, because that turn's ids are in later prompts.
+        # If a prompt has two equal answers, a client most likely continues the newer one. But an answer that has been
+        # continued keeps its turn, because the ids of that turn are in later prompts.
         if node.turn is None or not (node.num_open or node.num_continued):
             node.message, node.turn, node.tools, node.agent = message, turn, match.tools, match.agent
         if digest.bare != digest.full:
@@ -221,12 +225,12 @@ class Threads(Generic[T]):
         return before.num_continued > 1
 
     def close(self, match: Match[T], *, answered: bool, forget: bool = False) -> None:
-        """End a request.
+        """End a request that `match` has opened.
 
         Args:
             match: The request's match.
-            answered: True if it was answered.
-            forget: True to drop its messages from the tree, except those that other requests share.
+            answered: True if the request was answered.
+            forget: True to drop the request's messages from the tree, except those that other requests share.
         """
         if match.known is not None:
             match.known.num_open -= 1
@@ -273,8 +277,8 @@ class Threads(Generic[T]):
         return walk
 
     def _reason(self, walk: _Walk[T], agent: str, tools: bytes) -> tuple[BranchReason | None, str]:
-        # The first reason that applies is reported, so the order matters: definite evidence comes first, and
-        # HISTORY_EDITED, which fits any changed history, last.
+        # The first reason that applies is returned, so the order matters: reasons with definite evidence come first,
+        # and HISTORY_EDITED, which fits any changed history, comes last.
         known = walk.known
         if known is None:
             return self._reason_of_a_beginning(walk, agent)
@@ -319,8 +323,9 @@ class Threads(Generic[T]):
         return BranchReason.NEW_CONVERSATION, "no message except the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
-        """The evidence that a shorter history has replaced a longer one, or None. Evidence is that there are fewer
-        messages, and that some were elsewhere before or one quotes the last answer, as a summary does."""
+        """Return the evidence that a shorter history has replaced a longer one, or None. There is evidence if the
+        request has fewer messages, and either some of them were at other places before, or one quotes the last answer,
+        as a summary does."""
         longest, message = self._longest.get(agent, 0), walk.first_new
         if walk.end.depth >= longest or message is None:
             return None
@@ -334,7 +339,7 @@ class Threads(Generic[T]):
         )
 
     def _quotes_last(self, walk: _Walk[T]) -> bool:
-        """True if the first new message that is not a system prompt contains the last answer."""
+        """Return True if the first new message other than a system prompt contains the last answer."""
         message = walk.first_said
         return (
             message is not None
@@ -346,15 +351,15 @@ class Threads(Generic[T]):
 
 @dataclass
 class _Walk(Generic[T]):
-    """One request's path through the tree."""
+    """The path of one request through the tree."""
 
     end: Node[T]
     digester: Digester
     known: Node[T] | None = None
     new_from: int | None = None
-    """Index of the first message that is not in the tree, or None if all are."""
+    """Index of the first message that is not in the tree, or None if all messages are."""
     first_new: Mapping[str, Any] | None = None
-    """The message at `new_from`."""
+    """The message at the index `new_from`."""
     first_said: Mapping[str, Any] | None = None
     """The first new message that is not a system prompt."""
     stripped: bool = False
@@ -362,26 +367,27 @@ class _Walk(Generic[T]):
     num_kept: int = 0
     """Number of messages found in the tree, not counting system messages."""
     num_moved: int = 0
-    """Number of new messages that were seen elsewhere before."""
+    """Number of new messages that were seen at another place before."""
     is_new: bool = False
-    """True once the walk has met a message, other than a system prompt, that was never seen before."""
+    """True once the walk has met a message, other than a system prompt, that was never seen in this session before."""
     answers: list[bytes] = field(default_factory=list)
     """Digests of the assistant messages up to the first message that was never seen before."""
     added: list[bytes] = field(default_factory=list)
-    """Digests of the new messages. Added to `_seen` only after the walk, so that a request does not match itself."""
+    """Digests of the new messages. They are added to `_seen` only after the walk, so that a request does not match
+    itself."""
     our_ids: dict[str, str] = field(default_factory=dict)
-    """The ids of tool calls that were sent to the client, keyed by the ids that the client uses: clients rename
-    them."""
+    """The ids of tool calls as they were sent to the client, keyed by the ids that the client uses. They can differ,
+    because clients rename ids."""
 
 
 def _our_ids(message: Mapping[str, Any], ours: Mapping[str, Any] | None) -> dict[str, str]:
-    """The ids of a message's calls that were sent to the client, keyed by the ids that the client uses."""
+    """Map the ids that the client uses for a message's calls to the ids that were sent to the client."""
     pairs = zip(message.get("tool_calls") or (), (ours or {}).get("tool_calls") or (), strict=False)
     return {str(call["id"]): str(own["id"]) for call, own in pairs if call.get("id") and own.get("id")}
 
 
 def _by_our_ids(message: Mapping[str, Any], our_ids: Mapping[str, str]) -> Mapping[str, Any]:
-    """Replace the call id in a tool's answer with the id that was sent to the client, so that the rendered prompt is
+    """Replace the call id in a tool message by the id that was sent to the client, so that the rendered prompt is
     consistent. Other messages are returned unchanged."""
     ours = our_ids.get(str(message.get("tool_call_id") or "")) if message.get("role") == "tool" else None
     return {**message, "tool_call_id": ours} if ours else message

@@ -1,4 +1,4 @@
-"""A program as an environment: it gets an example, a base URL and a key; the model's answers to it are trained."""
+"""The environment `Program`: a program gets an example, a base URL and a key, and the model's answers are trained."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ HARMLESS = (
     "context_management",
     "truncation",
 )
-"""Default of `unenforced`: request fields that agents send by default and that are harmless to ignore."""
+"""Default of `unenforced`: request fields that agents send by default and that can be ignored without harm."""
 _STARTING = 8
 """Maximum number of programs that start at the same time: each start takes seconds of CPU time."""
 _RESERVE = 5.0
-"""A program times out this many seconds before its episode, so that its failure can still be recorded and scored."""
+"""A program times out this many seconds before its episode does, so that its failure can still be recorded and
+scored."""
 _SERVING: set[asyncio.Task[None]] = set()
 
 
@@ -58,9 +59,9 @@ class _Played:
     reward: Any
     """The program's reward, not yet checked, or None."""
     fault: ProgramFault | None
-    """Why the program failed, or None."""
+    """The reason why the program failed, or None if it did not fail."""
     info: Mapping[str, Any]
-    """Status and times, for the trajectory's `info`."""
+    """Exit status and times of the program, for the trajectory's `info`."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class _TimeLimit:
     """The time limits of a program."""
 
     own: float | None
-    """Timeout of the program itself in seconds, or None."""
+    """Timeout of the program itself in seconds, or None if only the episode's time limits it."""
     end: float
-    """End of the episode's time, by `time.monotonic`."""
+    """The time at which the episode's timeout expires, by `time.monotonic`."""
 
     @property
     def left(self) -> float:
@@ -84,8 +85,8 @@ class _TimeLimit:
 
     @contextlib.asynccontextmanager
     async def of_waiting(self, why: str) -> AsyncIterator[None]:
-        """Context in which to wait for a place. Raises EnvironmentFault if the time runs out first; `why` names the
-        limit that caused the wait."""
+        """Context manager in which to wait for a place. `why` names the limit that causes the wait. Raises
+        EnvironmentFault if the episode's time runs out first."""
         seconds = self.left
         try:
             async with asyncio.timeout(seconds):
@@ -102,56 +103,60 @@ class Program:
     URL and key from the environment variables that SDKs read, and reports the episode's reward.
 
     Args:
-        command: The command line, as a list or a string. `{python}` as the first word is the Python that runs Verbatim;
-            `{example}` is replaced by the path of the example's file.
+        command: The command line, as a list or a string. If the first word is `{python}`, it is replaced by the Python
+            that runs Verbatim; `{example}` is replaced by the path of the file that has the example.
         data: The examples, as for `single_turn`: rows, a JSONL file, or a dataset. A program gets its row as a JSON
             object on one line, with an "id".
-        eval_data: Held-out rows; by default every tenth row of `data`, if there are at least 20.
+        eval_data: Held-out rows. By default every tenth row of `data` is held out if there are at least 20 rows.
         eval_share: Share of `data` to hold out instead of a tenth.
-        cwd: The working directory. By default the folder in which a file of the command is found, next to the run's
-            TOML file or in the current directory; otherwise the current directory. In the sandbox it is read-only;
-            VERBATIM_WORK_DIR is writable.
+        cwd: The working directory, read-only in the sandbox (VERBATIM_WORK_DIR is writable). By default it is the
+            folder relative to which a file named in the command exists: the folder of the run's TOML file or the
+            current directory. If the command names no such file, it is the current directory.
         env: Additional environment variables. Do not put keys or passwords here: the configuration is stored.
-        env_from: Environment variables of this process to pass on, since the sandbox hides them: their names, or
-            `{name there = "name here"}`.
-        example: "stdin" passes the row on standard input, "file" in a file whose path is in VERBATIM_EXAMPLE.
-        reward: Source of the reward: "last_line" of the output, "file" for `reward.txt` in the work folder, "score" for
-            the last line of `score`, or "post" to VERBATIM_REWARD_URL. A posted reward always takes precedence.
-        score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
-        failed_reward: Reward of a program that crashed or timed out after the model had answered at least once. None:
-            the episode fails, counted as `program_crashed` or `program_hung`. If the model never answered, the episode
-            always fails; without any request it counts as `program_silent`.
+        env_from: Environment variables of this process to pass on to the program, because the sandbox hides them: a
+            list of names, or `{name in the program = "name in this process"}`.
+        example: "stdin" to pass the row on standard input, "file" to pass it in a file whose path is in
+            VERBATIM_EXAMPLE.
+        reward: Where the reward is read: "last_line" (the last line of the program's output), "file" (`reward.txt` in
+            the work folder), "score" (the last line that the command `score` prints) or "post" (the program posts it to
+            VERBATIM_REWARD_URL). A posted reward always takes precedence.
+        score: With reward = "score", a bash command that runs after the program, in the same folder and sandbox.
+        failed_reward: Reward of a program that crashed or timed out after the model had answered at least once. If
+            None, the episode fails and counts as `program_crashed` or `program_hung`. If the model never answered, the
+            episode always fails; if the program sent no request at all, it counts as `program_silent`.
         timeout: Timeout of the program in seconds, not counting the wait for a place. The default, which is also the
-            maximum, is what is left of the episode's timeout, minus 5.
-        memory_mb: Maximum memory in MiB, of each of its processes and of all together. Address space that is only
-            reserved does not count.
-        processes: Maximum number of processes at a time, in the sandbox.
-        disk_mb: Maximum size in MiB of the files that it writes, in the sandbox.
-        connections: Maximum number of open connections to the gateway, in the sandbox.
-        max_body_mb: Maximum size of one request in MiB. All its requests in memory at a time may have twice that size.
-        sandbox: True to run in a sandbox that shows only the program's folder and those in `visible`, and has no
-            network except the gateway. Otherwise it runs as you, with your files, variables and network.
+            maximum, is the time left until the episode's timeout, minus 5 seconds.
+        memory_mb: Maximum memory in MiB of each process of the program, and of all its processes together. Address
+            space that is only reserved does not count.
+        processes: Maximum number of processes that the program may have at a time, enforced in the sandbox.
+        disk_mb: Maximum size in MiB of the files that the program writes, enforced in the sandbox.
+        connections: Maximum number of open connections from the program to the gateway, enforced in the sandbox.
+        max_body_mb: Maximum size of one request in MiB. All requests of an episode that are in memory at the same time
+            may together have twice that size.
+        sandbox: True to run the program in a sandbox that shows only the program's folder and the folders in `visible`,
+            and whose only network connection is to the gateway. Otherwise the program runs as you, with your files,
+            variables and network.
         visible: Additional folders that the sandbox shows, read-only.
         unsafe_allow: True to run without a sandbox if none works on this machine.
-        reuse: True to start a process once for many examples, one line each (see the documentation).
-        max_processes: Maximum number of processes with `reuse`.
-        episodes_per_process: Maximum number of concurrent episodes per process with `reuse`.
-        sampling: Source of temperature, top_p, top_k and min_p: "run", the run's configuration; or "client", the
-            program's requests.
+        reuse: True to start a process once and send it many examples, one line each (see the documentation).
+        max_processes: Maximum number of processes if `reuse` is True.
+        episodes_per_process: Maximum number of concurrent episodes per process if `reuse` is True.
+        sampling: Which values of temperature, top_p, top_k and min_p apply: "run" for those of the run's configuration,
+            "client" for those of the program's requests.
         restores_reasoning: True to treat an answer that the program sends back without its reasoning as the original
-            answer. None: True if the renderer continues answers as sampled.
-        train_undelivered: True to train answers that no client received in full and that no later request continued. By
-            default they are context, counted as `untrained`.
+            answer. None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
+        train_undelivered: True to train also those answers that no client received in full and that no later request
+            continued. By default they are only context, counted as `untrained`.
         unenforced: Request fields that are accepted, counted and otherwise ignored.
-        demonstrations: For a warm start: a JSONL file of conversations, `{"messages": [...], "tools": [...]}`, or the
-            id of a bundled environment.
+        demonstrations: Conversations for a warm start: a JSONL file whose lines have the form
+            `{"messages": [...], "tools": [...]}`, or the id of a bundled environment.
 
     Raises:
         UsageError: the program, a folder or the data is not found, or a setting is invalid.
     """
 
     only_by_sampler: ClassVar[bool] = True
-    """The program's requests go through the gateway to the run's sampler; a teacher cannot answer them."""
+    """True because the program's requests go through the gateway to the run's sampler; a teacher cannot answer them."""
 
     def __init__(
         self,
@@ -231,21 +236,21 @@ class Program:
         self.most, self.places = max_processes, episodes_per_process
         self._demonstrations = demonstrations
         self.watch: AnswerWatch | None = None
-        """Observer of all requests and answers, for checks; or None."""
+        """Observer of all requests and answers, used by checks; None if there is no observer."""
         self._serving: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ProgramServing] = (
             weakref.WeakKeyDictionary()
         )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of "train" or "eval"."""
+        """Return the rows of the split "train" or "eval" as examples."""
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> ProgramEpisode:
-        """Create the episode of one row. The program gets no seed; the sampler has its own."""
+        """Create the episode of one row. `seed` is unused: the program gets no seed, and the sampler has its own."""
         return ProgramEpisode(self, example)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
-        """Conversations to imitate, from the file or environment in `demonstrations`."""
+        """Return `count` conversations to imitate, from the file or environment named in `demonstrations`."""
         named = self._demonstrations
         if named is None:
             raise NoDemonstrations(
@@ -262,7 +267,7 @@ class Program:
         ]
 
     async def serving(self) -> ProgramServing:
-        """The gateway and the reused programs of the running event loop; they end with the loop."""
+        """Return the gateway and the reused programs of the running event loop. Both end with the loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             service = Service(options=self._options, limits=self._limits)
@@ -273,7 +278,7 @@ class Program:
 
 
 def _folder_of(command: str | Sequence[str]) -> str | None:
-    """The folder relative to which the first relative file path of the command exists, or None."""
+    """Return the folder relative to which the first relative file path in the command exists, or None."""
     words = shlex.split(command) if isinstance(command, str) else command
     for word in words:
         found = None if Path(word).is_absolute() else find_file(word)
@@ -284,7 +289,7 @@ def _folder_of(command: str | Sequence[str]) -> str | None:
 
 
 class ProgramServing:
-    """A gateway and its programs. They run until their event loop ends."""
+    """The gateway and the reused programs of one event loop. They run until the loop ends."""
 
     def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
         self.service = service
@@ -309,7 +314,7 @@ class ProgramServing:
 
 
 class ProgramEpisode(Episode):
-    """One run of the program."""
+    """An episode that runs the program once."""
 
     def __init__(self, environment: Program, example: Example) -> None:
         self._environment, self._example = environment, example
@@ -343,12 +348,12 @@ class ProgramEpisode(Episode):
             raise EpisodeOver(reason)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The program's reward."""
+        """Return the reward that the program reported."""
         return self._reward
 
     def _settle(self, session: Session, played: _Played) -> None:
-        """Read the reward, or raise the fault. A fault of the sampler comes first, since it may have caused the
-        program's failure."""
+        """Set the reward, or raise the fault of the episode. A fault of the sampler is raised before one of the
+        program, because it may have caused the program's failure."""
         if session.fault is not None:
             raise session.fault
         fault = played.fault
@@ -375,7 +380,7 @@ class ProgramEpisode(Episode):
             self.info = {**self.info, "program": {**self.info["program"], "end": fault.kind, "said": str(fault)[:1000]}}
 
     async def _launch(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
-        """Play the episode in a new process."""
+        """Play the episode in a process of its own."""
         process = ProgramProcess(self._environment.launch, serving.service)
         try:
             async with time_limit.of_waiting(f"{_STARTING} programs start at a time"), serving.starting:
@@ -407,12 +412,12 @@ class ProgramEpisode(Episode):
             await process.close()
 
     def _line(self, outcome: ProgramEnd) -> str:
-        """The last non-empty line of the output from which the reward is read; "" if there is none."""
+        """Return the last non-empty line of the output that has the reward, or "" if every line is empty."""
         text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
     async def _reuse(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
-        """Play the episode in a process that also plays others."""
+        """Play the episode in a process that also plays other episodes."""
         began = time.monotonic()
         fault: ProgramFault | None = None
         answer: Mapping[str, Any] = {}
@@ -431,7 +436,7 @@ class ProgramEpisode(Episode):
         return _Played(reward=reward, fault=fault, info=info)
 
     def _row(self) -> dict[str, Any]:
-        """The example as sent to the program."""
+        """Return the example as the JSON object that is sent to the program."""
         example = self._example
         row = {"id": example.id, **example.payload}
         if example.messages:
@@ -442,8 +447,8 @@ class ProgramEpisode(Episode):
 
 
 def read_reward(line: str, where: str) -> float | Mapping[str, float]:
-    """Read the reward from a line: a number, `{"reward": number}`, or `{"reward": {part: number}}`; other keys are
-    ignored.
+    """Read the reward from a line of JSON: a number, `{"reward": number}`, or `{"reward": {part: number}}`. Other keys
+    are ignored.
 
     Raises:
         EnvironmentFault: the line has no valid reward.
