@@ -1,7 +1,7 @@
 """Creates environments from a configuration's name and arguments, and checks what users' code returns.
 
-Users' classes, examples and demonstrations are checked in full before the run: a fault in one of them must not surface
-in the middle of it.
+Users' classes, examples and demonstrations are checked in full before the run starts, so that a fault in one of them
+does not surface in the middle of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verbatim.environments.shapes import EXPECTED, adapted, adapter_of, check_ar
 from verbatim.models.renderers.responses import read_json
 
 _METHODS = {"examples": ("split",), "start": ("example", "seed")}
-"""Required methods of an environment, with their positional arguments."""
+"""Required methods of an environment, with the names of their positional arguments."""
 
 
 def create_environment(
@@ -32,11 +32,13 @@ def create_environment(
     """Create the environment that a configuration names.
 
     Args:
-        name: A bundled id ("guess_number", also "guess-number"), or the import path ("my_module.MyEnvironment") of a
-            class or function that creates an environment; modules in the current directory can be imported. The path
-            of a class with `reset` and tool methods, a Gymnasium-style class, or a reward function works too.
-        args: Keyword arguments; for the last three also those of `ToolClass`, `GymnasiumStyle` or `SingleTurn`.
-        table: Import path, class or function by id.
+        name: The id of a bundled environment ("guess_number" or "guess-number"), or the import path
+            ("my_module.MyEnvironment") of a class or function that creates an environment. Modules in the current
+            directory can be imported. The path may also name a class with `reset` and tool methods, a Gymnasium-style
+            class, or a reward function.
+        args: Keyword arguments of the class or function. In the last three cases of `name` they may include arguments
+            of `ToolClass`, `GymnasiumStyle` or `SingleTurn` respectively.
+        table: Import path, class or function of each bundled id.
 
     Raises:
         ComponentError: the name cannot be imported or called, or the result is not an environment.
@@ -65,17 +67,18 @@ def create_environment(
     else:
         environment = _made(name, functools.partial(make, **arguments), arguments)
         if not inspect.isclass(make) and (adapter := adapter_of(environment)) is not None:
-            # A function returned an object that needs an adapter; the adapter calls it again for each episode's object.
+            # A function returned an object that needs an adapter. The adapter calls the function again for each
+            # episode.
             again = functools.partial(make, **arguments)
             environment = _made(name, functools.partial(adapted, again, adapter, {}), arguments)
     return _check_environment(name, environment)
 
 
 def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a user's class or function.
+    """Call a user's class or function, and return the result.
 
     Raises:
-        ComponentError: the call raised; the message has the exception and the line.
+        ComponentError: the call raised an exception; the message has that exception and the line.
     """
     with users_errors(
         lambda error: ComponentError(f"environment {name!r}, created with {shown(arguments)}, raised {told(error)}"),
@@ -85,10 +88,10 @@ def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> A
 
 
 def demonstrations_of(environment: Environment, name: str, count: int, seed: int) -> Sequence[Demonstration]:
-    """An environment's demonstrations.
+    """Return `count` demonstrations of an environment, checked.
 
     Raises:
-        ComponentError: the environment has none, or returned an invalid value.
+        ComponentError: the environment has no demonstrations, or returned an invalid value.
     """
     if not isinstance(environment, Demonstrates):
         raise ComponentError(
@@ -111,10 +114,10 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
 
 
 def examples_of(environment: Environment, name: str, split: str) -> Sequence[Example]:
-    """An environment's examples.
+    """Return the examples of one split of an environment, checked.
 
     Raises:
-        ComponentError: `examples` raised, or did not return a list of examples with unique ids.
+        ComponentError: `examples` raised an exception, or did not return a list of examples with unique ids.
     """
     given = _called(name, environment.examples, split)
     what = f'environment {name!r}: examples("{split}")'
@@ -145,7 +148,7 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
 
 
 def corpus(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """Demonstrations rendered by the chat template: the texts on which `[model.build]` trains a tokenizer."""
+    """Render demonstrations with the chat template, as strings on which `[model.build]` trains a tokenizer."""
     from verbatim.models.trained_tokenizer import chat_text  # imports torch and transformers
 
     return [chat_text(shown.messages, shown.tools) for shown in demonstrations]
@@ -183,7 +186,7 @@ def _check_takes(name: str, method: Callable[..., Any], called: str, given: Sequ
 
 
 def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
-    """Call a user's method; its exceptions become a `ComponentError` that names the call."""
+    """Call a user's method. An exception becomes a `ComponentError` that names the call."""
     arguments = ", ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in given)
     what = f"environment {name!r}: {method.__name__}({arguments})"
     with users_errors(functools.partial(_told_of, what)):
@@ -195,14 +198,15 @@ def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
 
 
 def _told_of(what: str, error: BaseException) -> ComponentError | UsageError:
-    """The error for a call that raised. A UsageError keeps its class and message: it was written for the user."""
+    """Return the error to raise for a call that raised `error`. A UsageError keeps its class and message, because it
+    was written for the user."""
     if isinstance(error, UsageError):
         return type(error)(f"{what}: {error}")
     return ComponentError(f"{what} raised {told(error)}")
 
 
 def _wrong_demonstration(item: object) -> str | None:
-    """A sentence on what is wrong with a demonstration, or None."""
+    """Say in one sentence what is wrong with a demonstration; None if it is valid."""
     if not isinstance(item, Demonstration):
         return f"found {_a(item)}; expected a verbatim.environments.Demonstration"
     if (why := wrong_conversation(item.messages, item.tools)) is not None:
@@ -219,7 +223,8 @@ def _wrong_demonstration(item: object) -> str | None:
 
 
 def wrong_conversation(messages: Any, tools: Any) -> str | None:
-    """A sentence on what is wrong with a conversation to imitate, or None. Its messages and schemas are users' data.
+    """Say in one sentence what is wrong with a conversation to imitate; None if it is valid. Its messages and schemas
+    come from users, so they may be anything.
 
     >>> wrong_conversation([{"role": "user", "content": ["go"]}], ())
     "message 0 (user) has the content ['go']; expected a text: join a list, or write it with json.dumps"
@@ -254,7 +259,7 @@ def wrong_conversation(messages: Any, tools: Any) -> str | None:
 
 
 def _wrong_calls(calls: Any) -> str | None:
-    """A sentence on what is wrong with an assistant message's `tool_calls`, or None."""
+    """Say in one sentence what is wrong with the `tool_calls` of an assistant message; None if they are valid."""
     if not calls:
         return None
     if isinstance(calls, list | tuple) and all(map(_is_call, calls)):
@@ -274,11 +279,11 @@ def _is_call(call: Any) -> bool:
 
 
 _ASYNC = {"score": "trajectory", "reply": "message", "run": "agent", "close": ""}
-"""An episode's async methods, each with its argument."""
+"""The async methods of an episode, each with the name of its argument."""
 
 
 def wrong_episode(episode: object) -> str | None:
-    """A sentence on what an episode lacks, found before it is played; None: nothing is missing."""
+    """Say in one sentence what an episode lacks, before it is played; None if nothing is missing."""
     name = type(episode).__name__
     owns = getattr(episode, "run", None) is not None  # `run` replaces `reply`: only one of the two is needed
     for method, argument in _ASYNC.items():

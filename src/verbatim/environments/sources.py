@@ -1,4 +1,4 @@
-"""Reads examples from lists, files and data sets; an invalid row is refused with its file and line."""
+"""Reads examples from lists, files and data sets. The error about an invalid row names its file and line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSTALL = "Hugging Face data sets need the datasets package: pip install 'verbat
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Names of the fields of a row; all other fields become the payload.
+    """Names of the fields of a row that have a meaning. All other fields become the payload.
 
     Example:
         The row `{"id": 7, "messages": [{"role": "user", "content": "2 + 2?"}], "answer": 4}` becomes
@@ -29,16 +29,16 @@ class Columns:
     """
 
     id: str = "id"
-    """Field of the unique id; if no row has one, rows are numbered from 0."""
+    """Field with the unique id. If no row has it, the rows are numbered from 0."""
     messages: str = "messages"
-    """Field of the opening messages, optional."""
+    """Field with the opening messages; rows may lack it."""
     tools: str = "tools"
-    """Field of the tool schemas, or their JSON text, optional."""
+    """Field with the tool schemas, as a list or as JSON text; rows may lack it."""
     prompt: str | None = None
-    """Field whose text becomes the only message, for rows without messages; the text also stays in the payload."""
+    """Field whose text becomes the only message of a row without messages. The text also stays in the payload."""
 
     def ids(self, values: Sequence[Any], where: Callable[[int], str]) -> tuple[str, ...]:
-        """The examples' ids, from the values of the id field; `where` names a row in errors.
+        """Return the ids of the examples, given the values of the id field. `where` names a row in errors.
 
         Raises:
             UsageError: only some rows have an id, or two rows have the same id.
@@ -59,10 +59,10 @@ class Columns:
         return tuple(seen)
 
     def example(self, row: Mapping[str, Any], example_id: str, where: str) -> Example:
-        """The example of one row.
+        """Create the example of one row. `where` names the row in errors.
 
         Raises:
-            UsageError: invalid messages or tools, or a field without a JSON form.
+            UsageError: the messages or tools are invalid, or a field has no JSON form.
         """
         if (why := why_refused(row, of_json=False)) is not None:
             raise UsageError(f"{where}: {why}")
@@ -81,7 +81,7 @@ class Columns:
 
 
 class _Source(Sequence[Example]):
-    """A sequence whose examples are created from rows on access, so a large data set stays on disk."""
+    """A sequence that creates each example from its row on access, so that a large data set can stay on disk."""
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], where: Callable[[int], str], ids: Sequence[Any], columns: Columns
@@ -95,7 +95,7 @@ class _Source(Sequence[Example]):
         return len(self._ids)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """One row as it was read."""
+        """Return one row as it was read."""
         return self._rows[index]
 
     @overload
@@ -110,12 +110,12 @@ class _Source(Sequence[Example]):
 
 
 class ListExamples(_Source):
-    """Rows in memory, checked at once.
+    """Examples from rows in memory. All rows are checked at once.
 
     Args:
-        rows: Mappings.
-        what: The rows' name in errors: "data" gives "data[3]".
-        id_field: As in `Columns`, like the other `..._field` arguments.
+        rows: The rows, as mappings.
+        what: The name of the rows in errors: with "data", an error names "data[3]".
+        id_field: As for `Columns`; likewise the other `..._field` arguments.
 
     Raises:
         UsageError: a row is invalid; the error names its index.
@@ -141,7 +141,7 @@ class ListExamples(_Source):
 
 
 class JsonlExamples(_Source):
-    """The lines of a JSONL file, read and checked at once.
+    """Examples from the lines of a JSONL file, which is read and checked at once.
 
     Example:
         >>> class Sums:  # doctest: +SKIP
@@ -149,11 +149,11 @@ class JsonlExamples(_Source):
         ...         return JsonlExamples(f"sums/{split}.jsonl", prompt_field="question")
 
     Args:
-        path: The file: UTF-8, one JSON object per line; empty lines are skipped.
-        id_field: As in `Columns`, like the other `..._field` arguments.
+        path: The file, in UTF-8, with one JSON object per line. Empty lines are skipped.
+        id_field: As for `Columns`; likewise the other `..._field` arguments.
 
     Raises:
-        UsageError: there is no such file, or a line is invalid; the error names file and line.
+        UsageError: the file does not exist, or a line is invalid; the error names the file and the line.
     """
 
     def __init__(
@@ -175,20 +175,20 @@ class JsonlExamples(_Source):
 
 
 class HuggingFaceExamples(_Source):
-    """One split of a data set of the `datasets` library; rows stay on disk and are checked on access.
+    """One split of a data set of the `datasets` library. The rows stay on disk and are checked on access.
 
     Example:
         >>> HuggingFaceExamples("openai/gsm8k", "train", name="main", prompt_field="question")  # doctest: +SKIP
 
     Args:
         source: A `datasets.Dataset`; a folder written by `save_to_disk`; or a name or folder for `load_dataset`.
-        split: The split; ignored for a `Dataset`, and for a saved folder that holds a single one.
-        name: The data set's configuration, for `load_dataset`.
-        revision: The data set's version, for `load_dataset`.
-        id_field: As in `Columns`, like the other `..._field` arguments.
+        split: Name of the split. Ignored if `source` is a `Dataset`, or a saved folder that holds only one split.
+        name: The data set's configuration, passed to `load_dataset`.
+        revision: The data set's version, passed to `load_dataset`.
+        id_field: As for `Columns`; likewise the other `..._field` arguments.
 
     Raises:
-        UsageError: the data set cannot be loaded or has no such split; on access, an invalid row.
+        UsageError: the data set cannot be loaded or has no such split. Also raised on access to an invalid row.
     """
 
     def __init__(
@@ -235,10 +235,10 @@ def _load(source: Any, split: str, name: str | None, revision: str | None) -> An
 
 
 def read_json_lines(path: Path, what: str = "example") -> dict[int, dict[str, Any]]:
-    """The JSON objects of a file by line number, from 1; empty lines are skipped.
+    """Read the JSON objects of a JSONL file, keyed by line number, counting from 1. Empty lines are skipped.
 
     Raises:
-        UsageError: there is no such file, it is empty, or a line is invalid; the error names file and line.
+        UsageError: the file does not exist or is empty, or a line is invalid; the error names the file and the line.
     """
     rows: dict[int, dict[str, Any]] = {}
     try:
@@ -289,7 +289,8 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove keys whose value is null: Arrow gives each row of a data set the keys of all rows."""
+    """Remove the keys whose value is null. They occur because Arrow gives each row of a data set the keys of all
+    rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

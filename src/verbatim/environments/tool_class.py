@@ -1,4 +1,4 @@
-"""Turns a class with `reset` and tool methods, as in TRL's `environment_factory`, into an environment."""
+"""Turns a class with a method `reset` and tool methods, as for TRL's `environment_factory`, into an environment."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from verbatim.environments.tools.function_tool import as_result
 from verbatim.environments.tools.threads import in_thread
 
 NO_TOOLS = ("reset", "get_reward", "reward", "close")
-"""Public methods that are not tools. Neither is `solution` if it takes no arguments."""
+"""Names of public methods that are not tools. `solution` is not a tool either if it takes no arguments."""
 SEEDS = {"train": range(100), "eval": range(100, 150)}
-"""Without data, each of these seeds is an example."""
+"""Seeds by split. Without data, each of these seeds is an example."""
 
 
 class ToolClass:
     """An environment made from a class whose `reset` begins an episode and whose other public methods are tools.
 
-    Each episode creates its own object. Its `reset` is called with the row's fields that its signature names (all of
-    them if it takes `**kwargs`), and with `seed` if it names it. The text that `reset` returns is appended to the
-    user's message. The episode ends when the model answers without a tool call, or when the object's `done` is True.
-    A ValueError in a tool is reported to the model. The reward comes from `reward` functions, the method `get_reward`,
-    or the method or attribute `reward`. `close`, if there is one, is called at the end. Plain methods run in threads.
+    Each episode creates its own object. `reset` is called with those of the row's fields that are in its signature
+    (with all fields if it takes `**kwargs`), and with `seed` if that is in its signature. The text that `reset` returns
+    is appended to the user's message. The episode ends when the model answers without a tool call, or when the object's
+    `done` is True. A ValueError in a tool is reported to the model. The reward comes from the `reward` functions, from
+    the method `get_reward`, or from the method or attribute `reward`. At the end `close` is called, if the object has
+    it. Methods that are not async run in threads.
 
     Args:
         environment: The class, a function that creates an object, or the import path of either.
-        data: Rows, as for `SingleTurn`; None: 100 seeds for training and 50 for evaluation.
-        reward: Functions, as for `SingleTurn`; TRL's may take `environments`.
+        data: Rows, as for `SingleTurn`. If None, there are 100 seeds for training and 50 for evaluation instead.
+        reward: Reward functions, as for `SingleTurn`. Those written for TRL may take `environments`.
         prompt: The field with the prompt, if the data has one.
         user_prompt: The user's message if the data has no prompt.
-        system_prompt: A system message in front of the user's.
+        system_prompt: A system message in front of the user's message.
         eval_data: As for `SingleTurn`.
         eval_share: As for `SingleTurn`.
         weights: As for `SingleTurn`.
         args: Keyword arguments of the class.
 
     Raises:
-        ComponentError: the class cannot be imported or created, or has no tools or no reward.
+        ComponentError: the class cannot be imported or instantiated, or has no tools or no reward.
         UsageError: the data cannot be read.
     """
 
@@ -81,7 +82,7 @@ class ToolClass:
         self._check(made(make, self._name), columns)
 
     def _check(self, instance: Any, columns: Mapping[str, Any]) -> None:
-        """Refuse a class without `reset`, tools or a reward, or whose `reset` needs fields that the data lacks."""
+        """Refuse a class that lacks `reset`, tools or a reward, or whose `reset` needs fields that the data lacks."""
         reset = getattr(instance, "reset", None)
         if not callable(reset):
             raise ComponentError(f"{self._name} has no reset; expected `def reset(self, **kwargs) -> str | None`")
@@ -112,11 +113,11 @@ class ToolClass:
             close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows, or the seeds, of a split, "train" or "eval"."""
+        """Return the rows, or the seeds, of the split "train" or "eval" as examples."""
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """Create an object and reset it."""
+        """Create an object of the class, reset it, and return its episode."""
         instance = await in_thread(self._make)
         fields = {**example.payload, "prompt": prompt_of(example, self._prompt)}
         fields.setdefault("seed", seed)
@@ -132,7 +133,7 @@ class ToolClass:
         return _with_observation(messages, observation, self._name)
 
     async def reward_of(self, instance: Any, trajectory: Trajectory, example: Example, num_opening: int) -> Score:
-        """The reward of an episode that was opened with `num_opening` messages."""
+        """Return the reward of an episode that began with `num_opening` messages."""
         if self._rewards.functions:
             prompt = prompt_of(example, self._prompt)
             return await self._rewards.score(trajectory, example, prompt, num_opening=num_opening, environment=instance)
@@ -141,7 +142,7 @@ class ToolClass:
         return earned
 
     def tools_of(self, instance: Any) -> list[FunctionTool]:
-        """An object's tools; each call also checks the object's `done`."""
+        """Return the tools of an object. Each tool call also checks the object's `done`."""
         return _tools(instance, self._name)
 
 
@@ -162,7 +163,7 @@ class _ToolClassEpisode(Episode):
 
 
 def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """A function that creates one episode's object, from a class, a function or an import path.
+    """Return a function that creates the object of one episode, given a class, a function or an import path.
 
     Raises:
         ComponentError: the path cannot be imported, or `environment` is an object instead of a class.
@@ -178,13 +179,13 @@ def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]
 
 
 def name_of(environment: Any) -> str:
-    """The name for `environment` in error messages."""
+    """Return the name of `environment` for error messages."""
     inner = environment.func if isinstance(environment, functools.partial) else environment
     return inner if isinstance(inner, str) else str(getattr(inner, "__name__", inner))
 
 
 def made(make: Callable[[], Any], name: str) -> Any:
-    """Create one object; what its constructor raises becomes a ComponentError."""
+    """Create one object. An exception in its constructor becomes a ComponentError."""
     expected = "expected a class that can be made without arguments, or with those of args"
     with users_errors(lambda error: ComponentError(f"{name}() raised {told(error)}; {expected}")):
         return make()
@@ -192,7 +193,8 @@ def made(make: Callable[[], Any], name: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def closed_on_failure(instance: Any) -> AsyncIterator[None]:
-    """Close an object if the block fails: an episode that never began is not closed by the rollout."""
+    """Context manager that closes an object if the block fails, because the rollout does not close an episode that
+    never began."""
     try:
         yield
     except Exception:
@@ -204,14 +206,14 @@ async def closed_on_failure(instance: Any) -> AsyncIterator[None]:
 
 
 async def called(function: Callable[..., Any]) -> Any:
-    """Call a user's function: a plain one in a thread, since it may block, an async one on the event loop."""
+    """Call a user's function: in a thread if it is not async, since it may block; otherwise on the event loop."""
     inner = function.func if isinstance(function, functools.partial) else function
     value = function() if inspect.iscoroutinefunction(inner) else await in_thread(function)
     return await value if inspect.isawaitable(value) else value
 
 
 def tool_methods(cls: type) -> list[str]:
-    """The names of a class's public methods that are tools, in the order of definition."""
+    """Return the names of a class's public methods that are tools, in the order of definition."""
     names = {  # a dict keeps the order of definition; base classes come first
         name: None
         for base in reversed(cls.__mro__)
@@ -226,13 +228,15 @@ def tool_methods(cls: type) -> list[str]:
 
 
 def _has_solution(cls: type) -> bool:
-    """True if `solution` is a method without arguments, which `verbatim env check` plays; else it may be a tool."""
+    """Return True if `solution` is a method without arguments, which `verbatim env check` plays. With arguments it may
+    be a tool."""
     solution = getattr(cls, "solution", None)
     return inspect.isfunction(solution) and len(inspect.signature(solution).parameters) == 1
 
 
 class _Method(FunctionTool):
-    """A method as a tool. Its ValueError is reported to the model; it ends the episode if the object is done."""
+    """A method of the object as a tool. A ValueError in it is reported to the model. It ends the episode if the object
+    is then done."""
 
     def __init__(self, instance: Any, method: Callable[..., Any]) -> None:
         super().__init__(method)
@@ -256,8 +260,8 @@ def _tools(instance: Any, name: str) -> list[FunctionTool]:
 
 
 def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Example) -> dict[str, Any]:
-    """The fields to pass to `reset`: those that it names or, if it takes `**kwargs`, all fields of the row and the
-    prompt, but not the seed that is added to each row."""
+    """Return the fields to pass to `reset`: those in its signature or, if it takes `**kwargs`, the prompt and all
+    fields of the row, except the seed that Verbatim adds to each row."""
     parameters = inspect.signature(reset).parameters.values()
     names = {p.name for p in parameters}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -269,7 +273,7 @@ def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Exampl
 
 
 def _with_observation(messages: list[Message], observation: Any, name: str) -> list[Message]:
-    """The opening messages with the text of `reset` appended to the last user message, as TRL does."""
+    """Return the opening messages, with the text that `reset` returned appended to the last user message, as in TRL."""
     if observation is not None and not isinstance(observation, str):
         raise EnvironmentFault(f"{name}.reset returned {shown(observation)}; expected a string for the model, or None")
     if observation and messages and messages[-1]["role"] == "user":

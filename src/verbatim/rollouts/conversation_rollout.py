@@ -1,4 +1,4 @@
-"""Runs conversations with any episode loop: conversations in, trajectories out."""
+"""Runs conversations with any episode loop: takes conversations, and returns trajectories."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ from verbatim.rollouts.user_simulator import UserSimulator
 Self = TypeVar("Self", bound="ConversationRollout")
 
 Begin: TypeAlias = Callable[[], Awaitable[Episode]]
-"""Starts an episode."""
+"""Function that starts an episode."""
 Settle: TypeAlias = Callable[[Trajectory], Trajectory]
-"""Completes a finished trajectory: sets its reward and success."""
+"""Function that completes a finished trajectory: sets the reward and success."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
-"""Creates the episode loop for an opening and its index; also returns the seed to store in the trajectory."""
+"""Function that creates the episode loop, given the index of an opening and the opening. It also returns the seed to
+store in the trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversationRollout(abc.ABC):
-    """Base class of rollout engines: their common settings, and how a call runs its episodes. An invalid setting raises
-    a UsageError that names it."""
+    """Base class of rollout engines. Contains their common settings, and runs the episodes of a call. An invalid
+    setting raises a UsageError that names the setting."""
 
     tool_manager: Managers = None
-    """Runs the tool calls: one manager for all trajectories, or a list with one for each. None: a call is answered with
-    an error, and counted."""
+    """Runs the tool calls: one manager for all trajectories, or a list with one manager for each trajectory. If None, a
+    tool call is answered with an error, which is counted."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of every turn."""
     max_turns: int = EpisodeLimits.max_turns
@@ -63,37 +64,39 @@ class ConversationRollout(abc.ABC):
     tool_output_limit: int = EpisodeLimits.tool_output_limit
     """Maximum length of a tool result in characters."""
     tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
-    """What happens when a tool raises or times out: "message" tells the model, "stop" ends the trajectory as
-    `api_error`."""
+    """What happens when a tool raises an exception or times out: "message" tells the model, "stop" ends the trajectory
+    with the stop reason `api_error`."""
     max_malformed_retries: int = EpisodeLimits.max_malformed_retries
-    """Maximum number of consecutive turns whose calls are all malformed. One more ends the trajectory as
-    "malformed"."""
+    """Maximum number of consecutive turns in which all tool calls are malformed. One more such turn ends the trajectory
+    with the stop reason "malformed"."""
     trace_dir: str | Path | None = None
-    """Folder in which each trajectory is stored as a file as soon as it ends; None: not stored."""
+    """Folder in which each trajectory is stored as a file as soon as it ends; None to store no files."""
     trace_callback: Callable[[Trajectory], Any] | None = None
-    """Returns True if the trajectory is to be stored; None: all are stored."""
+    """Function that returns True if a trajectory is to be stored; None to store all trajectories."""
     success_callback: Callable[[Trajectory], Any] | None = None
-    """Returns True to name the file `ok-...`, False for `fail-...`. None: a trajectory that ended on its own, without
-    an error, is a success."""
+    """Function that returns True to give a trajectory's file the name `ok-...`, False for `fail-...`. If None, a
+    trajectory that ended by itself and without an error counts as a success."""
     progress: bool | None = None
-    """True to show a progress bar; None: show one if standard error is a terminal."""
+    """True to show a progress bar, False to show none; None shows one if standard error is a terminal."""
     user: UserSimulator | None = None
-    """Replies when the model answers without a tool call; None: the conversation ends there."""
+    """Simulated user that replies when the model answers without a tool call; None to end the conversation there."""
     score: Scorer | None = None
-    """`score(trajectory, task)`, sync or async: returns the reward of a finished conversation, or its named parts."""
+    """Function `score(trajectory, task)`, sync or async, that returns the reward of a finished conversation: a number,
+    or named parts."""
 
     _above_zero: ClassVar[tuple[str, ...]] = ("concurrency", "trajectory_timeout")
 
     @classmethod
     def remote(cls, **settings: Any) -> Any:
-        """Create this rollout in a Ray actor; return its handle, for `ray.get(actor.__call__.remote(trajectories))`.
+        """Create this rollout in a Ray actor, and return the actor's handle, for
+        `ray.get(actor.__call__.remote(trajectories))`.
 
         If Ray is not running, it is started on this machine. `sampler` and `template` may be functions without
-        arguments, which are called in the actor. The environment variable with a server's key must be set on the
-        actor's host.
+        arguments, which are then called in the actor. If a server needs a key, the environment variable with the key
+        must be set on the actor's host.
 
         Raises:
-            UsageError: Ray is not installed, a setting is unknown, or one cannot be sent to an actor.
+            UsageError: Ray is not installed, a setting is unknown, or a setting cannot be sent to an actor.
         """
         from verbatim.rollouts.ray.actor import start_rollout
 
@@ -104,7 +107,8 @@ class ConversationRollout(abc.ABC):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
-        # Validates the limits. Not `self._limits()`: a subclass reads its sampler there, which is not checked yet.
+        # Validates the limits. Calls the base class's `_limits`, because a subclass's reads the sampler, which is not
+        # checked yet.
         ConversationRollout._limits(self)
         managers = self.tool_manager
         if not isinstance(self.sampling_params, SamplingParams):
@@ -114,18 +118,18 @@ class ConversationRollout(abc.ABC):
                 raise UsageError(f"tool_manager: {given!r:.80}; expected a ToolManager, such as ToolManager([search])")
 
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """Run every conversation to its end; return one trajectory for each, in the same order.
+        """Run every conversation to its end, and return one trajectory for each, in the same order.
 
-        The input is not modified. A trajectory that failed has the reason in `error`.
+        The input is not modified. If a trajectory failed, its field `error` has the reason.
 
         Args:
-            trajectories: Each an `Example`, a `Trajectory`, or a mapping with `messages` (and `tools`, `id`, any other
-                fields).
-            overrides: Settings for this call only: `rollout(trajectories, max_turns=3)`.
+            trajectories: The conversations, each as an `Example`, as a `Trajectory`, or as a mapping with `messages`
+                and optionally `tools`, `id` and any other fields.
+            overrides: Settings that apply to this call only: `rollout(trajectories, max_turns=3)`.
 
         Raises:
-            UsageError: this is not a list of conversations, a setting is unknown, or the number of tool managers
-                differs from the number of trajectories.
+            UsageError: `trajectories` is not a list of conversations, a setting is unknown, or the number of tool
+                managers differs from the number of trajectories.
         """
         settings = self._override(overrides)
 
@@ -146,9 +150,9 @@ class ConversationRollout(abc.ABC):
     async def run_each(
         self, trajectories: Sequence[Conversation], finished: Callable[[int, Trajectory], object], **overrides: Any
     ) -> None:
-        """Like `run`, but pass each trajectory to `finished`, with its index, as soon as it ends, instead of collecting
-        them. An exception of `finished` is raised here; the episodes still in flight are cancelled, and their
-        trajectories are passed to `finished` too."""
+        """Like `run`, but instead of collecting the trajectories, call `finished` with the index and the trajectory as
+        soon as each one ends. An exception in `finished` is raised here; then the episodes still in flight are
+        cancelled, and `finished` is called with their trajectories too."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
         offered = offered_tools(openings, settings.tool_manager)
@@ -172,17 +176,17 @@ class ConversationRollout(abc.ABC):
         env: str = "",
         seed: int | None = None,
     ) -> None:
-        """Play episodes of an environment; `finished` is as for `run_each`.
+        """Play episodes of an environment. `finished` is called as in `run_each`.
 
-        The environment has its own tools, user and score; `score_group` is not called. An episode's seed is derived
-        from `seed`, the example and the number of the sample.
+        The environment has its own tools, user and score; its `score_group` is not called. An episode's seed is derived
+        from `seed`, the example's id and the sample number.
 
         Args:
             environment: The environment.
-            examples: Examples, each with the number of the sample: an example may be played several times.
-            finished: Receives each trajectory with its index in `examples`.
-            env: The environment's name, for the trajectories.
-            seed: Seed of the episodes; None: this rollout's seed.
+            examples: Pairs of an example and a sample number. An example may occur several times.
+            finished: Called with each trajectory's index in `examples` and the trajectory.
+            env: The environment's name, which is stored in the trajectories.
+            seed: Seed of the episodes; None for this rollout's seed.
         """
         if seed is None:
             seed = getattr(self, "seed", None) or 0
@@ -214,8 +218,8 @@ class ConversationRollout(abc.ABC):
         finished: Callable[[int, Trajectory], object],
         settle: Settle = lambda trajectory: trajectory,
     ) -> None:
-        """Run every episode, `concurrency` of them at a time."""
-        # All workers share one iterator: a worker that is free takes the next episode.
+        """Run every episode, at most `concurrency` of them at a time."""
+        # All workers share one iterator: a free worker takes the next episode.
         waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
         traces: TraceFolder | None = None
         if self.trace_dir is not None:
@@ -241,10 +245,10 @@ class ConversationRollout(abc.ABC):
 
     @abc.abstractmethod
     def _engine(self) -> contextlib.AbstractAsyncContextManager[Start]:
-        """Context manager for one call; yields the function that creates the episode loops."""
+        """Context manager around one call. Its value is the function that creates the episode loops."""
 
     async def _hang_up(self) -> None:  # noqa: B027  most engines hold nothing between calls
-        """Close the connections that belong to the event loop, which is about to end."""
+        """Close the connections that belong to the event loop, because the loop is about to end."""
 
     def _limits(self) -> EpisodeLimits:
         return EpisodeLimits(
@@ -273,7 +277,7 @@ async def _run(
     traces: TraceFolder | None,
     ended: Callable[[Trajectory], None],
 ) -> None:
-    """Run one conversation to its end and pass its trajectory to `ended`, even if it is cancelled."""
+    """Run one conversation to its end, and pass the trajectory to `ended`, even if the conversation is cancelled."""
     loop, seed = started
     identity = dataclasses.replace(opening.identity, seed=seed)
     episode = EpisodeRun(begin, loop, identity, timed=True)
@@ -294,7 +298,7 @@ async def _run(
     trajectory = result()
     try:
         if traces is not None:
-            # On a thread: the callbacks are user code, and may be slow.
+            # On a thread, because the callbacks are user code and may be slow.
             await asyncio.to_thread(traces.store, trajectory)
     finally:
         ended(trajectory)

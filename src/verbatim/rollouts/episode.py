@@ -1,4 +1,4 @@
-"""Runs one episode from example to trajectory. Failures are recorded on the trajectory, not raised."""
+"""Runs one episode, from example to trajectory. Failures are recorded in the trajectory, not raised."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 CLOSING = 60.0
 """Timeout of `Episode.close` in seconds."""
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
-"""Attribute of an episode, and key of `Trajectory.info`: True if the rewards of its turns sum to its reward."""
+"""Name of an episode's attribute, and key of `Trajectory.info`: True if the rewards of the episode's turns sum to its
+reward."""
 
 
 async def run_episode(
@@ -42,17 +43,18 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode and score it.
 
-    A failure of the environment, of the engine, or of a tool that the environment calls itself ends the episode: its
-    message goes into the trajectory's `error`, and the turns so far are kept. Any exception of the environment counts,
-    including SystemExit and KeyboardInterrupt. An episode in which the policy sampled nothing fails too, and is not
-    scored. At its deadline the environment's code is cancelled. If it is still running `supervised.GRACE` seconds
-    later, the episode fails, its task is abandoned, and the run goes on.
+    A failure ends the episode, whether of the environment, of the engine, or of a tool that the environment itself
+    calls. The message of the failure is stored in the trajectory's `error`, and the turns so far are kept. Any
+    exception of the environment is a failure, including SystemExit and KeyboardInterrupt. An episode in which the
+    policy sampled nothing fails too, and is not scored. At the episode's deadline the environment's code is cancelled.
+    If the code is still running `supervised.GRACE` seconds later, the episode fails, its task is abandoned, and the run
+    continues.
 
     Args:
         environment: Starts the episode.
         example: The example to play.
         seed: Seed of the environment's own randomness.
-        loop: Samples the turns within its limits, and records them.
+        loop: Samples the turns within the episode's limits, and records them.
         identity: Identity of the trajectory.
 
     Raises:
@@ -64,7 +66,7 @@ async def run_episode(
 
 
 class EpisodeRun:
-    """A running episode, as in `run_episode`; `trajectory()` may be called at any time. If `timed`,
+    """A running episode, run as `run_episode` describes; `trajectory()` may be called at any time. If `timed` is True,
     `info["timeline"]` has the start and the duration of each generation and tool call."""
 
     def __init__(
@@ -95,8 +97,8 @@ class EpisodeRun:
             self._was_left_behind()
             await self._close_after_all()
         except asyncio.CancelledError:
-            # Only a cancellation from outside may propagate: environment code that cancels its own task must not look
-            # like a shutdown of the run.
+            # Only a cancellation from outside may propagate: if environment code cancels its own task, that must not
+            # look like a shutdown of the run.
             if self._calls.told_to_end:
                 self._stop_reason = StopReason.CANCELLED
                 raise
@@ -134,7 +136,8 @@ class EpisodeRun:
         except NothingSampled as fault:
             self._note(fault)  # keeps the stop reason, which is already known
         except RolloutError as fault:
-            # `info` may explain the failure. An error while reading it would hide the first one, so it is dropped.
+            # `info` may explain the failure. An error while it is read would hide the first one, so that error is
+            # dropped.
             with contextlib.suppress(RolloutError, TimeoutError):
                 self._take_info()
             self._fail(fault)
@@ -191,8 +194,8 @@ class EpisodeRun:
         self._note(fault)
 
     def _was_left_behind(self) -> None:
-        """Record that the environment's code ignored its cancellation; what it does from now on does not count."""
-        # The abandoned code still has a reference to the dialogue and may append to it: keep a copy.
+        """Record that the environment's code ignored its cancellation. What the code does from now on does not
+        count."""  # The abandoned code still has a reference to the dialogue and may append to it, so keep a copy.
         self._dialogue = copy.copy(self._dialogue)
         self._dialogue.messages, self._dialogue.info = list(self._dialogue.messages), dict(self._dialogue.info)
         if self._closing:
@@ -205,14 +208,15 @@ class EpisodeRun:
         self._stop_reason = StopReason.API_ERROR
 
     async def _close_after_all(self) -> None:
-        """Close the episode if its task was abandoned before it reached `close`."""
+        """Close the episode if its task was abandoned before the task called `close`."""
         if not self._closing:
             self._calls = UserCalls(math.inf)
             with contextlib.suppress(LeftBehind):
                 await supervise(self._close(), self._calls)
 
     async def _close(self) -> None:
-        """Close the episode exactly once. A failure to close becomes the episode's error unless it already has one."""
+        """Close the episode, once only. If closing fails, that becomes the trajectory's error unless it has one
+        already."""
         if self._episode is None or self._closing:
             return
         if getattr(type(self._episode), "close", None) is Episode.close and "close" not in vars(self._episode):
@@ -235,8 +239,8 @@ class EpisodeRun:
             self._note(fault)
 
     def _note(self, fault: RolloutError) -> None:
-        """Set the trajectory's error to the fault's kind and message, and keep the traceback of the user's exception:
-        the log quotes it, possibly on another host, which has only the trajectory."""
+        """Set the trajectory's error to the kind and message of the fault, and keep the traceback of the user's
+        exception: the log quotes it, and the log may be written on another host, which has only the trajectory."""
         kinds = {
             EnvironmentFault: "environment",
             JudgeFailed: "judge",
@@ -252,7 +256,7 @@ class EpisodeRun:
 
 
 def _checked_info(info: Any) -> Mapping[str, Any]:
-    """Return a copy of `info`, because the environment may go on modifying its own."""
+    """Check `info`, and return a copy of it, because the environment may go on modifying the original."""
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info is {shown(info)}; expected a mapping of JSON values")
     why = why_not_json(info)

@@ -1,4 +1,5 @@
-"""Isolates scripts with bubblewrap, with plain user namespaces, or not at all; each way is tried once per process."""
+"""Isolates scripts with bubblewrap, with plain user namespaces, or not at all. Which of these work on this machine is
+tried once per process."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from verbatim.core.errors import UsageError
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "TERM": "dumb"}
 """The only environment variables that an isolated script inherits."""
 WORK = "/tmp/work"
-"""The working directory as seen from inside. It shares one file system, with one size limit, with /tmp above it."""
+"""The working directory as seen inside the sandbox. It lies in the same file system as /tmp, so one size limit applies
+to both."""
 
 NOBODY = "65534"
 """User and group id of `nobody` on Linux."""
@@ -27,20 +29,20 @@ INSTALL = "install bubblewrap (Debian, Ubuntu: `apt-get install bubblewrap`; Fed
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of one sandbox, all above 0."""
+    """Resource limits of one sandbox. All limits must be above 0."""
 
     timeout: float = 5.0
     """Time limit of one command, in seconds."""
     cpu_seconds: int = 10
     """CPU time limit of one process, in seconds."""
     memory_mb: int = 256
-    """Memory limit in MiB, of each process and of all processes together."""
+    """Memory limit in MiB of each process, and also of all processes together."""
     processes: int = 32
-    """Maximum number of processes at a time; the sandbox's own shell needs two."""
+    """Maximum number of processes at a time. The sandbox's own shell needs two of them."""
     open_files: int = 128
     """Maximum number of open files of one process."""
     disk_mb: int = 16
-    """Size limit in MiB of all files in the temporary directory together."""
+    """Maximum total size in MiB of all files in the temporary directory."""
     output_bytes: int = 8192
     """Maximum number of bytes of a command's output that are shown to the model."""
 
@@ -52,12 +54,12 @@ class SandboxLimits:
 
 
 def ulimits(limits: SandboxLimits, *names: str) -> str:
-    """The bash command that sets limits on processes, soft and hard. A limit above this process's own hard limit is
-    lowered to that: bash would refuse it.
+    """Return the bash command that sets soft and hard limits on processes. A limit above this process's own hard limit
+    is lowered to that hard limit, because bash would refuse it.
 
     Args:
-        limits: The sandbox's limits. `memory_mb` sets RLIMIT_DATA, which counts writable memory; RLIMIT_AS would also
-            count address space that is only reserved, as by WebAssembly and the JVM.
+        limits: The sandbox's limits. `memory_mb` sets RLIMIT_DATA, which counts writable memory. RLIMIT_AS would also
+            count address space that is only reserved, as WebAssembly and the JVM do.
         names: The fields of `limits` to set.
     """
     kinds = {  # bash's option and its value, the kernel's limit, and the option's unit in bytes or counts
@@ -81,17 +83,18 @@ class Isolation:
     name: str
     """"bubblewrap", "unshare" or "none"."""
     command: Callable[..., list[str]]
-    """(limits, script) -> the command line that runs a bash script under these limits. An optional third argument maps
-    paths inside to folders outside that are shown there read-only."""
+    """Function (limits, script) that returns the command line to run a bash script under these limits. An optional
+    third argument maps paths inside to folders outside, which are shown read-only at these paths."""
     has_namespaces: bool = True
     """True if the script is process 1 of its own process namespace."""
 
 
 def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
-    """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works.
+    """Return the strongest isolation that works on this machine. With `unsafe_allow`, return the isolation "none" if no
+    other works.
 
     Raises:
-        UsageError: none works; the message lists what was tried and what to install.
+        UsageError: no isolation works; the message lists what was tried and what to install.
     """
     found, tried = _try_all(ISOLATIONS)
     if found is not None:
@@ -107,7 +110,8 @@ def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
 
 @cache
 def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple[str, ...]]:
-    """The first isolation that works, or None and each one's reason for failing. Cached: each attempt runs a script."""
+    """Return the first isolation that works, and the reasons why those before it failed; the isolation is None if none
+    works. Cached, because each attempt runs a script."""
     tried = []
     for isolation in isolations:
         problem = why_not(isolation)
@@ -118,7 +122,7 @@ def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple
 
 
 def why_not(isolation: Isolation) -> str | None:
-    """The reason why an isolation does not work on this machine, found by running it; None: it works."""
+    """Explain why an isolation does not work on this machine, after a trial; return None if it works."""
     try:
         command = isolation.command(SandboxLimits(), f"cd /proc/self/ns && readlink {' '.join(NAMESPACES)}")
         done = run_program(command, environment=ENVIRONMENT, folder="/", timeout=30)
@@ -140,14 +144,14 @@ def _program(name: str) -> str:
 
 
 def _as_nobody() -> list[str]:
-    """A command prefix that kills the command with its parent (for the kernel: the thread that started it), and never
-    runs it as the real root, who is exempt from the limit on processes."""
+    """Return a command prefix that kills the command when its parent ends (for the kernel, that is the thread that
+    started it), and that never runs it as the real root, which is exempt from the limit on processes."""
     other = ["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"] if os.geteuid() == 0 else []
     return [_program("setpriv"), *other, "--no-new-privs", "--pdeathsig", "KILL", "--"]
 
 
 def _system_folders() -> list[tuple[str, str | None]]:
-    """System folders and files that are shown read-only: (path, None), or (link, target) for a symbolic link."""
+    """Return the system folders and files to show read-only: (path, None), or (link, target) for a symbolic link."""
     shown: list[tuple[str, str | None]] = [("/usr", None)]
     for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")):
         if path.is_symlink():
@@ -157,9 +161,10 @@ def _system_folders() -> list[tuple[str, str | None]]:
     return shown
 
 
-# _WORK mounts the temporary directory: bubblewrap's own tmpfs has no limit on the number of files, and each file takes
-# kernel memory. _SEAL then drops the capabilities that a process has in its new namespaces, and forbids nested user
-# namespaces: one would give the capabilities back, and with them in-memory file systems of any size.
+# _WORK mounts the temporary directory as a tmpfs with limits, because bubblewrap's own tmpfs has no limit on the number
+# of files, and each file takes kernel memory. _SEAL then drops the capabilities that a process has in its new
+# namespaces, and forbids nested user namespaces: in a nested one, the process would have the capabilities again, and
+# could mount in-memory file systems of any size.
 _WORK = """
 mount -t tmpfs -o size={size},nr_inodes=10k,mode=755,nosuid,nodev work {at}
 mkdir {at}/work
@@ -171,7 +176,7 @@ exec setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --securebit
   --no-new-privs bash -c "{script}"
 """
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SETPCAP")
-"""Capabilities that `_WORK` and `_SEAL` need; `_SEAL` drops them."""
+"""Capabilities that `_WORK` and `_SEAL` need. `_SEAL` drops them at its end."""
 
 
 def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:
@@ -225,8 +230,9 @@ def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | N
     ]
 
 
-# What bubblewrap does, in bash: build a root in a tmpfs, make all of it read-only, and switch to it. The arguments are
-# triples (path inside, link target or "", path outside) up to "--", then the size in bytes and the script.
+# Does in bash what bubblewrap does: builds a root in a tmpfs, makes all of it read-only, and switches to it. The
+# arguments are triples (path inside, link target or "", path outside) up to "--", then the size in bytes and the
+# script.
 _UNSHARE = """
 set -e
 new=/tmp

@@ -26,14 +26,15 @@ from verbatim.environments.tools.mcp import McpTools
 from verbatim.environments.tools.tool import Tool, ToolArgumentsError, ToolFailed, ToolResult
 
 MAX_ERROR_CHARACTERS = 500
-"""Maximum length of an exception's text."""
+"""Maximum length, in characters, of an exception's text in an answer to the model."""
 _LONGEST_REFUSAL = 16_384
-"""Maximum length, in characters, of a message about invalid arguments."""
+"""Maximum length, in characters, of the answer to a call with invalid arguments."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
-"""Lone surrogates (for example from `os.fsdecode`): they cannot be encoded as UTF-8, so no tokenizer takes them."""
+"""Matches lone surrogates (`os.fsdecode` can return some). They cannot be encoded as UTF-8, so no tokenizer accepts
+them."""
 
 _KEYS = ("name", "description", "parameters", "function")
-"""Keys of a dict that describes a tool."""
+"""The keys that a dict describing a tool may have."""
 
 _UNREADABLE = {
     "invalid_json": "it is not valid JSON",
@@ -54,22 +55,23 @@ class ToolOutcome:
     done: bool = False
     """True if the tool ended the episode."""
     reward: float | None = None
-    """The turn's reward, if the tool gave one."""
+    """The reward that the tool gave for the turn, or None if it gave none."""
     error_kind: str | None = None
-    """The kind of error to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments",
-    "exception", "timeout", or "oversize" (the tool ran, but its answer was cut); None: no error."""
+    """The kind of error under which the call is counted, or None if there was no error: a parse status ("invalid_json",
+    ...), "unknown_tool", "invalid_arguments", "exception", "timeout", or "oversize" (the tool ran, but its answer was
+    cut)."""
     fault: BaseException | None = None
-    """The exception, if it is a fault of the tool (not a `ToolFailed`). Its traceback keeps the frames of the tool and
-    its callers alive, with all their variables; `verbatim.core.user_code.drop_tracebacks` frees them."""
+    """The exception, if it is a fault of the tool and not a `ToolFailed`. The exception's traceback keeps the frames of
+    the tool and its callers alive, with all their variables; `verbatim.core.user_code.drop_tracebacks` frees them."""
 
 
 class ToolManager(Mapping[str, Tool]):
     """The tools of one episode, by name.
 
-    Takes a list, or a mapping whose keys are ignored, of: `Tool` objects; anything that `FunctionTool` accepts (typed
-    functions, `functools.partial`, objects with `__call__`); twinkle's tools, which have `tool_info()` and are called
-    with a name and arguments; dicts with `name`, `description`, `parameters` (a JSON schema) and `function`; and other
-    objects, whose public methods except `reset` become tools.
+    The argument is a list, or a mapping whose keys are ignored. An item may be a `Tool`; anything that `FunctionTool`
+    accepts (a typed function, a `functools.partial`, an object with `__call__`); a tool of twinkle, which has
+    `tool_info()` and is called with a name and arguments; a dict with `name`, `description`, `parameters` (a JSON
+    schema) and `function`; or any other object, whose public methods except `reset` become tools.
 
     Raises:
         ComponentError: two tools have the same name, or an object is not a tool.
@@ -83,8 +85,8 @@ class ToolManager(Mapping[str, Tool]):
         self.register(*tools)
 
     def register(self, *tools: object) -> None:
-        """Add tools; if one is invalid, raise as the constructor does and add none. The model does not see tools that
-        are added during an episode, because its prompt has been rendered already."""
+        """Add tools. If one is invalid, raise the constructor's error and add none. The model does not see tools that
+        are added during an episode, because its prompt has already been rendered."""
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:
@@ -105,12 +107,12 @@ class ToolManager(Mapping[str, Tool]):
         return len(self._tools)
 
     def values(self) -> ValuesView[Tool]:
-        """The tools, in the order of registration."""
+        """Return the tools in the order of registration."""
         return self._tools.values()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """Schemas for the model, in OpenAI's format."""
+        """Return the tools' schemas for the model, in OpenAI's format."""
         return [tool.schema for tool in self._tools.values()]
 
     async def dispatch(
@@ -123,19 +125,22 @@ class ToolManager(Mapping[str, Tool]):
         """Run one call.
 
         Args:
-            call: The parsed call; a malformed call is answered with an error and not run.
-            timeout: Limit in seconds; None: no limit. A thread that exceeds it cannot be stopped; it is abandoned.
-            output_limit: Maximum characters of the answer, including the note about the cut; None: no limit.
+            call: The parsed call. A malformed call is answered with an error and not run.
+            timeout: Time limit in seconds, or None for no limit. If the tool runs in a thread, the thread cannot be
+                stopped at the limit; it is abandoned.
+            output_limit: Maximum length of the answer in characters, including the note that it was cut; None for no
+                limit.
 
-        Never raises, except `CancelledError` when the caller is cancelled, and KeyboardInterrupt.
+            Never raises, except CancelledError if the caller is cancelled, and KeyboardInterrupt.
         """
         refusal = self._refuse(call)
         if refusal is not None:
             return _outcome(call, ToolResult(content=f"Error: {refusal[1]}"), refusal[0], output_limit)
         tool = self._tools[str(call.name)]
         if isinstance(tool, FunctionTool) and tool.is_immediate:
-            # Called here without a task of its own, which would cost more than the call. In return, a tool that cancels
-            # "its" task has cancelled the caller's: the difference in `_cancelling` shows it.
+            # The tool is called here and not in a task of its own, because creating a task would cost more than the
+            # call. So a tool that cancels the current task cancels the caller's: a change of `_cancelling()` reveals
+            # that.
             cancelling = _cancelling()
             context = contextvars.copy_context()
             with noticed() as by_ctrl_c:
@@ -151,7 +156,8 @@ class ToolManager(Mapping[str, Tool]):
             if type(value) is ToolResult or not inspect.isawaitable(value):
                 kind, result, fault = _settled(value, error, tool)
                 return _outcome(call, result, kind, output_limit, fault)
-            # Await it in the call's context, so that it sees the context variables that the call set.
+            # Await the returned value in the context of the call, so that it sees the context variables that the call
+            # set.
             awaiting = _run(functools.partial(_awaited, value))
             task = asyncio.get_running_loop().create_task(awaiting, context=context)
         else:
@@ -162,7 +168,8 @@ class ToolManager(Mapping[str, Tool]):
             task.cancel()
             raise
         if not done:
-            # Cancelled but not awaited: a coroutine that swallows its cancellation would block the episode forever.
+            # Cancel the task but do not await it: a coroutine that swallows its cancellation would block the episode
+            # forever.
             task.cancel()
             task.add_done_callback(_forget)
             text = f"Error: {tool.name} did not answer within {timeout:g} seconds. Try something smaller."
@@ -195,7 +202,8 @@ async def _run(begin: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
 
 
 def _contained(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
-    """Replace a tool's BaseException, which would end the run, by a RuntimeError; Ctrl-C is returned unchanged."""
+    """Replace a tool's BaseException that would end the run by a RuntimeError. Other exceptions and Ctrl-C are returned
+    unchanged."""
     if isinstance(error, Exception | asyncio.CancelledError) or is_ctrl_c(error):
         return error
     if isinstance(error, GeneratorExit) and not is_running(task):  # Python closes a coroutine that was never finished
@@ -210,7 +218,7 @@ async def _awaited(value: Awaitable[Any]) -> ToolResult:
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """A call's return value and its exception, one of which is None."""
+    """Call, and return the return value and the exception. One of the two is None."""
     try:
         return call(), None
     except BaseException as error:  # noqa: BLE001  `_settled` raises again what is not the tool's failure
@@ -223,11 +231,11 @@ def _cancelling() -> int:
 
 
 async def _take_back(before: int, by_ctrl_c: bool) -> None:
-    """Undo a cancellation of the caller's task by a tool that ran on it. A cancellation from outside, or by Ctrl-C,
-    which asyncio turns into one, is raised.
+    """Undo a cancellation of the caller's task by a tool that ran in this task. A cancellation from outside is raised;
+    so is one by Ctrl-C, which asyncio turns into a cancellation.
 
     Args:
-        before: `task.cancelling()` before the call.
+        before: Value of `task.cancelling()` before the call.
         by_ctrl_c: True if Ctrl-C was pressed during the call.
     """
     task = asyncio.current_task()
@@ -244,8 +252,8 @@ async def _take_back(before: int, by_ctrl_c: bool) -> None:
 def _settled(
     given: object, error: BaseException | None, tool: Tool
 ) -> tuple[str | None, ToolResult, BaseException | None]:
-    """The error kind, the result and the fault of a finished tool, as in `ToolOutcome`. Raises `error` again if it is
-    neither an Exception nor a cancellation."""
+    """Return (error kind, result, fault) of a finished tool, in the sense of `ToolOutcome`. Raises `error` again if it
+    is neither an Exception nor a cancellation."""
     fault: BaseException | None
     if error is None:
         result = ToolResult(content=given) if isinstance(given, str) else given
@@ -266,7 +274,7 @@ def _settled(
         text, fault = str(error), None
     elif isinstance(error, asyncio.CancelledError):
         drop_tracebacks(error)
-        # The tool awaited something that was cancelled. A new error, without the frames of the original.
+        # The tool awaited something that was cancelled. Report a new error, without the frames of the original one.
         text, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
     elif isinstance(error, Exception):
         text, fault = error_text(error, MAX_ERROR_CHARACTERS), error
@@ -313,7 +321,7 @@ def _as_tools(item: object) -> list[Tool]:
 
 
 def _described(item: Mapping[str, Any]) -> FunctionTool:
-    """A tool from a dict."""
+    """Create a tool from the dict that describes it."""
     unknown = [key for key in item if key not in _KEYS]
     if unknown or not callable(item.get("function")):
         found = f"the key {unknown[0]!r}" if unknown else f"the function {item.get('function')!r:.80}"
@@ -325,7 +333,8 @@ def _described(item: Mapping[str, Any]) -> FunctionTool:
 
 
 def _of_twinkle(item: Any) -> FunctionTool:
-    """A tool from a twinkle object: `tool_info()` returns the schema, and `(tool_name, arguments)` calls it."""
+    """Create a tool from an object of twinkle: `tool_info()` returns the schema, and `(tool_name, arguments)` calls
+    the object."""
     info = item.tool_info()
     function = info.get("function") if isinstance(info, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -346,8 +355,8 @@ def _of_twinkle(item: Any) -> FunctionTool:
 
 
 def _public_methods(item: object) -> list[Callable[..., Any]]:
-    """An object's public methods, in the order of definition. `reset` is excluded: in classes written for other
-    trainers it begins an episode."""
+    """Return an object's public methods, in the order of definition. `reset` is excluded, because it begins an episode
+    in classes that were written for other trainers."""
     names = {
         name: None
         for cls in reversed(type(item).__mro__)

@@ -1,6 +1,6 @@
 """Runs a model's commands in a bash shell: in a temporary directory, without network, with resource limits.
 
-Commands are written to the shell's input. Marks with a random token split its output into the commands' outputs.
+Commands are written to the shell's input. Marks with a random token separate the outputs of the commands.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from verbatim.environments.tools.group_memory import WATCH, WatchedProcess
 from verbatim.environments.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find_isolation, ulimits
 
 START_SECONDS = 60.0
-"""Time limit for the start, in seconds; generous, because many sandboxes may start at a time on few cores."""
+"""Timeout in seconds for starting a sandbox. It is long because many sandboxes may start at a time on few cores."""
 GRACE_SECONDS = 5.0
-"""Time limit, in seconds, for killing the processes inside."""
+"""Time limit, in seconds, for killing the processes in a sandbox."""
 MOST_OUTPUT = 1 << 20
-"""Bytes of output after which a command is stopped. `SandboxLimits.output_bytes` of them are shown."""
+"""Number of bytes of output after which a command is stopped. The model is shown at most
+`SandboxLimits.output_bytes` of them."""
 
 _FRESH = "a fresh shell has started, files are kept"
 
 
-# Process 1 of the namespace. It starts the shell that reads commands, and a new shell when that one ends or when
-# SIGTERM has killed everything but process 1; each time it reports the status of the previous shell. The SIGTERM
-# handler is set only in process 1: outside a namespace, `kill -1` would reach every process of the user. The highest
-# oom_score_adj makes the kernel kill these processes first if the machine runs out of memory. With SIGXFSZ ignored, a
-# file over the size limit is an error of the command, which is not killed.
+# Process 1 of the namespace. It starts the shell that reads commands. It starts a new shell when the old one ends, or
+# when SIGTERM has killed everything but process 1; each time it reports the status of the previous shell. The SIGTERM
+# handler is set only in process 1 of a namespace: elsewhere, `kill -1` would reach every process of the user. The
+# highest oom_score_adj makes the kernel kill these processes first if the machine runs out of memory. SIGXFSZ is
+# ignored, so that a file over the size limit is an error of the command instead of killing it.
 _KEEPER = """
 exec 3<&0 4>&1 </dev/null
 {stop}
@@ -59,32 +60,34 @@ _STOP = "(( $$ == 1 )) || exit; trap 'while kill -KILL -1; do :; done' TERM"
 
 @dataclass(frozen=True, kw_only=True)
 class ShellOutput:
-    """The shell's output up to one of its marks."""
+    """What the shell wrote up to and including one of its marks."""
 
     output: bytes
-    """Bytes before the mark."""
+    """The bytes before the mark."""
     to: int | Literal["ready"]
-    """The number of the finished command, or "ready" if the first or a new shell is ready for commands."""
+    """The number of the command that has finished, or "ready" if the first shell, or a new one, is ready for
+    commands."""
     status: int
-    """Exit status of the command, or of the previous shell."""
+    """Exit status of the command, or of the previous shell if `to` is "ready"."""
 
 
 class ShellProtocol:
-    """The commands and marks of one shell. Output does not look like a mark by accident; a command that forges marks
-    harms only its own episode.
+    """Writes the commands for one shell and reads its marks. Ordinary output does not look like a mark by accident; a
+    command that forges marks harms only its own episode.
 
-    Example: after `eval 'echo a' ...; printf ...` as command 1 the shell has written
-    `a\\n\\0sandbox-d2b7c4f1a09e3356 1 0\\0`, which reads as `ShellOutput(output=b"a\\n", to=1, status=0)`.
+    Example: after `eval 'echo a' ...; printf ...` was sent as command 1, the shell has written
+    `a\\n\\0sandbox-d2b7c4f1a09e3356 1 0\\0`, which is read as `ShellOutput(output=b"a\\n", to=1, status=0)`.
     """
 
     def __init__(self) -> None:
         self._token = f"sandbox-{secrets.token_hex(8)}"  # a digit after \\0 would be part of the escape
         self._mark = re.compile(rb"\0%s (\d{1,9}|ready) (\d{1,3})\0" % self._token.encode())
         self.received = bytearray()
-        """Output of the shell after the last complete answer."""
+        """The shell's output since the last complete `ShellOutput`."""
 
     def init_script(self, limits: SandboxLimits, *, has_namespaces: bool) -> str:
-        """The script that sets the limits and keeps a shell running, which reads commands from its standard input."""
+        """Return the script that sets the limits and keeps a shell running that reads commands from its standard
+        input."""
         return _KEEPER.format(
             token=self._token,
             stop=_STOP if has_namespaces else "",
@@ -95,14 +98,15 @@ class ShellProtocol:
         )
 
     def line(self, command: str, number: int) -> bytes:
-        """The bytes to send for one command. It runs in `eval`, so that a stray `break` or `return` has no effect, and
-        its processes have access neither to later commands (stdin) nor to the descriptor of the marks (4)."""
+        """Return the bytes to send for one command. The command runs in `eval`, so that a stray `break` or `return` has
+        no effect. Its processes have access neither to later commands (stdin) nor to the descriptor of the marks
+        (4)."""
         quoted = shlex.quote(command.replace("\0", ""))
         done = f"builtin printf '\\0{self._token} {number} %s\\0' $? >&4"
         return f"eval {quoted} </dev/null 4>&-; {done}\n".encode(errors="replace")
 
     def answer(self) -> ShellOutput | None:
-        """Take the next complete answer from `received`; None: there is none yet."""
+        """Remove the next complete `ShellOutput` from `received` and return it; None if none is complete yet."""
         found = self._mark.search(self.received)
         if found is None:
             return None
@@ -125,23 +129,24 @@ class CommandResult:
     output: str
     """Stdout and stderr together, up to `SandboxLimits.output_bytes`."""
     status: int | None
-    """Exit status; None: the command was stopped."""
+    """Exit status, or None if the command was stopped."""
     notes: tuple[str, ...] = ()
-    """Notes to the model about limits and restarts."""
+    """Notes to the model, about limits that were exceeded and about restarts."""
 
     @property
     def text(self) -> str:
-        """Text for the model: the output, then the notes in brackets; a failure without output shows its status."""
+        """The text for the model: the output, then the notes in brackets. If the command failed without any output, the
+        text has its exit status."""
         notes = self.notes or ((f"exit status {self.status}",) if self.status and not self.output else ())
         lines = [self.output.removesuffix("\n")] if self.output else []
         return "\n".join([*lines, *(f"[{note}]" for note in notes)])
 
 
 class Sandbox:
-    """One bash shell, used from one event loop. Working directory and variables persist between commands.
+    """One bash shell, for use in one event loop. Its working directory and variables persist between commands.
 
     A command's standard input is empty. A command that takes too long or writes too much is killed together with all
-    processes inside; then a new shell starts with the same files. Processes inside are not trusted.
+    processes in the sandbox; then a new shell starts with the same files. Processes in the sandbox are not trusted.
     """
 
     def __init__(self, limits: SandboxLimits, isolation: Isolation) -> None:
@@ -169,13 +174,13 @@ class Sandbox:
         """Start a shell in a new directory.
 
         Args:
-            limits: Resource limits; None: the defaults.
-            files: Texts to write into the directory, by relative path.
-            isolation: How to isolate the shell; None: the strongest way that works on this machine.
+            limits: Resource limits; None for the defaults.
+            files: Files to write into the directory: content by relative path.
+            isolation: The way to isolate the shell; None for the strongest way that works on this machine.
 
         Raises:
-            UsageError: no isolation works, or a path leads out of the directory.
-            EnvironmentFault: the sandbox does not start, or the files do not fit.
+            UsageError: no way of isolation works, or a path leads out of the directory.
+            EnvironmentFault: the sandbox does not start, or the files are too large for it.
         """
         sandbox = cls(limits or SandboxLimits(), isolation or find_isolation())
         try:
@@ -190,7 +195,7 @@ class Sandbox:
         return sandbox
 
     async def run(self, command: str) -> CommandResult:
-        """Run one command, of one or more lines; raises EnvironmentFault if the sandbox has ended."""
+        """Run one command, which may have several lines. Raises EnvironmentFault if the sandbox has ended."""
         async with self._one_at_a_time:
             try:
                 return await self._run(command)
@@ -201,7 +206,7 @@ class Sandbox:
                 raise EnvironmentFault("the sandbox has ended") from error
 
     async def close(self) -> None:
-        """Kill all processes inside and delete the files. May be called more than once."""
+        """Kill all processes in the sandbox and delete its files. May be called more than once."""
         WATCH.remove(self._watched)
         if self._stopping is not None:
             self._stopping.cancel()
@@ -241,7 +246,8 @@ class Sandbox:
         self._watch()
 
     def _watch(self) -> None:
-        """Start to watch the memory of all processes inside; again after each restart, since a watch fires once."""
+        """Start to watch the total memory of the processes in the sandbox. Called again after each restart, because a
+        watch fires only once."""
         assert self._process is not None
         loop = asyncio.get_running_loop()
 
@@ -254,7 +260,7 @@ class Sandbox:
         self._watched = WATCH.add(self._process.pid, self.limits.memory_mb, on_too_much, files_mb=self.limits.disk_mb)
 
     def _stop_too_much(self) -> None:
-        """Stop the running command, or the processes that the last one left in the background."""
+        """Stop the running command. If none is running, stop the background processes that earlier commands left."""
         self._holds_too_much = True
         if self._deadline is not None and not self._deadline.expired():  # `_run` then sees a timeout
             self._deadline.reschedule(0)
@@ -291,7 +297,8 @@ class Sandbox:
         return self._result(answer.output, answer.status, *notes)
 
     async def _answer(self, to: int | str, most: int | None = None) -> ShellOutput:
-        """Read up to the answer to this command, or up to the mark of a new shell; raises `_TooMuch` above `most`."""
+        """Read output up to the mark of command `to`, or up to the mark of a new shell. Raises `_TooMuch` if the output
+        is longer than `most` bytes."""
         process = self._running()
         assert process.stdout is not None
         while True:
@@ -306,7 +313,7 @@ class Sandbox:
             self._protocol.received += chunk
 
     async def _stop(self, why: str) -> CommandResult:
-        """Kill all processes except process 1 of the namespace, which starts a new shell."""
+        """Kill all processes except process 1 of the namespace, which then starts a new shell."""
         output = bytes(self._protocol.received)
         if self._init is None:  # no namespace: start everything again
             self._kill()
@@ -330,7 +337,7 @@ class Sandbox:
         return self._process
 
     def _kill(self) -> None:
-        """Kill process 1 and with it all processes of its namespace; without a namespace, the process group."""
+        """Kill process 1, and with it all processes of its namespace. Without a namespace, kill the process group."""
         if self._process is None or self._process.returncode is not None:
             return
         if self._init is None:
@@ -347,11 +354,12 @@ class Sandbox:
 
 
 class _TooMuch(Exception):
-    """A command wrote more than `MOST_OUTPUT`."""
+    """Raised when a command writes more than `MOST_OUTPUT` bytes."""
 
 
 def _open_child(pid: int) -> int:
-    """A pidfd of the only child of a process. Not its id, which could be reused before a signal is sent."""
+    """Return a pidfd of the only child of a process. A process id could be reused before a signal is sent; a pidfd
+    cannot."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return os.pidfd_open(int(children.split()[0]))
 
@@ -369,7 +377,7 @@ async def _reap(process: Process) -> None:
 
 
 def _write(files: Mapping[str, str]) -> str:
-    """The shell command that writes the files."""
+    """Return the shell command that writes the files."""
     lines = []
     for name, text in files.items():
         path = PurePosixPath(name)

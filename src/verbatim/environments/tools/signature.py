@@ -1,5 +1,5 @@
-"""Reads a function's signature and docstring for a tool: the parameters with their JSON schema and descriptions, and
-the model that validates a call."""
+"""Reads the signature and docstring of a function that is to be a tool: the parameters with their JSON schema and
+descriptions, and the pydantic model that validates a call."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class UnwrappedCallable:
-    """A callable, unwrapped to the plain function whose signature is read.
+    """A callable, together with the plain function inside it, whose signature is read.
 
-    Example: `partial(search, index)` unwraps to `search`, with one parameter bound.
+    Example: `partial(search, index)` is unwrapped to the function `search` with one bound parameter.
     """
 
     function: Callable[..., Any]
@@ -48,9 +48,10 @@ class UnwrappedCallable:
     doc: str
     """The function's docstring; for an object whose `__call__` has none, the class's docstring."""
     num_bound: int = 0
-    """Number of leading parameters that are bound already: `self`, and positional arguments of `functools.partial`."""
+    """Number of leading parameters that are already bound: `self`, and the positional arguments of
+    `functools.partial`."""
     bound: frozenset[str] = frozenset()
-    """Parameters that are bound by name already."""
+    """Names of the parameters that are already bound by keyword."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> UnwrappedCallable:
@@ -85,27 +86,27 @@ class UnwrappedCallable:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """A function's parameters as a pydantic model and JSON schema, and its docstring."""
+    """A function's parameters, as a pydantic model and as a JSON schema, and its description."""
 
     description: str
     """The function's description."""
     model: type[BaseModel]
-    """One field per parameter, called `p0`, `p1`, ... with the parameter's name as alias: a parameter may have a name
-    that a pydantic model uses itself, such as `copy`."""
+    """Model with one field per parameter. The fields are called `p0`, `p1`, ... and have the parameter's name as alias,
+    because a parameter may have a name that pydantic models use themselves, such as `copy`."""
     names: Mapping[str, str]
-    """Field name by parameter name."""
+    """The model's field names, keyed by parameter name."""
     by_position: tuple[str, ...]
-    """Positional-only parameters."""
+    """Names of the positional-only parameters."""
     schema: Mapping[str, Any]
     """JSON schema of an object with one property per parameter."""
     returns: Mapping[str, Any] | None
-    """JSON schema of the return value; None: no annotation, or one that JSON cannot express."""
+    """JSON schema of the return value, or None if the function has no return annotation or JSON cannot express it."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate the arguments as strict JSON: "5" is not an integer, but a date may be a string.
+        """Validate the arguments as strict JSON: the string "5" is not an integer, but a date may be given as a string.
 
         Raises:
-            ToolArgumentsError: an argument is unknown, missing or invalid; the message has the place and the reason.
+            ToolArgumentsError: an argument is unknown, missing or invalid; the message says which one, and why.
         """
         if not arguments.keys() <= self.names.keys():
             unknown = [name for name in arguments if name not in self.names]
@@ -124,7 +125,8 @@ _PLAIN = frozenset({str, int, bool, types.NoneType})
 
 
 def _written(arguments: Mapping[str, Any]) -> str | bytes:
-    """The arguments as JSON, because pydantic accepts dates and enumerations from strings only when it parses JSON."""
+    """Write the arguments as JSON text, because pydantic accepts dates and enumerations as strings only when it parses
+    JSON."""
     if _PLAIN.issuperset(map(type, arguments.values())):
         try:
             return to_json(arguments)  # takes a fifth of the time of json.dumps
@@ -133,13 +135,14 @@ def _written(arguments: Mapping[str, Any]) -> str | bytes:
     return json.dumps(dict(arguments))
 
 
-# Cached by the plain function: building a pydantic model is slow, and each episode creates its tools from new objects.
+# Cached by the plain function, because building a pydantic model is slow and each episode creates its tools from new
+# objects.
 @lru_cache(maxsize=1024)
 def read_signature(subject: UnwrappedCallable) -> Signature:
-    """The parameters of a callable that are not bound yet.
+    """Read those parameters of a callable that are not bound yet.
 
     Raises:
-        ComponentError: a parameter has no type, or one without a JSON form; or there is `*args` or `**kwargs`.
+        ComponentError: a parameter has no type, or a type without a JSON form; or there is `*args` or `**kwargs`.
     """
     function, num_bound = subject.function, subject.num_bound
     where = f"tool {getattr(function, '__qualname__', function)!s}"
@@ -226,7 +229,7 @@ def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _object(raw: dict[str, Any]) -> dict[str, Any]:
-    """The arguments' JSON schema, without the parts that only pydantic needs."""
+    """Clean the JSON schema of the arguments: remove the parts that only pydantic needs."""
     raw = with_enums_inside(raw)
     properties = untitled(raw.get("properties", {}), names_first=True)
     schema = {"type": "object", "properties": {name: _in_order(about) for name, about in properties.items()}}
@@ -238,8 +241,8 @@ def _object(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: dict[str, Any]) -> dict[str, Any]:
-    """Put the keys in the order of transformers, with the default last: chat templates print the schema, so the order
-    changes the prompt."""
+    """Sort the keys as transformers does, with the default last. Chat templates print the schema, so the order changes
+    the prompt."""
     last = [key for key in ("description", "default") if key in schema]
     return {**{key: value for key, value in schema.items() if key not in last}, **{key: schema[key] for key in last}}
 
@@ -265,24 +268,24 @@ def _explain(error: Mapping[str, Any]) -> str:
 class FunctionDoc:
     """A parsed docstring.
 
-    Example: `"Look.\\n\\nArgs:\\n    place: A town."` has the description "Look." and the arguments
+    Example: `"Look.\\n\\nArgs:\\n    place: A town."` is parsed to the description "Look." and the arguments
     `{"place": "A town."}`.
     """
 
     description: str = ""
-    """Text before the sections, with its line breaks."""
+    """The text before the sections, with its line breaks."""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Description by argument name, each on one line."""
+    """Descriptions of the arguments by name, each without line breaks."""
     returns: str | None = None
-    """Description of the return value; None: there is none."""
+    """Description of the return value, or None if there is none."""
 
 
 def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
-    """Parse a docstring in Google, NumPy or Sphinx style, whichever describes most of the function's parameters.
+    """Parse a docstring in Google, NumPy or Sphinx style. The style that finds the most parameters is chosen.
 
     Args:
         text: The docstring.
-        names: The function's parameters; descriptions of other names are dropped.
+        names: The function's parameters. Descriptions of other names are dropped.
     """
     if "\n" not in text.strip():
         return FunctionDoc(description=text.strip())
@@ -312,8 +315,8 @@ def _before_sections(text: str) -> str:
 
 
 def _with_indented_continuations(text: str) -> str:
-    """Indent continuation lines, as Google style requires: in the arguments section, each line that does not start an
-    entry."""
+    """Indent continuation lines, as Google style requires. A continuation line is a line of the arguments section that
+    does not start an entry."""
     lines: list[str] = []
     inside, indent = False, None
     for line in text.splitlines():

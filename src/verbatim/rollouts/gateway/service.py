@@ -1,4 +1,4 @@
-"""The gateway's HTTP service: finds a request's session by its key, and answers in the protocol of its route."""
+"""The gateway's HTTP service: finds a request's session by the key, and answers in the protocol of the route."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ except ImportError as error:
     raise UsageError(f"the gateway needs {error.name}: pip install 'verbatim-rl[gateway]'") from None
 
 SESSION_HEADER = "x-session-id"
-"""The header that identifies a session among those that share a key."""
+"""The header whose value tells apart the sessions that share a key."""
 
 _SMALL = 2**16
-"""Maximum number of JSON values in the body of a request that is not a conversation."""
+"""Maximum number of JSON values in the body of a request that does not contain a conversation."""
 _GRACE = 1.0
-"""Seconds that a stopping service waits for answers to be written."""
+"""Number of seconds that a stopping service waits for answers that are being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLimits(ConnectionLimits):
-    """Limits of a gateway as a whole, of each session, and of each sandboxed program."""
+    """Limits of the whole gateway, of each session, and of each sandboxed program."""
 
     max_connections: int = 32_768
     """Maximum number of open connections, lowered to the number of available file descriptors."""
@@ -68,15 +68,16 @@ class ServiceLimits(ConnectionLimits):
     max_body: int = 32 * 2**20
     """Maximum size of a request body in bytes."""
     session_bytes: int = 64 * 2**20
-    """Maximum size in bytes of all request bodies of one session that are in memory. A request beyond that is
-    refused."""
+    """Maximum size in bytes of all request bodies of one session that are in memory at the same time. A request that
+    exceeds it is refused."""
     all_bytes: int = 512 * 2**20
-    """Maximum size in bytes of all request bodies in memory. A request beyond that waits."""
+    """Maximum size in bytes of all request bodies that are in memory at the same time. A request that exceeds it
+    waits."""
     program_connections: int = 512
     """Maximum number of open connections of one sandboxed program, for all of its episodes together."""
     program_requests: float = 500.0
-    """Maximum number of new connections per second, and of requests per second, of one sandboxed program, on average.
-    Connections and requests beyond that wait."""
+    """Maximum average rate, per second, of new connections and of requests of one sandboxed program. Connections and
+    requests above this rate wait."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_body <= self.session_bytes <= self.all_bytes:
@@ -88,20 +89,20 @@ class ServiceLimits(ConnectionLimits):
 
 @dataclass(eq=False)
 class _Entry:
-    """The session or sessions behind one key."""
+    """The session, or the group of sessions, that belongs to one key."""
 
     secret: str
     """The secret part of the key."""
     session: Session | None = None
-    """The only session of the key, or None for a group."""
+    """The only session of the key, or None if the key belongs to a group."""
     members: dict[str, Session] = field(default_factory=dict)
-    """A group's sessions by the value of `SESSION_HEADER`."""
+    """The sessions of a group, keyed by their values of `SESSION_HEADER`."""
     context_length: int = 0
 
 
 @dataclass(eq=False)
 class Service:
-    """Serves sessions over HTTP, in the caller's event loop."""
+    """Serves the sessions of episodes over HTTP, in the caller's event loop."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -128,7 +129,8 @@ class Service:
         self._server.listen_on(listening)
 
     def open_door(self, listening: socket.socket) -> Acceptor:
-        """Serve this socket too, with separate limits for one program, until `close_door`."""
+        """Serve this additional socket until `close_door`. Its connections come from one program and have separate
+        limits."""
         assert self._server is not None, "the service has not been started"
         door = Door(
             f"door {listening.fileno()} {secrets.token_hex(4)}",
@@ -140,7 +142,7 @@ class Service:
         return acceptor
 
     def close_door(self, acceptor: Acceptor) -> None:
-        """Stop serving a socket; close it and its connections."""
+        """Stop serving a socket of `open_door`; close the socket and its connections."""
         door = self._doors.pop(acceptor, None)
         if door is not None and self._server is not None:
             self._server.stop_listening(acceptor)
@@ -148,7 +150,7 @@ class Service:
         acceptor.listening.close()
 
     async def close(self) -> None:
-        """Stop listening and cancel requests in flight."""
+        """Stop listening, and cancel the requests in flight."""
         server, self._server = self._server, None
         if server is not None:
             self._stopped.set()
@@ -158,39 +160,40 @@ class Service:
             self._doors.clear()
 
     def num_connections(self, door: Acceptor | None = None) -> int:
-        """Number of open connections: all, or only those of one socket from `open_door`."""
+        """Return the number of open connections: of one socket from `open_door`, or of all sockets if `door` is
+        None."""
         return len(self._table.open) if door is None else self._table.num_of(self._doors[door].name)
 
     @property
     def held_bytes(self) -> int:
-        """Number of bytes of request bodies in memory."""
+        """Number of bytes of request bodies that are in memory."""
         return self._budget.held
 
     @property
     def url(self) -> str:
-        """The address, without a path."""
+        """The service's URL without a path."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def open(self, session: Session) -> str:
-        """Serve a session; return its key."""
+        """Start to serve a session; return the key for it."""
         sampler = session.loop.sampler
         return self._open(session, min(session.loop.limits.max_context, sampler.context_length))
 
     def open_group(self, context_length: int) -> str:
-        """Create and return a key for a group of sessions, which `SESSION_HEADER` tells apart: for a client that uses
-        one connection for many episodes.
+        """Create a key for a group of sessions, and return it. A group is for a client that uses one connection for
+        many episodes: the header `SESSION_HEADER` tells the sessions apart.
 
         Args:
-            context_length: The context length that the list of models reports.
+            context_length: The context length in tokens that the route `models` reports.
         """
         return self._open(None, context_length)
 
     def join(self, key: str, name: str, session: Session) -> None:
-        """Add a session to a group."""
+        """Add a session to the group of this key, under this name."""
         self._entry(key).members[name] = session
 
     def leave(self, key: str, name: str) -> None:
-        """Remove a session from a group."""
+        """Remove the session with this name from the group of this key."""
         self._entry(key).members.pop(name, None)
 
     def _open(self, session: Session | None, context_length: int) -> str:
@@ -217,7 +220,7 @@ class Service:
         reply = ResponseWriter(scope, send, self._protocol(request, route))
         try:
             await self._answer(request, key, route, reply)
-        except (ConnectionError, ClientDisconnect, ClientGone):  # nobody left to answer; the client may retry
+        except (ConnectionError, ClientDisconnect, ClientGone):  # no client is left to answer; it may retry
             pass
         except Exception as error:  # noqa: BLE001  answered as an error response
             with contextlib.suppress(ConnectionError):
@@ -246,8 +249,8 @@ class Service:
     async def _read(
         self, session: Session, request: Request, route: str, reply: ResponseWriter
     ) -> Coroutine[Any, Any, None]:
-        """Read a request, and return a coroutine that answers it. The body is freed before the answer is awaited, which
-        may take minutes."""
+        """Read a request, and return a coroutine that answers it. The body is freed when this function returns, because
+        the answer may take minutes."""
         kind = {COUNT: "token_counts", "reward": None}.get(route, "requests")
         async with self._body(session, request, kind) as body:
             if kind is None:
@@ -262,8 +265,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _body(self, session: Session, request: Request, kind: str | None) -> AsyncIterator[bytearray]:
-        """Read a request's body, whose bytes count against its session's budget inside the block. Refused before it is
-        read if the session is over or full."""
+        """Context manager that reads a request's body. Inside the block, the body's bytes count against the session's
+        budget. If the session is over or full, the request is refused before its body is read."""
         if session.over:
             raise Refused(410, "this session is over", "session_over")
         limits = self.limits
@@ -276,13 +279,13 @@ class Service:
             yield data
 
     def _protocol(self, request: Request, route: str) -> ChatProtocol:
-        """The protocol in which the client of this route expects errors."""
+        """Return the protocol in which the client of this route expects errors."""
         is_other = route not in self._chats.by_route and "anthropic-version" in request.headers
         return self._chats.of("messages" if is_other else route)
 
     def _found(self, key: str | None) -> _Entry | None:
-        """The entry of a key, or None. The secret part is compared in constant time, even if there is no entry, so that
-        timing does not tell which keys exist."""
+        """Return the entry of a key, or None if there is none. The secret part is compared in constant time, and also
+        if there is no entry, so that timing does not reveal which keys exist."""
         parts = (key or "").split("-", 2)
         entry = self._entries.get(parts[1]) if len(parts) == 3 and parts[0] == "vb" else None
         secret = entry.secret if entry is not None else secrets.token_urlsafe(24)
@@ -290,7 +293,7 @@ class Service:
         return entry if entry is not None and is_right else None
 
     async def _reward(self, session: Session, given: Any, reply: ResponseWriter) -> None:
-        """Store the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
+        """Store the episode's reward, posted as `{"reward": 1.0}` or `{"reward": {part: number}}`."""
         refuse_lone_surrogates(given)
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
@@ -305,13 +308,13 @@ class Service:
         await reply.whole(200, {"reward": reward})
 
     async def _count_tokens(self, session: Session, chat: ReadChat, reply: ResponseWriter) -> None:
-        """Answer Anthropic's request to count the tokens of a prompt without sampling."""
+        """Answer a request of Anthropic's protocol that asks for the number of tokens of a prompt, without sampling."""
         await reply.whole(200, self._chats.anthropic.count(await session.count_tokens(chat.asked)))
 
 
 def _split(request: Request) -> tuple[str | None, str]:
-    """Split a request into key and route: `/s/KEY/v1/models` is (KEY, "models"). Without a key in the path, the one in
-    the headers is used."""
+    """Split a request into (key, route): `/s/KEY/v1/models` is (KEY, "models"). If the path has no key, it is taken
+    from the headers."""
     parts = [part for part in request.url.path.split("/") if part]
     key: str | None = None
     if len(parts) >= 2 and parts[0] == "s":
@@ -325,6 +328,6 @@ def _split(request: Request) -> tuple[str | None, str]:
 
 
 def _models(entry: _Entry, name: str) -> dict[str, Any]:
-    """A model's card, or a list with one card if no name is given."""
+    """Return the card of the model with this name, or a list with the only model's card if `name` is empty."""
     card = model_card(name or MODEL, entry.context_length)
     return card if name else model_list(card)

@@ -1,4 +1,4 @@
-"""Distributes episodes over workers; episodes of a lost worker run again with the same seeds."""
+"""Distributes episodes over workers. The episodes of a lost worker run again with the same seeds."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from verbatim.rollouts.workers.worker import CannotBeSent, Worker, WorkerLost
 logger = logging.getLogger(__name__)
 
 GRACE = CLOSING + 3 * supervised.GRACE
-"""Seconds past an episode's deadline after which its worker counts as stuck, and so as lost. An episode that merely
-ignores its cancellation is abandoned and closed earlier."""
+"""Number of seconds after an episode's deadline at which its worker is considered stuck, and therefore lost. An episode
+that merely ignores its cancellation is abandoned and closed before that."""
 MOST_ATTEMPTS = 3
-"""Number of workers that an episode may lose before it fails. The last attempt has a worker of its own: if that worker
-is lost too, the episode itself is the cause."""
+"""Number of workers that an episode may lose before it fails. Its last attempt runs on a worker of its own: if that
+worker is lost too, the episode itself must be the cause."""
 MOST_ALONE = 4
-"""Maximum number of episodes with workers of their own at a time, or the number of workers if that is larger."""
+"""Maximum number of episodes that have a worker of their own at a time. If there are more workers than this, the
+maximum is the number of workers."""
 LONGEST_PAUSE = 10.0
-"""Maximum pause in seconds before a lost worker is replaced, while no episode ends."""
+"""Maximum pause in seconds before a lost worker is replaced, as long as no episode ends."""
 
 
 @dataclass(eq=False)
 class _StartedWorker:
-    """A started worker."""
+    """A worker that has been started, and its state."""
 
     worker: Worker
     pid: int
@@ -51,7 +52,7 @@ class WorkerPool:
         make: Creates a worker without starting it. The argument is True for a worker that runs one episode at a time.
         sampler: Receives the workers' requests.
         workers: Number of workers.
-        what: A worker's name in messages, such as "Ray actor".
+        what: What a worker is called in messages, such as "Ray actor".
     """
 
     def __init__(self, make: Callable[[bool], Worker], sampler: CountingSampler, *, workers: int, what: str) -> None:
@@ -68,20 +69,21 @@ class WorkerPool:
         self.num_lost = 0
         """Number of workers lost so far."""
         self.num_rerun = 0
-        """Number of episodes restarted so far because their worker was lost."""
+        """Number of episodes that were started again so far because their worker was lost."""
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each worker on its host."""
+        """Process id of each worker on the worker's host."""
         return [started.pid for started in self._workers]
 
     @property
     def num_running(self) -> list[int]:
-        """Number of episodes that each worker is running, in the order of `pids`."""
+        """Number of episodes running on each worker, in the order of `pids`."""
         return [started.num_running for started in self._workers]
 
     def metrics(self) -> Mapping[str, float]:
-        """The number of workers, and the numbers of workers lost and episodes restarted since the start."""
+        """Return the number of workers, of workers lost since the start, and of episodes started again since the
+        start."""
         return {
             "rollout/workers": len(self._workers),
             "rollout/workers_lost": self.num_lost,
@@ -89,7 +91,7 @@ class WorkerPool:
         }
 
     async def start(self) -> None:
-        """Start every worker. Raises UsageError if one cannot be started."""
+        """Start all workers. Raises UsageError if a worker cannot be started."""
         await run_together(self._add() for _ in range(self._num_wanted))
 
     async def close(self) -> None:
@@ -103,8 +105,8 @@ class WorkerPool:
             await asyncio.wait(self._closing)
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run an episode, on other workers if the first is lost. Raises RunStopped if no worker is left and none can be
-        started."""
+        """Run an episode; if its worker is lost, run it again on another one. Raises RunStopped if no worker is left
+        and none can be started."""
         why = ""
         for number in range(1, MOST_ATTEMPTS + 1):
             self.num_rerun += number > 1
@@ -126,7 +128,7 @@ class WorkerPool:
         return min(self._workers, key=lambda started: started.num_running)
 
     async def _run_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run the episode on a worker of its own or, if none can be started, together with other episodes."""
+        """Run the episode on a worker of its own. If none can be started, run it on a worker with other episodes."""
         self._num_to_run_alone += 1
         try:
             async with self._alone:
@@ -195,7 +197,7 @@ class WorkerPool:
         self._changed.set()
 
     def _lose(self, started: _StartedWorker, why: str) -> None:
-        """Record the loss of a worker and replace it. Several episodes may report the same loss."""
+        """Record the loss of a worker and replace it. Several episodes may report the loss of the same worker."""
         if started.is_lost:
             return
         started.is_lost = True
@@ -210,7 +212,7 @@ class WorkerPool:
             return
         self._workers.remove(started)
         self._close(started.worker)
-        # Usually one; more if earlier replacements could not be started.
+        # Usually one is started; more if earlier replacements could not be started.
         for _ in range(self._num_wanted - len(self._workers) - len(self._starting)):
             starting = asyncio.create_task(self._replace(), name="start-worker")
             self._starting.add(starting)
@@ -246,8 +248,8 @@ class WorkerPool:
 
 
 def pause_before_replacement(num_lost_in_a_row: int, num_workers: int) -> float:
-    """Pause in seconds: 0 for the first losses, so that each worker is replaced at once; then doubling until an episode
-    ends, so that workers that keep crashing do not take all CPU time."""
+    """Return the pause in seconds: 0 for the first losses, so that each worker is replaced at once. After that, the
+    pause doubles until an episode ends, so that workers that keep crashing do not take all CPU time."""
     extra = num_lost_in_a_row - num_workers
     return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
@@ -255,7 +257,7 @@ def pause_before_replacement(num_lost_in_a_row: int, num_workers: int) -> float:
 def _received(
     trajectory: Trajectory, late: RecordError | None, setup: RolloutSetup, ended: Draws, recorder: Recorder
 ) -> Trajectory:
-    """Adjust the recorder's counts to the received trajectory."""
+    """Adjust the recorder's counts to a trajectory received from a worker, and return the trajectory."""
     if setup.teacher is not None:  # a teacher's answers are counted in the student's ids, which the worker computes
         recorder.count(trajectory.num_sampled_tokens)
     else:  # the worker may have requested an answer again that was lost on its way: the first one is dropped
@@ -270,7 +272,7 @@ def _received(
 
 
 def _failed_record(task: EpisodeTask, recorder: Recorder, error: str) -> Trajectory:
-    """The trajectory of a failed episode: no turns, only the number of its sampled tokens."""
+    """Create the trajectory of a failed episode: it has no turns, only the number of sampled tokens."""
     recorder.close()
     return Trajectory.of(
         task.identity,

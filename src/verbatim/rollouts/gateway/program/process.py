@@ -1,4 +1,4 @@
-"""One process of a program: starts it, sends its example, reads its output, and ends it with all its descendants."""
+"""One process of a program: starts it, sends the example, reads the output, and ends it with all its descendants."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ from verbatim.rollouts.gateway.program.launch import PORT, Launch
 from verbatim.rollouts.gateway.service import Service
 
 START_SECONDS = 60.0
-"""Timeout in seconds for starting the sandbox and its shell. Long, because many may start at a time on few cores."""
+"""Timeout in seconds for starting the sandbox and its shell. It is long because many sandboxes may start at a time on
+few cores."""
 SCORE_SECONDS = 60.0
 """Timeout of the scoring command in seconds."""
 VARIABLE = "VERBATIM_PROGRAM_ID"
-"""Environment variable that marks the processes of one program. Child processes inherit it, daemons too."""
+"""Environment variable that marks the processes of one program. All descendants inherit it, including daemons."""
 _MOST_ROUNDS = 100
-"""Maximum number of passes over all processes in `kill_marked`: a fork bomb could start new processes forever."""
+"""Maximum number of passes over all processes in `kill_marked`. Without a maximum, a fork bomb could keep it busy
+forever."""
 _TAIL = 64 * 2**10
 """Number of bytes kept from the end of each output."""
 
-# Runs inside a sandbox's network namespace: brings up its loopback device and listens there. A socket stays in the
-# namespace in which it was created, whichever process holds it, so this one is passed back to the gateway over the
-# given descriptor. 0x8914 is SIOCSIFFLAGS, 0x41 is IFF_UP | IFF_RUNNING.
+# Runs inside a sandbox's network namespace: brings up the loopback device and listens there. A socket stays in the
+# namespace in which it was created, no matter which process holds it. The listening socket is passed back to the
+# gateway over the given descriptor. 0x8914 is SIOCSIFFLAGS, 0x41 is IFF_UP | IFF_RUNNING.
 _LISTEN = """
 import fcntl, socket, struct, sys
 own = socket.socket(fileno=int(sys.argv[1]))
@@ -54,15 +56,17 @@ class ProgramEnd:
     """How a program ended."""
 
     status: int | None
-    """The exit status, 128 + n after signal n; or None if the shell around the program died before reporting it."""
+    """The exit status (128 + n if signal n ended the program), or None if the shell around the program died before it
+    could report the status."""
     stdout: str
-    """The end of its standard output."""
+    """The end of the program's standard output."""
     stderr: str
-    """The end of its standard error."""
+    """The end of the program's standard error."""
     score: str = ""
     """The end of the scoring command's output."""
     ended_at_mb: int | None = None
-    """The memory limit in MiB, if the program was killed because its processes together exceeded it; else None."""
+    """The memory limit in MiB if the program was killed because its processes together exceeded this limit, else
+    None."""
 
     @property
     def is_well(self) -> bool:
@@ -70,25 +74,25 @@ class ProgramEnd:
         return self.status == 0 and self.ended_at_mb is None
 
     def told(self) -> str:
-        """The exit status and the last output, for an error message."""
+        """Describe the exit status and the last output, for an error message."""
         how = "its process is gone" if self.status is None else f"exit status {self.status}"
         if self.ended_at_mb is not None:
             how = f"more than {self.ended_at_mb} MiB held by its processes together (memory_mb)"
         return f"{how}; {self.words()}"
 
     def words(self) -> str:
-        """The last output, for an error message."""
+        """Quote the last output, for an error message."""
         said = self.stderr.strip() or self.stdout.strip()
         return f"it said {said[-600:]!r}" if said else "it said nothing"
 
 
 class ProgramProcess:
-    """A running program. The caller must close it.
+    """A running program. The caller must call `close`.
 
     Args:
-        launch: How it is started.
-        service: The gateway.
-        on_line: Called with each line of its standard output, for a program that answers line by line.
+        launch: The settings with which the program is started.
+        service: The gateway's HTTP service.
+        on_line: Called with each line of the program's standard output, for a program that answers line by line.
     """
 
     def __init__(self, launch: Launch, service: Service, on_line: Callable[[str], None] | None = None) -> None:
@@ -113,13 +117,13 @@ class ProgramProcess:
         """Start time of the program, by `time.monotonic`."""
 
     async def start(self, key: str = "") -> None:
-        """Start the process and its sandbox; `go` then starts the program itself.
+        """Start the process and its sandbox. The program itself starts only when `go` is called.
 
         Args:
-            key: The session's key, for the environment variables.
+            key: The session's key, which the program finds in its environment variables.
 
         Raises:
-            EnvironmentFault: the process or its sandbox does not start.
+            EnvironmentFault: the process or its sandbox cannot be started.
         """
         self.url = f"http://127.0.0.1:{PORT}" if self._launch.is_inside else self._service.url
         self._environment = {**self._launch.environment(variables(self.url, key), self._work), VARIABLE: self._marked}
@@ -143,15 +147,15 @@ class ProgramProcess:
         return await start_async(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, environment=self._environment, folder="/")
 
     async def go(self) -> None:
-        """Start the program."""
+        """Start the program in the process that `start` has prepared."""
         assert self._process is not None
         self._watch(self._process.pid)
         self.started = time.monotonic()
         await self.send(b"go\n")
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Write to the program's standard input. Does nothing if the program has closed it. `last` closes it
-        afterwards."""
+        """Write to the program's standard input. Does nothing if the program has closed it. If `last` is True, the
+        input is closed afterwards."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
@@ -160,13 +164,13 @@ class ProgramProcess:
                 self._process.stdin.close()
 
     async def ended(self) -> ProgramEnd:
-        """Wait for the end of the program."""
+        """Wait until the program has ended, and return how it ended."""
         await self._done.wait()
         return self.outcome()
 
     async def scored(self, seconds: float = SCORE_SECONDS) -> ProgramEnd:
-        """Run the scoring command after the program has ended, and wait for it. The program's other processes are
-        killed first, so that nothing else can write a score.
+        """Run the scoring command after the program has ended, and wait for its end. The remaining processes of the
+        program are killed first, so that only the command can write a score.
 
         Raises:
             EnvironmentFault: the command takes longer than `seconds`.
@@ -183,7 +187,7 @@ class ProgramProcess:
         return self.outcome()
 
     async def _score_outside(self) -> None:
-        """Run the scoring command in its own process, with an output pipe that no process of the program holds."""
+        """Run the scoring command in a process of its own, with an output pipe that no process of the program holds."""
         process = await self._start(self._launch.score_argv(self._work))
         assert process.stdout is not None and process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
@@ -198,7 +202,7 @@ class ProgramProcess:
             await gone(process)
 
     def outcome(self) -> ProgramEnd:
-        """How the program ended, or its output so far."""
+        """Return how the program ended or, if it is still running, its output so far."""
         if any(watched.was_ended for watched in self._watched):  # the kernel killed it before `WATCH` checked
             self._ended_at_mb = self._launch.limits.memory_mb
         text = [bytes(part).decode(errors="replace") for part in (self._stdout, self._stderr, self._score)]
@@ -207,7 +211,7 @@ class ProgramProcess:
         )
 
     def _watch(self, pid: int) -> None:
-        """Kill the processes if they exceed the memory limit together."""
+        """Watch the memory of the processes, and kill them if together they exceed the limit."""
         most = self._launch.limits.memory_mb
 
         def end() -> None:  # called on the thread that checks memory
@@ -220,7 +224,8 @@ class ProgramProcess:
         self._watched.append(WATCH.add(pid, most, end, files_mb=files))
 
     async def close(self) -> None:
-        """Kill the program and all its descendants, including daemons, and delete its files. May be called again."""
+        """Kill the program and all its descendants, including daemons, and delete its files. May be called more than
+        once."""
         for watched in self._watched:
             WATCH.remove(watched)
         process, self._process = self._process, None
@@ -237,7 +242,8 @@ class ProgramProcess:
             self._folder.cleanup()
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        """Split the output: up to the "done" mark it is the program's, after it the scoring command's."""
+        """Split the output: what precedes the "done" mark is the program's, what follows it is the scoring
+        command's."""
         pending = b""
         while chunk := await stream.read(1 << 16):
             pending += chunk
@@ -249,7 +255,7 @@ class ProgramProcess:
                 else:
                     self._status = int(found[2])
                     # Only output after the last mark counts. The program may read the token from the command line and
-                    # print a mark of its own, but the shell's mark comes after that.
+                    # print a forged mark, but the mark of the shell comes after it.
                     self._score.clear()
                     self._done.set()
             start = pending.rfind(b"\0")  # a mark may be split over two reads; no mark is as long as 64 bytes
@@ -257,7 +263,7 @@ class ProgramProcess:
             self._take(pending[:keep])
             pending = pending[keep:]
         self._take(pending)
-        # The output has ended: wake all waiting tasks, even if the process died before it wrote its marks.
+        # The output has ended. Wake all waiting tasks, even if the process died before it had written its marks.
         self._done.set()
         self._ready.set()
 
@@ -280,7 +286,7 @@ class ProgramProcess:
 
 
 async def _listen_inside(pid: int) -> socket.socket:
-    """A socket that listens in the network namespace of a sandbox.
+    """Create a socket that listens in the network namespace of a sandbox.
 
     Raises:
         EnvironmentFault: the namespace cannot be entered.
@@ -310,7 +316,7 @@ async def _listen_inside(pid: int) -> socket.socket:
 
 
 def _child(pid: int) -> str | None:
-    """The first child of a process, or None."""
+    """Return the id of the first child of a process, or None."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
     except OSError:
@@ -319,10 +325,11 @@ def _child(pid: int) -> str | None:
 
 
 def kill_marked(mark: str, proc: Path = Path("/proc")) -> int:
-    """Kill every process with this mark in its initial environment, in any session. Repeats this until none is left,
-    because they may start others in the meantime. Returns the number of killed processes.
+    """Kill every process that has this mark in its initial environment, in any session. Repeat this until no such
+    process is left, because they may start others in the meantime. Return the number of killed processes.
 
-    Linux only: without /proc nothing is killed. A process that was started with a different environment is not found.
+    Linux only: without /proc nothing is killed. Processes that were started with a different environment are not
+    found.
     """
     sought, killed = f"{VARIABLE}={mark}".encode(), set[int]()
     for _ in range(_MOST_ROUNDS):
