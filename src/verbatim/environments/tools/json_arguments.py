@@ -1,5 +1,5 @@
-"""Validates a call's arguments against an untrusted JSON schema, with jsonschema's validators and a deadline: no
-pattern, reference or long list in a schema can hang a run."""
+"""Validates a call's arguments against an untrusted JSON schema, with jsonschema's validators and a time limit, so that
+no pattern, reference or long list in a schema can hang a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from verbatim.core.errors import ComponentError
 from verbatim.environments.tools.tool import ToolArgumentsError
 
 SECONDS = 1.0
-"""CPU time limit, in seconds, for checking one call's arguments. Not wall-clock time: on a machine that stalls, valid
-calls must not be refused."""
+"""CPU time limit, in seconds, for checking the arguments of one call. It is CPU time and not wall-clock time, because
+valid calls must not be refused on a machine that stalls."""
 MOST_ERRORS = 20
 """Maximum number of errors reported for one call."""
 MOST_VALUES = 100_000
-"""Maximum number of values in a schema: lists, objects, strings and numbers."""
+"""Maximum number of values in a schema, counting lists, objects, strings and numbers."""
 MOST_CHARACTERS = 10_000
-"""Maximum length of a pattern, both as written and with its repeats expanded."""
+"""Maximum length of a pattern in characters, both as written and with its repeats expanded."""
 
 _deadline: ContextVar[float] = ContextVar("deadline")
 
@@ -36,8 +36,8 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 class JsonArguments:
     """Validates arguments against a JSON schema. Remote references in the schema are never fetched.
 
-    Hostile schemas and arguments can take forever to check (a pattern that backtracks, references that double at each
-    step): after `SECONDS` the arguments count as invalid.
+    Hostile schemas and arguments can take forever to check (examples are a pattern that backtracks, and references that
+    double at each step). After `SECONDS` of checking, the arguments count as invalid.
 
     Example:
         >>> schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -46,7 +46,7 @@ class JsonArguments:
         verbatim.environments.tools.tool.ToolArgumentsError: place: 3 is not of type 'string'
 
     Raises:
-        ComponentError: the schema is not that of an object, or cannot be checked in bounded time.
+        ComponentError: the schema does not describe an object, or cannot be checked in bounded time.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
@@ -67,10 +67,10 @@ class JsonArguments:
             raise ComponentError(f"{where}: its parameters cannot be checked: {error}") from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, if they are valid.
+        """Return the arguments if they are valid.
 
         Raises:
-            ToolArgumentsError: they are not; the message has the place and the reason of each error.
+            ToolArgumentsError: the arguments are invalid; the message has the place and the reason of each error.
         """
         token = _deadline.set(time.thread_time() + SECONDS)
         try:
@@ -91,12 +91,12 @@ def _explain(error: ValidationError) -> str:
     return f"{where}: {error.message[:200]}" if where else error.message[:200]
 
 
-# ---- jsonschema's keywords with a deadline. Each keyword checks the time before it starts; keywords that match
+# ---- jsonschema's keywords, with a time limit. Each keyword checks the time before it starts. Keywords that match
 # patterns or compare all items can take long by themselves, so they are replaced.
 
 
 class _TooLong(Exception):
-    """The check exceeded its CPU time."""
+    """Raised when the check exceeds its CPU time."""
 
 
 def _time_left() -> float:
@@ -167,7 +167,7 @@ def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> I
 
 
 def _frozen(value: Any) -> Any:
-    """A hashable key of a JSON value: 1 equals 1.0, but not true."""
+    """Return a hashable key for a JSON value. The keys of 1 and 1.0 are equal; those of 1 and true are not."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _frozen(inner)) for name, inner in value.items())
     if isinstance(value, (list, tuple)):
@@ -176,7 +176,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _without_dialects(schema: Any) -> Any:
-    """Remove `$schema`, because jsonschema would check parts that name a dialect with its own validators."""
+    """Remove every `$schema`, because jsonschema would check a part that names a dialect with validators of its own."""
     if isinstance(schema, Mapping):
         return {
             name: _without_dialects(inner)
@@ -186,12 +186,12 @@ def _without_dialects(schema: Any) -> Any:
     return [_without_dialects(inner) for inner in schema] if isinstance(schema, (list, tuple)) else schema
 
 
-# ---- schemas that take too much time or memory even with a deadline
+# ---- schemas that take too much time or memory even with a time limit
 
 
 def _refuse_unbounded(schema: Any) -> None:
     """Refuse a schema that is too large, whose patterns need too much memory, or that makes jsonschema match patterns
-    without a deadline (it does so for unevaluatedProperties)."""
+    without our time limit (it does so for unevaluatedProperties)."""
     waiting, num_values = [schema], 0
     unevaluated = by_pattern = False
     while waiting:
@@ -218,12 +218,12 @@ def _refuse_unbounded(schema: Any) -> None:
 
 
 def _written_out(pattern: str) -> int:
-    """Length of a pattern with each `{n}` expanded: `regex` allocates that much memory before it searches.
+    """Return the length of a pattern with each `{n}` expanded: `regex` allocates that much memory before it searches.
 
     >>> _written_out("[a-z]{2}-(a{10}){10}")
     103
     """
-    sizes, last = [0], [0]  # sizes of open groups, and of the last item in each
+    sizes, last = [0], [0]  # of each open group: its size so far, and the size of its last item
     for part in _PARTS.finditer(pattern):
         text = part[0]
         if text == "(":
@@ -246,4 +246,4 @@ def _written_out(pattern: str) -> int:
 
 
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
-"""Escapes, classes, repeats and single characters."""
+"""Matches one part of a pattern: an escape, a class, a repeat or a single character."""
