@@ -1,4 +1,5 @@
-"""The task `alphabet_sort_tags`: the `alphabet_sort` of verifiers, with its prompts, settings and scores."""
+"""The environment `alphabet_sort_tags`: `alphabet_sort` of the package verifiers, with its prompts, settings and
+scores."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
 
 SEED = 1337420
-"""The seed that verifiers uses, so that the tasks are generated in the same order."""
+"""The seed that verifiers uses. With it, the tasks are generated in the same order as there."""
 TAGS = ("alphabetical_sorted", "combined_alphabetical_sorted")
-"""The tags around the first answer's list, and around the list of each later answer."""
+"""The tag around the list in the first answer, and the tag around the list in each later answer."""
 NEW = " // new name!"
-"""The mark after each name that came with the latest message."""
+"""The mark after each name that came with the latest user message."""
 MOST_PASSES = 1000
-"""Maximum number of passes over the lists of names to generate enough tasks. If these are not enough, the settings are
-refused."""
+"""Maximum number of passes over the lists of names while tasks are generated. If these passes do not give enough tasks,
+the settings are refused."""
 FIRST = ("Ada", "Akira", "Amir", "Anna", "Boris", "Carla", "Chen", "Clara", "David", "Dina", "Elena", "Emil", "Farid",
          "Felix", "Grace", "Hanna", "Hugo", "Ines", "Ivan", "Jonas", "Julia", "Karim", "Kira", "Laura", "Leo", "Lina",
          "Marco", "Maya", "Nadia", "Nils", "Olga", "Oscar", "Paula", "Quentin", "Rosa", "Samir", "Sofia", "Tara",
@@ -37,8 +38,8 @@ LAST = ("Adler", "Baker", "Bauer", "Castro", "Chandra", "Diaz", "Dupont", "Egger
 
 @dataclass(frozen=True, kw_only=True)
 class AlphabetSortTags:
-    """The `alphabet_sort` of verifiers: names arrive over several turns, each answer is a list in tags with the new
-    names marked, and the reward is the similarity to the right lists, raised to a power.
+    """`alphabet_sort` of the package verifiers: names to sort arrive over several turns, and each answer is a list in
+    tags that marks the new names. The reward is the similarity to the right lists, raised to a power.
 
     Raises:
         UsageError: a minimum is above its maximum, or the lists of names are too short.
@@ -53,12 +54,13 @@ class AlphabetSortTags:
     max_names_per_turn: int = 5
     """Maximum number of names in a message."""
     similarity_power: int = 4
-    """Exponent of the similarity."""
+    """Exponent to which the similarity is raised."""
     power_per_turn: bool = True
-    """True to raise each turn's similarity to the power before taking the mean; False to raise the mean."""
+    """True to raise the similarity of each turn to the power and then take the mean; False to raise the mean to the
+    power."""
     names: str | None = None
-    """A JSONL file with a list `names` on each line, or the id of a data set with a column `names` (verifiers uses
-    "kalomaze/alphabetic-arxiv-authors-it1"); None: made-up names."""
+    """Source of the names: a JSONL file with a list `names` on each line, or the id of a data set with a column `names`
+    (verifiers uses "kalomaze/alphabetic-arxiv-authors-it1"). None for made-up names."""
     num_train: int = 500
     """Number of training tasks."""
     num_eval: int = 100
@@ -81,16 +83,16 @@ class AlphabetSortTags:
         return self.num_train + self.num_eval
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; the two splits share none."""
+        """Return the tasks of a split. The two splits have no task in common."""
         check_split("alphabet_sort_tags", split)
         return self._tasks[: self.num_train] if split == "train" else self._tasks[self.num_train :]
 
     async def start(self, example: Example, seed: int) -> TaggedSorting:
-        """The example's conversation."""
+        """Start the conversation of an example."""
         return TaggedSorting(self, example.payload)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Conversations with the right answers, of training tasks only."""
+        """Return conversations with the right answers. They are made from training tasks only."""
         rng = random.Random(seed)
         shown = [TaggedSorting(self, rng.choice(self.examples("train")).payload) for _ in range(count)]
         return [Demonstration(messages=sorting.demonstrated()) for sorting in shown]
@@ -98,7 +100,8 @@ class AlphabetSortTags:
     def _drawn(self, lists: Sequence[Sequence[str]]) -> Iterator[Mapping[str, Any]]:
         """Generate tasks in the same order as verifiers. Each pass over the lists generates new tasks.
 
-        The calls of `rng`, here and in `_task`, must stay in the order of verifiers: any other order gives other tasks.
+        The calls of `rng`, here and in `_task`, must stay in the order of verifiers: in another order, the tasks would
+        be different ones.
 
         Raises:
             UsageError: no list is long enough, or `MOST_PASSES` passes did not give enough tasks.
@@ -128,7 +131,7 @@ class AlphabetSortTags:
         return {"asked": self._questions(turns, by_first, rng), "answers": answers}
 
     def _questions(self, turns: Sequence[list[str]], by_first: bool, rng: random.Random) -> list[str]:
-        """The user's messages. The number of lines in the example of the format is random too."""
+        """Return the user's messages. The number of lines in the format's example is drawn from `rng` too."""
         which = "FIRST" if by_first else "LAST"
         asked = []
         for number, turn in enumerate(turns):
@@ -156,7 +159,7 @@ class AlphabetSortTags:
 
 
 class TaggedSorting(Episode):
-    """One conversation: the user's messages, the right answers, and the similarity of each given answer."""
+    """One conversation: has the user's messages, the right answers, and the similarity of each answer given so far."""
 
     def __init__(self, rules: AlphabetSortTags, task: Mapping[str, Any]) -> None:
         self._rules, self._asked, self._answers = rules, task["asked"], task["answers"]
@@ -164,7 +167,7 @@ class TaggedSorting(Episode):
         self.messages = [{"role": "user", "content": self._asked[0]}]
 
     async def reply(self, message: Message) -> Reply:
-        """Compare an answer with the right one, and ask the next question."""
+        """Compare an answer with the right one, and ask the next question or, after the last, end the episode."""
         number = len(self._similarities)
         self._similarities.append(self._similarity(message["content"], number))
         if number + 1 == len(self._asked):
@@ -172,38 +175,39 @@ class TaggedSorting(Episode):
         return Reply(messages=[{"role": "user", "content": self._asked[number + 1]}])
 
     def _similarity(self, text: str, number: int) -> float:
-        """Similarity of an answer's list to the right one, from 0 to 1. If an answer has several lists, the last one
-        counts, provided that each is better than the one before it; otherwise the similarity is 0."""
+        """Return the similarity of an answer's list to the right list, from 0 to 1. If an answer has several lists, the
+        last one counts, provided that each list is better than the one before it; otherwise the similarity is 0."""
         found = re.findall(f"<{TAGS[min(number, 1)]}>(.*?)</{TAGS[min(number, 1)]}>", text, re.DOTALL)
         tries = [similarity(content, self._answers[number]) for content in found]
         improves = all(after > before for before, after in pairwise(tries))
         return tries[-1] if tries and improves else 0.0
 
     async def score(self, trajectory: Trajectory) -> float:
-        """The similarities, raised to the power and averaged; a missing answer counts 0."""
+        """Return the mean of the similarities, raised to the power as the settings say. A missing answer counts as
+        0."""
         power, count = self._rules.similarity_power, len(self._asked)
         if self._rules.power_per_turn:
             return sum(value**power for value in self._similarities) / count
         return float((sum(self._similarities) / count) ** power)
 
     def solution(self) -> list[Message]:
-        """The messages with the correct lists."""
+        """Return the assistant's messages with the right lists."""
         return [_answer(answer, TAGS[min(number, 1)]) for number, answer in enumerate(self._answers)]
 
     def demonstrated(self) -> list[Message]:
-        """The whole conversation with right answers."""
+        """Return the whole conversation with the right answers."""
         messages: list[Message] = []
         for asked, answer in zip(self._asked, self.solution(), strict=True):
             messages += [{"role": "user", "content": asked}, answer]
         return messages
 
     def state_key(self) -> str:
-        """The number of the turn."""
+        """Return the number of the turn, as the key of the episode's state."""
         return f"turn {len(self._similarities) + 1}"
 
 
 def similarity(content: str, answer: Sequence[str]) -> float:
-    """`difflib`'s ratio between the given lines and the right ones, in lower case and stripped.
+    """Return `difflib`'s ratio between the given lines and the right lines, after stripping and lower-casing both.
 
     Example: given "B", the right list "a": 0; given "A": 1; given "ab", the right list "abcd": 2 * 2 / 6.
     """
@@ -217,7 +221,7 @@ def _answer(lines: Sequence[str], tag: str) -> Message:
 
 
 def _key(name: str, by_first: bool) -> str:
-    """The first or last name of a full name without a space: "AdaByron" has "Ada" and "Byron"."""
+    """Return the first or last name of a full name without a space: "AdaByron" has "Ada" and "Byron"."""
     cut = next((i for i in range(1, len(name)) if name[i].isupper()), len(name))
     return name[:cut] if by_first else name[cut:]
 

@@ -1,5 +1,5 @@
-"""Copies messages and schemas, and compares them with earlier copies. Both happen in every turn, so both have a fast
-path for plain JSON; the result is exact on every path."""
+"""Copies messages and schemas, and compares them with earlier copies. Both are done in every turn, so both have a fast
+path for plain JSON. The slow path gives exactly the same results."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from verbatim.core.user_values import ATOMS, DEEPEST, MOST_VALUES, as_atom, is_s
 
 _TEXT, _DICT = frozenset({str}), frozenset({dict})
 _AS_THEY_ARE = ATOMS - {int}
-"""Types whose values are always plain JSON. An `int` is not: it may have too many digits to be written."""
+"""Types whose values are always plain JSON. `int` is not among them, because an int may have too many digits to be
+written."""
 _MOST_COST, _CONTAINER = MOST_VALUES, 5000
-"""Maximum cost of a message on the fast path, which skips the full check: one for each character and value, and
-`_CONTAINER` for each list or dict. All limits of the full check are higher."""
+"""`_MOST_COST` is the maximum cost of a message on the fast path, which skips the full check. Each character and each
+value costs 1, and each list or dict costs `_CONTAINER`. All limits of the full check are higher than `_MOST_COST`."""
 
 _HEADER = len(marshal.dumps([], 0))
-"""Size in bytes of a serialised list's header, which holds its length. It is cut off, so that the bytes of several
-messages can be joined."""
+"""Size in bytes of the header of a serialised list, which holds the list's length. The header is cut off, so that the
+bytes of several messages can be joined."""
 _SHORT = 256
-"""Maximum size in bytes up to which comparing serialised values is faster than comparing them one by one."""
+"""Up to this size in bytes, comparing serialised values is faster than comparing the values one by one."""
 
 
 class _NotPlain(Exception):
-    """The value is not plain JSON, or is too large."""
+    """Raised for a value that is not plain JSON or is too large."""
 
 
 def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any:
-    """Deep-copy a message into built-in JSON types, so that code that reads it later never calls a user's class.
+    """Deep-copy a message into built-in JSON types, so that code that reads the copy later never calls a user's class.
 
     Args:
         value: The user's value. Subclasses of str, numbers, lists and mappings become the built-in types.
-        what: Names the value in the error.
-        of_info: True if this is an `info`, which may also contain numpy arrays and keys of any type.
+        what: Name of the value in the error.
+        of_info: True if the value is an `info`, which may also contain numpy arrays, and keys of any type.
 
     Raises:
         EnvironmentFault: the value contains itself, is too deep or too large, has values that JSON cannot represent,
@@ -62,7 +63,8 @@ def _rebuilt(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 
     Args:
         value: A value that has passed the check.
-        known: Containers and their copies, by id. The original is kept too, so that its id is not reused.
+        known: Containers and their copies, keyed by the container's id. The container itself is kept too, so that its
+            id is not reused.
     """
     if id(value) in known:
         return known[id(value)][1]
@@ -86,7 +88,7 @@ def _own_key(key: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """True if a value is plain JSON and small enough for the fast path; such a value needs no further check."""
+    """Return True if a value is plain JSON and small enough for the fast path. Such a value needs no further check."""
     try:
         _plain_copy(value, [_MOST_COST], DEEPEST)
     except _NotPlain:
@@ -95,14 +97,15 @@ def is_plain(value: Any) -> bool:
 
 
 def refuse(value: Any, what: str) -> None:
-    """Raise an EnvironmentFault that names `what` if a user's value cannot be kept; see `user_values`."""
+    """Raise an EnvironmentFault that names `what` if a user's value cannot be kept in a trajectory (see
+    `user_values`)."""
     if (why := why_refused(value)) is not None:
         raise EnvironmentFault(f"{what}: {why}")
 
 
 def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
-    """Copy plain JSON. Raises `_NotPlain` if the value is not plain JSON, or costs more than `left[0]`, from which the
-    cost of each copied list or dict is subtracted."""
+    """Copy plain JSON. Subtracts the cost of each copied list or dict from `left[0]`. Raises `_NotPlain` if the value
+    is not plain JSON, or if it costs more than is left."""
     kind, cost = type(value), _CONTAINER
     copied = value
     if kind is dict:
@@ -140,22 +143,23 @@ def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
 
 
 Others: TypeAlias = tuple[tuple[int, bytes | None], ...]
-"""The index of each message with non-string values, and these values serialised. None instead of the bytes if the
-values are long or not plain JSON, and so must be compared one by one."""
+"""For each message with non-string values: (index of the message, these values serialised). Instead of the bytes there
+is None if the values are long or not plain JSON; they must then be compared one by one."""
 
 
 def others_in(messages: Sequence[Message], start: int = 0) -> Others:
-    """Compute `Others` for copied messages, the first of which has the index `start`."""
+    """Compute `Others` for copied messages. The first of these messages has the index `start`."""
     return tuple([(start + i, _short_rest(message)) for i, message in enumerate(messages) if not _is_text(message)])
 
 
 def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others: Others | None) -> bool:
-    """True if the messages begin with the known ones, compared so strictly that a template renders both alike.
+    """Return True if the messages begin with the known ones. The comparison is so strict that a template renders equal
+    messages identically.
 
     Args:
-        messages: The owner's messages as they are now.
-        known: Copies made by `copied`.
-        others: `Others` of the known messages; None: compare value by value.
+        messages: The caller's messages as they are now.
+        known: Copies of earlier messages, made by `copied`.
+        others: `Others` of the known messages, or None to compare value by value.
 
     Raises:
         EnvironmentFault: the messages cannot be compared.
@@ -163,7 +167,7 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
     start = tuple(messages[: len(known)])
     try:
         if others is not None and start == known and _DICT.issuperset(map(type, start)):
-            # `==` is enough for strings. Other values may be equal and render differently: 1 == 1.0 == True.
+            # For strings `==` is enough. Other values may be equal and yet render differently: 1 == 1.0 == True.
             rests = [rest for _, rest in others if rest is not None]
             if len(rests) == len(others) and b"".join(rests) == _rest([start[place] for place, _ in others]):
                 return True
@@ -177,12 +181,12 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
 
 
 def _is_text(message: Any) -> bool:
-    """True if a message is a dict with string values only, so that any equal message renders alike."""
+    """Return True if a message is a dict with string values only, so that every equal message renders identically."""
     return type(message) is dict and _TEXT.issuperset(map(type, message.values()))
 
 
 def _rest(messages: Sequence[Message]) -> bytes:
-    """Serialise the non-string values of messages. Equal bytes mean equal values of equal types.
+    """Serialise the non-string values of messages. Equal bytes mean that the values and their types are equal.
 
     Raises:
         ValueError: a value is not of a built-in type.
@@ -192,7 +196,7 @@ def _rest(messages: Sequence[Message]) -> bytes:
 
 
 def _short_rest(message: Message) -> bytes | None:
-    """`_rest` of one message, or None if it is long or not plain JSON."""
+    """Return `_rest` of one message, or None if it is long or not plain JSON."""
     try:
         written = _rest([message])
     except (ValueError, AttributeError):
@@ -201,8 +205,8 @@ def _short_rest(message: Message) -> bytes | None:
 
 
 def same_messages(messages: Any, others: Any) -> bool:
-    """True if a template renders both alike. Stricter than `==`, since 1, 1.0 and True are equal but render
-    differently."""
+    """Return True if a template renders both values identically. This is stricter than `==`, since 1, 1.0 and True are
+    equal but render differently."""
     if type(messages) is str and type(others) is str:
         return messages == others
     if isinstance(messages, Mapping) and isinstance(others, Mapping):
@@ -219,7 +223,8 @@ def _by_key(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def schema_and_text(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return a tool's schema in built-in types, and `str` of it, which is cached for all episodes with the same tool.
+    """Return (schema, text): a tool's schema in built-in types, and its `str`, cached for all episodes with the same
+    tool.
 
     Raises:
         EnvironmentFault: the schema contains itself, is too deep or too large, or has values that JSON cannot
@@ -237,7 +242,7 @@ def schema_and_text(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 @lru_cache(maxsize=1024)
 def _text_of_plain(written: bytes) -> str | None:
-    """`str` of a marshalled value, or None if it is not plain JSON. Marshal preserves types, so checking the loaded
-    value is enough."""
+    """Return the `str` of a marshalled value, or None if the value is not plain JSON. Marshal preserves types, so it is
+    enough to check the loaded value."""
     value = marshal.loads(written)
     return str(value) if is_plain(value) else None

@@ -1,5 +1,5 @@
-"""Runs the default control flow of an episode: the model takes a turn; then tools answer its calls, or, if it made
-none, the environment replies."""
+"""Runs the default control flow of an episode. The model takes a turn; then tools answer its calls or, if it made none,
+the environment replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verbatim.rollouts.supervised import UserCalls
 from verbatim.rollouts.turn_arguments import checked_state_key
 
 TIMELINE = "timeline"
-"""Key of `Trajectory.info`: the start and the duration of each generation and tool call, in seconds."""
+"""Key of `Trajectory.info` under which are the start and the duration, in seconds, of each generation and tool call."""
 
 
 class Dialogue:
@@ -40,17 +40,17 @@ class Dialogue:
         self.messages: list[Message] = []
         """The conversation so far."""
         self.info: dict[str, Any] = {}
-        """Entries for the trajectory's `info`: tool errors, tool faults, the timeline."""
+        """Entries for the trajectory's `info`: tool errors, tool faults, and the timeline."""
 
     def take(self, messages: Any, what: str) -> None:
         """Append an environment's messages to the conversation.
 
         Args:
-            messages: The messages, not yet checked.
-            what: Names them in the error.
+            messages: The messages, which are not yet checked.
+            what: Name of the messages in the error.
 
         Raises:
-            EnvironmentFault: this is not a list of messages, or one cannot be kept.
+            EnvironmentFault: `messages` is not a list of messages, or one of them cannot be kept in a trajectory.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise EnvironmentFault(f"{what}: {shown(messages)}; expected a list of messages")
@@ -64,17 +64,17 @@ class Dialogue:
 
     def kept(self) -> tuple[Message, ...]:
         """Return the messages for the trajectory. The environment owns them and may have changed them since they were
-        checked: a message that can no longer be kept is replaced by one that says why."""
+        checked: a message that can no longer be kept is replaced by a message that says why."""
         return tuple(message if is_plain(message) else _kept(message) for message in self.messages)
 
     async def run(self, episode: Episode) -> StopReason:
         """Take turns until the episode ends.
 
         Returns:
-            Why it ended.
+            The reason why the episode ended.
 
         Raises:
-            EpisodeOver: a limit cut it off.
+            EpisodeOver: a limit cut the episode off.
         """
         with self._calls.guard("the episode's tools"):
             tools = _checked_tools(episode)
@@ -104,7 +104,7 @@ class Dialogue:
                 return StopReason.MALFORMED
 
     async def _speak(self, episode: Episode, tools: ToolManager) -> tuple[ToolCall, ...]:
-        """Sample one turn; return the tool calls in it."""
+        """Sample one turn, and return the tool calls in it."""
         with self._calls.guard("state_key"):
             key = checked_state_key(episode.state_key(), "state_key returned")
         self._calls.now = "sampling"
@@ -112,7 +112,8 @@ class Dialogue:
         try:
             await self._loop.sample(self.messages, tuple(tools.values()), state_key=key)
         finally:
-            # In `finally`: a turn that was cut off or could not be recorded raises, and its message is still kept.
+            # In `finally`, because a turn that was cut off or could not be recorded raises, and its message is kept
+            # too.
             self._leave(entry)
             answer = self._loop.last_answer
             if answer is not None:
@@ -122,7 +123,7 @@ class Dialogue:
         return answer.tool_calls
 
     async def _run_tools(self, tools: ToolManager, calls: Sequence[ToolCall]) -> tuple[Reply, ParseStatus]:
-        """Run the calls in order until one ends the episode. Returns the reply, and the first parse status that is not
+        """Run the calls in order until one ends the episode. Return the reply, and the first parse status other than
         "ok"."""
         limits, reward = self._limits, None
         parse_status: ParseStatus = "ok"
@@ -148,7 +149,7 @@ class Dialogue:
         return Reply(reward=reward), parse_status
 
     def _note_error(self, call: ToolCall, outcome: ToolOutcome, kind: str) -> None:
-        """Count a failed call; with `tool_error = "stop"`, a tool that raised or timed out ends the episode."""
+        """Count a failed call. With `tool_error = "stop"`, a tool that raised or timed out ends the episode."""
         errors = self.info.setdefault("tool_errors", {})
         errors[kind] = errors.get(kind, 0) + 1
         if kind in ("exception", "timeout") and self._limits.tool_error == "stop":
@@ -162,8 +163,8 @@ class Dialogue:
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1
 
     def _enter(self, what: str, **about: Any) -> dict[str, Any]:
-        """Begin an entry of the timeline, in seconds since the start of the episode. Without a timeline, return a dict
-        that is discarded."""
+        """Begin an entry of the timeline, whose times are in seconds since the start of the episode. If there is no
+        timeline, return a dict that is discarded."""
         if self._timeline is None:
             return {}
         start = time.perf_counter() - self._began
@@ -173,14 +174,14 @@ class Dialogue:
         return entry
 
     def _leave(self, entry: dict[str, Any]) -> None:
-        """Complete an entry of the timeline with its duration."""
+        """Complete an entry of the timeline by adding its duration."""
         if self._timeline is not None:
             entry["seconds"] = time.perf_counter() - self._began - entry["start"]
 
 
 def awaitable(given: Any, method: str) -> Any:
-    """Return the result of an episode's method, to be awaited; raise an EnvironmentFault if the method is not
-    async."""
+    """Return `given`, which a method of an episode returned, so that it can be awaited. Raise an EnvironmentFault if
+    the method is not async."""
     if not inspect.isawaitable(given):
         raise EnvironmentFault(f"{method.partition('(')[0]} is a plain method; expected `async def {method}`")
     return given

@@ -22,36 +22,36 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 CHARACTERS_PER_TOKEN = 4
-"""About right for English. Numbers and other languages have fewer characters per token, so a prompt may be longer than
-estimated."""
+"""Assumed number of characters per token, which is about right for English. Numbers and other languages have fewer
+characters per token, so a prompt may be longer than estimated."""
 _AT_ONCE = 16
 """Number of episodes that are started concurrently."""
 _HOPELESS = 8
-"""Measuring stops after this many failures if no example could be measured."""
+"""If no example could be measured, measuring stops after this many failures."""
 _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Openings:
-    """The measured opening prompts of one split."""
+    """The measured opening prompts of one split of an environment."""
 
     num_examples: int
-    """Number of examples of the split."""
+    """Number of examples in the split."""
     num_measured: int
-    """Number of examples that were measured."""
+    """Number of examples whose opening prompt was measured."""
     too_long: Mapping[str, int]
-    """Length in tokens of each opening prompt that leaves no room in the context, by example id."""
+    """Length in tokens of each opening prompt that leaves no room for a completion, keyed by example id."""
     seq_len: int
     """Length of the context in tokens."""
     is_exact: bool
     """True if a renderer counted the tokens; False if they were estimated from the characters."""
     first_fault: str | None = None
-    """Why the first unmeasured example could not be measured, or None if there was no failure."""
+    """The reason why the first unmeasured example could not be measured, or None if no example failed."""
     cannot_begin: bool = False
-    """True if none of the tried examples can start, whatever the policy does: the environment raises, or `start` does
-    not return an episode."""
+    """True if none of the tried examples can start, independently of the policy: the environment raises an exception,
+    or `start` does not return an episode."""
     seconds: float | None = None
-    """The time limit in seconds if it was reached, or None."""
+    """The time limit in seconds if measuring reached it, else None."""
 
     @property
     def none_fits(self) -> bool:
@@ -60,7 +60,7 @@ class Openings:
 
     @property
     def found(self) -> str | None:
-        """Message that names the opening prompts that are too long, or None if there are none."""
+        """A message that names the opening prompts that are too long, or None if there are none."""
         if not self.too_long:
             return None
         about = "" if self.is_exact else "about "
@@ -72,7 +72,7 @@ class Openings:
 
     @property
     def left_out(self) -> str | None:
-        """Message that says how many examples were not measured, and why; or None if all were."""
+        """A message that says how many examples were not measured, and why; None if all were measured."""
         rest = self.num_examples - self.num_measured
         if not rest:
             return None
@@ -90,23 +90,23 @@ async def measure_openings(
     until_one_fits: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Openings:
-    """Start an episode of each example, and measure the first prompt that it would send to the policy. Nothing is
-    sampled.
+    """Start an episode of each example, and measure the first prompt that the episode would send to the policy. Nothing
+    is sampled.
 
-    An episode that owns its control flow runs up to that point. If the opening depends on the episode's seed, only one
+    An episode with its own control flow runs up to that prompt. If the opening depends on the episode's seed, only one
     seed is tried. After `seconds`, the remaining examples are skipped.
 
     Args:
         environment: The environment. Its episodes are closed, but not scored.
-        examples: The examples, in the order in which to measure them.
+        examples: The examples, in the order in which they are to be measured.
         seq_len: Length of the context in tokens.
-        renderer: The model's renderer; None: estimate tokens from characters.
+        renderer: The model's renderer; None to estimate the number of tokens from the characters.
         seconds: Time limit for all examples together, in seconds.
-        until_one_fits: True to stop at the first prompt that leaves room; examples are then started one by one.
-        clock: Monotonic clock in seconds; tests pass their own.
+        until_one_fits: True to stop at the first prompt that leaves room. The examples are then started one by one.
+        clock: Monotonic clock in seconds. Tests pass a clock of their own.
 
     Raises:
-        ModelError: the model's chat format cannot show an episode's tools.
+        ModelError: the model's chat format cannot show the tools of an episode.
     """
     end, waiting = clock() + seconds, iter(examples)
     tokens: dict[str, int] = {}
@@ -142,17 +142,19 @@ async def measure_openings(
 
 @dataclass(frozen=True, kw_only=True)
 class _Fault:
-    """Why an opening prompt could not be measured."""
+    """The reason why an opening prompt could not be measured."""
 
     why: str
+    """The reason in words."""
     is_sure: bool
-    """True if no episode of the example can start; False if one might with more time or with the run's sampler."""
+    """True if no episode of the example can start. False if one might start with more time or with the run's
+    sampler."""
 
 
 async def _measured(
     environment: Environment, example: Example, renderer: Renderer | None, seconds: float
 ) -> int | _Fault:
-    """Measure one opening prompt in tokens."""
+    """Measure one opening prompt. Return its length in tokens, or the reason why it could not be measured."""
     seed = derive_seed(0, "opening", example.id)
     loop = _Measuring(renderer, seconds)
     made: list[Episode] = []
@@ -168,14 +170,14 @@ async def _measured(
         return loop.tokens
     error = lacks or str(run.trajectory().error)
     owns = bool(made) and getattr(made[0], "run", None) is not None
-    # A program sends its requests through the gateway, which needs the run's sampler, so its failure here proves
-    # nothing.
+    # A program sends its requests through the gateway, which needs the run's sampler. So if it fails here, that
+    # proves nothing.
     may_begin = error.startswith("timeout") or (owns and not loop.was_asked)
     return _Fault(why=f"example {example.id!r}: {error}", is_sure=lacks is not None or not may_begin)
 
 
 class _Measuring(EpisodeLoop):
-    """Ends the episode at its first prompt."""
+    """An episode loop that ends the episode at its first prompt, after measuring the prompt."""
 
     def __init__(self, renderer: Renderer | None, seconds: float) -> None:
         super().__init__(limits=EpisodeLimits(timeout=seconds), recorder=Recorder(1))
@@ -184,7 +186,7 @@ class _Measuring(EpisodeLoop):
         self.was_asked = False
 
     async def complete(self, prompt_ids: Sequence[int], *given: Any, **more: Any) -> Any:
-        """Measure the prompt of an environment that does its own rendering."""
+        """Measure the prompt of an environment that renders prompts itself, and end the episode."""
         self._measure(len(prompt_ids))
 
     async def _answer(self, prompt: Prompt) -> SampledAnswer:

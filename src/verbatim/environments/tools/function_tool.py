@@ -1,5 +1,5 @@
-"""Builds a tool from a typed Python function: the signature gives the schema, the docstring the descriptions, and the
-return value becomes the text that the model reads."""
+"""Builds a tool from a typed Python function. The signature gives the schema, the docstring gives the descriptions, and
+the return value becomes the text that the model reads."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class FunctionTool:
     `transformers.utils.get_json_schema` gives, plus defaults, constraints and nested models.
 
     A coroutine function runs on the event loop. Any other function runs in a thread, so that it may block. With
-    `inline=True` it is called on the event loop, which suits functions that take microseconds, less than using a thread
-    costs.
+    `inline=True` it is called on the event loop instead; this suits functions that take only microseconds, which is
+    less than the cost of using a thread.
 
     Args:
-        function: The callable. Arguments bound by `functools.partial` are hidden from the model.
-        name: The tool's name for the model; by default the function's name, or an object's class name.
-        description: Overrides the docstring's description; "": no description.
+        function: The callable. Arguments that `functools.partial` has bound are hidden from the model.
+        name: The tool's name for the model. By default the function's name or, for an object, the name of its class.
+        description: Replaces the docstring's description; "" for no description.
         parameters: A JSON schema of the arguments, for a function whose signature has no types.
-        inline: Call the function on the event loop.
-        returns: Add the return value's schema under `return`. Most chat templates ignore it.
+        inline: True to call the function on the event loop.
+        returns: True to add the schema of the return value under `return`. Most chat templates ignore it.
 
     Example:
         >>> def guess(number: int) -> str:
@@ -58,8 +58,8 @@ class FunctionTool:
         {'number': {'type': 'integer', 'description': 'From 1 to 15.'}}
 
     Raises:
-        ComponentError: a parameter has no type, or one without a JSON form; the function has `*args` or `**kwargs`; or
-            `parameters` is not a JSON schema.
+        ComponentError: a parameter has no type, or a type without a JSON form; the function has `*args` or `**kwargs`;
+            or `parameters` is not a JSON schema.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class FunctionTool:
             documented, value = signature.description, signature.returns
         text = (documented if description is None else description).strip()
         self.lacks_description = description is None and not text
-        """True if neither docstring nor argument describes the tool; `description=""` counts as a description."""
+        """True if neither the docstring nor `description` describes the tool; `description=""` counts as a
+        description."""
         self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {
@@ -114,7 +115,7 @@ class FunctionTool:
         return f"FunctionTool({self.name!r})"
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Validate the arguments and run the function; `as_result` converts its return value.
+        """Validate the arguments, run the function, and convert its return value with `as_result`.
 
         Raises:
             ToolArgumentsError: the arguments do not fit the signature.
@@ -126,14 +127,15 @@ class FunctionTool:
 
     @property
     def is_immediate(self) -> bool:
-        """True if `at_once` may be used: for a plain function with `inline=True` and no overridden `__call__`."""
+        """True if `at_once` may be called: the function is not async, and has `inline=True` and no overridden
+        `__call__`."""
         return self._inline and not self._is_async and type(self).__call__ is FunctionTool.__call__
 
     def at_once(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[Any]:
-        """Run the function without creating a task; return its result, or the awaitable that the function returned.
+        """Run the function without creating a task. Return its result, or the awaitable that the function returned.
 
         Raises:
-            ToolArgumentsError, TypeError: as in `__call__`.
+            ToolArgumentsError, TypeError: as for `__call__`.
         """
         value = self._call(arguments)()
         return value if type(value) is ToolResult or inspect.isawaitable(value) else as_result(value)
@@ -145,10 +147,12 @@ class FunctionTool:
 
 
 def as_result(value: object) -> ToolResult:
-    """Convert a return value: a `ToolResult` or string is unchanged, None becomes "", any other value becomes JSON.
+    """Convert a return value: a `ToolResult` is returned unchanged, a string becomes the content, None becomes "", and
+    any other value becomes JSON.
 
-    Dataclasses, pydantic models and mappings become objects, enumeration members their values, and sets sorted lists,
-    because the order of a set differs between processes. Dates, paths and NumPy values are converted too.
+    A dataclass, pydantic model or mapping becomes an object, and an enumeration member becomes its value. A set becomes
+    a sorted list, because the order of a set differs between processes. Dates, paths and NumPy values are converted
+    too.
 
     >>> as_result({"towns": {"Ulm", "Bonn"}}).content
     '{"towns": ["Bonn", "Ulm"]}'

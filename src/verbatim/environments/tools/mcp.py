@@ -1,4 +1,4 @@
-"""Offers the tools of an MCP server to all episodes, through one session shared by all event loops."""
+"""Offers the tools of an MCP server to all episodes, through one session that all event loops share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ INSTALL = "MCP servers need the mcp package: pip install 'verbatim-rl[mcp]'"
 
 
 class McpTools:
-    """A source of tools, usable inside `with` or `async with`.
+    """The tools of one MCP server, for use inside `with` or `async with`.
 
-    The session has its own thread and event loop, because it outlives the event loops of rollouts. When the connection
-    is lost, calls in progress fail and are not repeated, because the server may have carried them out; the next call
-    restarts the server or reconnects.
+    The session with the server has its own thread and event loop, because it outlives the event loops of rollouts. When
+    the connection is lost, the calls in progress fail and are not repeated, because the server may have carried them
+    out. The next call restarts the server or reconnects.
 
     Example:
         >>> with McpTools.stdio("python", ["server.py"]) as source:  # doctest: +SKIP
@@ -36,7 +36,7 @@ class McpTools:
         if timeout <= 0:
             raise UsageError(f"{name}: connect_timeout = {timeout}; expected more than 0 seconds")
         self.name = name
-        """The command line or address, without secrets."""
+        """The server's command line or address, without secrets."""
         self._connect, self._prefix, self._timeout = connect, prefix, timeout
         self._stack: ExitStack | None = None
         self._portal: Any = None
@@ -55,16 +55,18 @@ class McpTools:
         prefix: str = "",
         connect_timeout: float = 30.0,
     ) -> Self:
-        """A server that runs as a child process and ends with the source.
+        """Create a source whose server runs as a child process and ends with the source.
 
         Args:
             command: The program.
             args: The program's arguments.
-            env: Environment variables in addition to the few harmless ones that it inherits (PATH, HOME, ...).
-            env_from: Variables to copy from this process: their names, or `{name there: name here}`.
+            env: Environment variables for the server, in addition to the few harmless ones that it inherits (PATH,
+                HOME, ...).
+            env_from: Variables to copy from this process: a list of names, or `{name in the server: name in this
+                process}`.
             cwd: The working directory.
-            prefix: A prefix for each tool's name, to distinguish servers whose tools have the same names.
-            connect_timeout: Limit in seconds for the server's first answer.
+            prefix: A prefix for the name of each tool, to distinguish servers whose tools have the same names.
+            connect_timeout: Time limit in seconds for the server's first answer.
 
         Raises:
             UsageError: the command or its arguments have a wrong type, or a variable is not set.
@@ -88,11 +90,11 @@ class McpTools:
     def http(
         cls, url: str, *, headers: Mapping[str, str] | None = None, prefix: str = "", connect_timeout: float = 30.0
     ) -> Self:
-        """A running server, over streamable HTTP.
+        """Create a source for a server that is already running, over streamable HTTP.
 
         Args:
             url: The endpoint, such as "http://localhost:8000/mcp".
-            headers: Headers of each request. Secrets among them are redacted in logs from now on.
+            headers: Headers of each request. From now on, secrets among them are redacted in logs.
             prefix: As for `stdio`.
             connect_timeout: As for `stdio`.
         """
@@ -112,7 +114,7 @@ class McpTools:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """The server's tools as of `open` or the last `refresh`."""
+        """The tools that the server had at `open` or at the last `refresh`."""
         if self._stack is None:
             raise UsageError(f"{self!r} is not open; write `with {type(self).__name__}.stdio(...) as source:`")
         return self._tools
@@ -150,8 +152,8 @@ class McpTools:
             stack.close()
 
     def refresh(self) -> None:
-        """List the tools again; raises ComponentError as `open` does. Existing `ToolManager`s keep their tools, so that
-        the schemas in rendered prompts stay valid."""
+        """List the server's tools again. Raises ComponentError as `open` does. `ToolManager`s that exist already keep
+        their tools, so that the schemas in rendered prompts stay valid."""
         try:
             self._tools = tuple(
                 FunctionTool(
@@ -166,7 +168,8 @@ class McpTools:
             raise ComponentError(f"MCP server {self.name}: {error}") from error
 
     async def _run(self, tool: str, /, **arguments: Any) -> ToolResult:
-        """Run a tool on the server; raises ToolFailed, including when the server answers with data that is not text."""
+        """Run a tool on the server. Raises ToolFailed if the call fails, and also if the answer has data that is not
+        text."""
         if self._stack is None:
             raise ToolFailed("its source is closed")
         # The call runs on the session's event loop. Cancelling this future cancels the call and notifies the server.
@@ -198,7 +201,7 @@ class McpTools:
 
 
 def _text(block: Any) -> str:
-    """The text of one content block; raises ToolFailed for other data."""
+    """Return the text of one content block. Raises ToolFailed if it is not a text block."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource_link":

@@ -1,4 +1,4 @@
-"""Keeps a session with one MCP server on one event loop; reconnects when the connection is lost, and never repeats a
+"""Keeps a session with one MCP server on one event loop. Reconnects when the connection is lost, and never repeats a
 call that the server may have carried out."""
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ logger = logging.getLogger(__name__)
 Streams = AbstractAsyncContextManager[tuple[Any, Any]]
 
 _UNKNOWN_SESSION = re.compile(r"session (not found|terminated)", re.IGNORECASE)
-"""The answer of a restarted HTTP server, which has not run the call. The client does not pass on its status, 404."""
+"""Matches the answer of an HTTP server that was restarted and has not run the call. The text is matched because the
+client does not pass on the status 404."""
 
 
 @dataclass(eq=False)
 class _Link:
-    """One connection."""
+    """One connection to the server."""
 
     ready: anyio.Event = field(default_factory=anyio.Event)
     """Set when the connection is established or has failed."""
     over: anyio.Event = field(default_factory=anyio.Event)
     """Set when the connection has failed, is lost or is to be closed."""
     failure: str | None = "its source is closed"
-    """The reason why there is no connection; None: connected."""
+    """The reason why there is no connection, or None if connected."""
     client: Any = None
-    """The `Client`, once connected."""
+    """The `Client`, or None until connected."""
 
 
 class McpSession:
@@ -51,8 +52,8 @@ class McpSession:
 
     Args:
         name: The server's name in messages.
-        connect: Starts or connects to the server; calls its argument when the server has ended.
-        timeout: Limit in seconds for connecting, and for listing the tools.
+        connect: Starts the server or connects to it. Is given a function to call when the server has ended.
+        timeout: Time limit in seconds for connecting, and also for listing the tools.
     """
 
     def __init__(self, name: str, connect: Callable[[Callable[[], None]], Streams], timeout: float) -> None:
@@ -62,7 +63,7 @@ class McpSession:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A context in which the session can be used; on exit it ends the connection and its tasks."""
+        """Context manager in which the session can be used. On exit it closes the connection and ends the tasks."""
         async with anyio.create_task_group() as group:
             self._group = group
             try:
@@ -75,7 +76,7 @@ class McpSession:
                     group.cancel_scope.cancel()
 
     async def tools(self) -> list[Tool]:
-        """The server's current tools.
+        """Return the tools that the server has now.
 
         Raises:
             ToolFailed: the server cannot be reached, does not answer, or lists something that is not a tool.
@@ -99,7 +100,7 @@ class McpSession:
             raise ToolFailed(f"it lists an invalid MCP tool: {_found_wrong(error)}") from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Run one tool.
+        """Run one tool, and return the server's result.
 
         Raises:
             ToolFailed: the server refused, cannot be reached, was lost during the call, or sent an invalid result.
@@ -127,8 +128,8 @@ class McpSession:
         raise AssertionError("the second attempt returns or raises")
 
     async def _connected(self) -> _Link:
-        """The connection. If it was lost, all callers wait for the same new one. A separate task opens it, so that a
-        caller that times out does not cancel it for the others."""
+        """Return the connection. If it was lost, all callers wait for the same new connection. A separate task opens
+        that, so that a caller that times out does not cancel it for the others."""
         if self._link is None or self._link.over.is_set():
             if self._group is None:
                 raise ToolFailed("its source is closed")
@@ -141,8 +142,8 @@ class McpSession:
         return link
 
     async def _hold(self, link: _Link) -> None:
-        """Open, hold and close one connection in one task: anyio's cancel scopes must be left by the task that entered
-        them."""
+        """Open, hold and close one connection, all in one task, because a cancel scope of anyio must be left by the
+        task that entered it."""
         try:
             with anyio.move_on_after(self._timeout) as patience:
                 async with Client(self._connect(link.over.set)) as link.client:
@@ -164,10 +165,10 @@ class McpSession:
 
 @asynccontextmanager
 async def start_server(server: Mapping[str, Any], on_end: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """Start a server process; it and its children end with the context.
+    """Context manager around a server process. The process and its children end when the block ends.
 
-    `on_end` is called as soon as the process ends, so that the next call starts a new server instead of failing. For
-    this, all messages pass through a stream of our own: its source runs dry when the process ends.
+    `on_end` is called as soon as the process ends, so that the next call starts a new server instead of failing. To
+    notice the end, all messages pass through a stream of our own, whose source runs dry when the process ends.
     """
     sender, receiver = anyio.create_memory_object_stream[Any](0)
 
@@ -188,7 +189,7 @@ async def start_server(server: Mapping[str, Any], on_end: Callable[[], None]) ->
 
 @asynccontextmanager
 async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any]]:
-    """Connect to a server over streamable HTTP."""
+    """Context manager around a connection to a server over streamable HTTP."""
     timeout = httpx2.Timeout(30.0, read=None)  # no read timeout: `ToolManager.dispatch` has one for each call
     async with (
         httpx2.AsyncClient(headers=dict(headers), timeout=timeout) as http,
@@ -198,7 +199,7 @@ async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tu
 
 
 def _found_wrong(error: ValidationError) -> str:
-    """A sentence on the first validation error: where it is, what was found, what was expected."""
+    """Describe the first validation error in one sentence: the place, what was found, and what was expected."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"])) or "the answer"
     return cut(
@@ -207,7 +208,7 @@ def _found_wrong(error: ValidationError) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first error of nested exception groups, in one line."""
+    """Describe, in one line, the first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:300]

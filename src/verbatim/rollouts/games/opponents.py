@@ -1,4 +1,4 @@
-"""Plays a game's players other than the policy: random moves, a frozen checkpoint, or a model behind an API."""
+"""Opponents that play a game against the policy: random moves, a frozen checkpoint, or a model behind an API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 MOST_MOVES = 100_000
-"""Maximum number of moves of one opponent per game. Effectively unlimited: every game ends long before that."""
+"""Maximum number of moves of one opponent per game. In effect there is no limit: every game ends long before that."""
 FORMS = (
     '"self", "policy", "random", { frozen = "path/to/weights" } or { model = "name", base_url = '
     '"http://localhost:8000/v1" }'
@@ -36,10 +36,10 @@ FORMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyPlays:
-    """The policy plays every player."""
+    """The setting in which the policy plays all players."""
 
     trained: bool
-    """True if every player is trained; False if only the player in the policy's seat is."""
+    """True to train the turns of all players; False to train only those of the player in the policy's seat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,14 @@ class RandomPlays:
     """An opponent that makes random legal moves."""
 
     def make(self, seed: int, player: int) -> Opponent:
-        """Create a player with its own random generator."""
+        """Create an opponent with its own random generator, derived from `seed` and `player`."""
         return _RandomOpponent(random.Random(derive_seed(seed, "opponent", player)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPlays:
-    """A checkpoint that is not trained, on its own engine in this process. Its tokens are in no trajectory."""
+    """An opponent that is a checkpoint on its own engine in this process. It is not trained, and its tokens are in no
+    trajectory."""
 
     frozen: str
     """A model folder in Hugging Face format, an adapter folder, or a hub id."""
@@ -61,12 +62,12 @@ class FrozenPlays:
     max_tokens: int = 256
     """Maximum number of tokens per action."""
     seq_len: int = 2048
-    """Maximum number of context tokens for its side of a game."""
+    """Maximum number of tokens in the opponent's context during a game."""
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def make(self, seed: int, player: int) -> Opponent:
-        """Create a player on the checkpoint's engine, which all games of this process share."""
+        """Create an opponent on the checkpoint's engine, which all games in this process share."""
         sampler, renderer = _engine(self.frozen, self.seq_len, self.device, self.dtype)
         loop = AgentLoop(
             sampler=sampler,
@@ -81,25 +82,27 @@ class FrozenPlays:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiPlays:
-    """A model behind a chat endpoint. Its tokens are in no trajectory; the server's token counts are in `info`."""
+    """An opponent that is a model behind a chat endpoint. Its tokens are in no trajectory; the token counts that the
+    server reports are in `info`."""
 
     model: str
     """The model's name on the server."""
     base_url: str = "https://api.openai.com/v1"
     api_key_env: str | None = None
-    """Environment variable with the API key. None: no key is sent, except OPENAI_API_KEY to OpenAI's own server."""
+    """Environment variable with the API key. If None, no key is sent, except that OpenAI's own server gets
+    OPENAI_API_KEY."""
     temperature: float = 1.0
     max_tokens: int = 256
     """Maximum number of tokens per action."""
     max_retries: int = 5
     request_timeout: float = 120.0
-    """Timeout of one attempt in seconds."""
+    """Timeout of one attempt of a request, in seconds."""
 
     def __post_init__(self) -> None:
         self.api()
 
     def api(self) -> OpenAI:
-        """The connection's settings. Raises UsageError if they are invalid."""
+        """Return the settings of the connection. Raises UsageError if they are invalid."""
         return OpenAI(
             model=self.model,
             base_url=self.base_url,
@@ -109,21 +112,21 @@ class ApiPlays:
         )
 
     def make(self, seed: int, player: int) -> Opponent:
-        """Create a player with its own connection, which its first action opens."""
+        """Create an opponent with its own connection, which is opened at the first action."""
         return _ApiPlayer(self, derive_seed(seed, "opponent", player))
 
 
 Plays = PolicyPlays | RandomPlays | FrozenPlays | ApiPlays
-"""The kind of opponent."""
+"""The setting for the players other than the policy's."""
 
 
 def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
-    """Read the setting `opponent`.
+    """Read the setting `opponent` of a game.
 
     Example: `read_opponent("self", spec)` is `PolicyPlays(trained=True)`.
 
     Raises:
-        UsageError: the value is invalid, or it is "random" and this game does not support random moves.
+        UsageError: the value is invalid, or it is "random" and the game does not support random moves.
     """
     if isinstance(given, Mapping):
         kind: Any = FrozenPlays if "frozen" in given else ApiPlays
@@ -158,22 +161,22 @@ class _RandomOpponent:
         return random_move(game, self._rng)
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, since there is nothing to release."""
 
 
 class _Speaker:
-    """An opponent that acts through an episode loop, whose recorded turns are discarded."""
+    """An opponent that acts through an episode loop. The turns that the loop records are discarded."""
 
     def __init__(self, loop: EpisodeLoop | None, open_things: contextlib.AsyncExitStack, name: str) -> None:
         self._loop, self._open, self._name = loop, open_things, name
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The loop's `info`, such as the server's token counts."""
+        """The `info` of the loop, such as the server's token counts."""
         return self._loop.info if self._loop is not None else {}
 
     async def say(self, talk: Sequence[Message], game: Game) -> str:
-        """Return the player's next action. Raises EnvironmentFault if its loop can take no more turns."""
+        """Return the opponent's next action. Raises EnvironmentFault if its loop can take no more turns."""
         assert self._loop is not None
         try:
             message = await self._loop.sample(talk)
@@ -183,8 +186,8 @@ class _Speaker:
                     f"{self._name} cannot continue: {over.stop_reason}; set a larger seq_len in its table, or "
                     "fewer turns for the game"
                 ) from over
-            # Only this action was cut off; the game decides what a truncated action is worth. Reset the loop, which
-            # would otherwise refuse the opponent's next action.
+            # Only this action was cut off, and the game decides what a truncated action is worth. Reset the loop,
+            # because it would otherwise refuse the opponent's next action.
             self._loop.stop_reason = None
             message = over.message
         except RolloutError as fault:
@@ -217,15 +220,15 @@ class _ApiPlayer(_Speaker):
 
 
 Opponent: TypeAlias = _RandomOpponent | _Speaker
-"""Plays one player of one game."""
+"""An opponent of one player in one game."""
 
 _LOADING = threading.Lock()
-"""Held while loading: `functools.cache` does not prevent concurrent first calls, each of which would load the
-checkpoint."""
+"""Held while a checkpoint is loaded. Without it, each of several concurrent first calls would load the checkpoint,
+because `functools.cache` does not prevent this."""
 
 
 def _engine(frozen: str, seq_len: int, device: str, dtype: Literal["float32", "bfloat16"]) -> Any:
-    """The engine and renderer of a checkpoint, loaded once per process."""
+    """Return the engine and the renderer of a checkpoint, which is loaded once per process."""
     with _LOADING:
         return _load(frozen, seq_len, device, dtype)
 

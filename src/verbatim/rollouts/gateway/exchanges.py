@@ -1,16 +1,16 @@
 """Recognises retries, so that each request is answered and recorded once.
 
 A client retries a request after a timeout or a broken connection. Requests with the same idempotency key are one
-request. A request without a key joins the oldest equal request that was abandoned: all of its clients disconnected
-before they had the answer. A request that is marked as a retry takes the first of these that exists:
+request. A request without a key joins the oldest equal request that was abandoned, which means that all of its clients
+disconnected before they had the answer. A request that is marked as a retry takes the first of these that exists:
 
 1. the answer of an abandoned request;
-2. the place of a failed request that was not retried yet: the retry is answered from scratch;
-3. the answer of a request whose client is still waiting: a proxy may hide that its own client has disconnected;
-4. the answer that was delivered last, which may have been lost on its way.
+2. the place of a failed request that was not retried yet, so that the retry is answered from scratch;
+3. the answer of a request whose client is still waiting, since a proxy may hide that its own client has disconnected;
+4. the answer that was delivered last, since it may have been lost on its way.
 
-Any other equal request is new. So n equal concurrent requests get n answers, and a retry of one of them gets the answer
-of the request that it repeats.
+Any other equal request is new. So n equal concurrent requests get n answers, and a retry of one of these requests gets
+the answer of the request that it repeats.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ T = TypeVar("T")
 _MOST_KEPT = 128
 """Maximum number of finished exchanges that are kept for retries."""
 _NOTICED = 0.1
-"""Seconds within which a closed connection is noticed. A client may retry on a new connection before that."""
+"""Number of seconds within which a closed connection is noticed. A client may retry on a new connection before that."""
 
 
 class OtherRequest(Exception):
-    """An idempotency key was reused for a different request."""
+    """Raised when an idempotency key was reused for a different request."""
 
 
 class SessionEnded(Exception):
-    """The session ended while a client was waiting for an answer."""
+    """Raised when the session ends while a client is waiting for an answer."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class RequestExchange(Generic[T]):
     delivered: bool = False
     """True once the whole answer was sent to a client."""
     leaving: asyncio.TimerHandle | None = None
-    """Timer that cancels the task after all clients have disconnected, or None while one is waiting."""
+    """Timer that cancels the task after all clients have disconnected; None while a client is waiting."""
     was_left: bool = False
     """True once the timer has cancelled the task."""
     was_retried: bool = False
@@ -59,7 +59,7 @@ class RequestExchange(Generic[T]):
 
     @property
     def is_usable(self) -> bool:
-        """True if there is an answer, or one is still being made."""
+        """True if the exchange has an answer, or one is still being made."""
         if not self.task.done():
             return not self.was_left
         return not self.task.cancelled() and self.task.exception() is None
@@ -74,7 +74,7 @@ class Exchanges(Generic[T]):
     """The requests of one session.
 
     Args:
-        patience: How long generation continues after the client has disconnected, in seconds: the client may retry.
+        patience: Seconds for which generation continues after the client has disconnected, because it may retry.
     """
 
     def __init__(self, patience: float) -> None:
@@ -84,7 +84,7 @@ class Exchanges(Generic[T]):
         self._over: deque[RequestExchange[T]] = deque()
         self._under_way: set[asyncio.Task[T]] = set()
         self.num_repeated = 0
-        """Number of requests that joined an earlier request."""
+        """Number of requests that joined the exchange of an earlier request."""
         self.num_waiting = 0
         """Number of clients that are waiting for an answer."""
         self.num_left = 0
@@ -99,17 +99,17 @@ class Exchanges(Generic[T]):
         key: str = "",
         is_retry: bool = False,
     ) -> RequestExchange[T]:
-        """Return the exchange of a request: an earlier one if this is a retry, otherwise a new one.
+        """Return the exchange of a request: an earlier exchange if this is a retry, otherwise a new one.
 
         Args:
-            work: Answers the request, and reports progress.
-            digest: Digest of everything that the answer depends on.
-            progress: The progress of a new answer.
-            key: The idempotency key, or "".
+            work: Answers the request, and reports the progress of the answer.
+            digest: Digest of everything on which the answer depends.
+            progress: The progress object for a new answer.
+            key: The idempotency key, or "" if the request has none.
             is_retry: True if the client marked the request as a retry.
 
         Raises:
-            OtherRequest: the key belongs to a request with another digest.
+            OtherRequest: the key belongs to a request with a different digest.
         """
         if key:
             found = self._by_key.get(key)
@@ -136,8 +136,8 @@ class Exchanges(Generic[T]):
 
     @contextlib.contextmanager
     def attend(self, exchange: RequestExchange[T]) -> Iterator[None]:
-        """Context in which a client waits for the answer. When the last client leaves, the answer is cancelled after
-        `patience` seconds."""
+        """Context manager in which a client waits for the answer. When the last client leaves before the answer is
+        ready, the request is cancelled after `patience` seconds."""
         self.num_waiting += 1
         exchange.progress.num_waiting += 1
         if exchange.leaving is not None:
@@ -153,13 +153,13 @@ class Exchanges(Generic[T]):
                 exchange.leaving = loop.call_later(self._patience, self._leave, exchange)
 
     async def wait(self, exchange: RequestExchange[T], seconds: float | None = None) -> T:
-        """Wait for the answer. Call it inside `attend`.
+        """Wait for the answer, and return it. Must be called inside `attend`.
 
         Raises:
-            TimeoutError: there is no answer after `seconds`; the caller may wait again.
+            TimeoutError: the answer is not ready after `seconds`; the caller may wait again.
             asyncio.CancelledError: the client has disconnected.
             SessionEnded: the session has ended.
-            Exception: any error of the request's `work`.
+            Exception: `work` raised it while answering the request.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -178,11 +178,12 @@ class Exchanges(Generic[T]):
         await settle(under_way)
 
     def _left(self, digest: bytes) -> RequestExchange[T] | None:
-        """The oldest equal exchange whose clients all disconnected without the answer."""
+        """Return the oldest exchange with this digest whose clients all disconnected before they had the answer, or
+        None."""
         return next((found for found in self._by_digest.get(digest, ()) if found.is_missed), None)
 
     async def _retried(self, digest: bytes) -> RequestExchange[T] | None:
-        """The exchange that a retry joins, or None if it must be answered from scratch."""
+        """Return the exchange that a retry joins, or None if the retry must be answered from scratch."""
         found, failed = self._left(digest), self._failed(digest)
         if found is None and failed is None and self._by_digest.get(digest):
             # The retry may have arrived before the end of the first connection was noticed.
@@ -195,7 +196,7 @@ class Exchanges(Generic[T]):
         return found or next((one for one in usable if not one.delivered), usable[-1] if usable else None)
 
     def _failed(self, digest: bytes) -> RequestExchange[T] | None:
-        """The oldest equal exchange that failed and was not retried."""
+        """Return the oldest exchange with this digest that failed and was not retried, or None."""
         known = self._by_digest.get(digest, ())
         return next((one for one in known if not one.is_usable and not one.was_retried), None)
 

@@ -1,4 +1,4 @@
-"""The gateway as a Python API: each episode gets a base URL and a key, and ends as a trajectory."""
+"""The gateway as a Python API: each episode gets a base URL and a key, and becomes a trajectory when it ends."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ class Gateway:
     Args:
         sampler: A token-in, token-out sampler. The gateway does not close it.
         renderer: The renderer of the sampler's model.
-        params: Sampling parameters of all turns; those of requests are ignored. None: requests set them, and the seed.
-        limits: Limits of each episode; by default 1000 turns and the sampler's whole context.
-        host: Address to listen on; loopback by default.
-        port: Port to listen on; 0 picks a free one.
-        seed: Seed of the sampling; each episode derives its own.
+        params: Sampling parameters of all turns; the parameters in requests are then ignored. If None, each request
+            sets its own parameters, including the seed.
+        limits: Limits of each episode. By default 1000 turns and the sampler's whole context.
+        host: Address to listen on. By default the loopback address.
+        port: Port to listen on; 0 picks a free port.
+        seed: Seed of the sampling. Each episode derives its own seed from it.
         restores_reasoning: True to treat an answer that a client sends back without its reasoning as the original
-            answer. None: True if the renderer continues answers as sampled.
-        train_undelivered: True to train answers that no client received in full.
-        patience: How long generation continues after a client has disconnected, in seconds: the client may reconnect.
+            answer. None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
+        train_undelivered: True to train also the answers that no client received in full.
+        patience: Seconds for which generation continues after a client has disconnected, because it may reconnect.
         options: Request fields that are accepted but have no effect.
-        service_limits: Limits of connections and request bodies.
+        service_limits: Limits on connections and request bodies.
     """
 
     def __init__(
@@ -97,17 +98,18 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The service's address, without a path."""
+        """The service's URL without a path."""
         return self.service.url
 
     def episode(
         self, example: Example | Mapping[str, Any] | str | None = None, *, seed: int | None = None
     ) -> GatewayEpisode:
-        """Open an episode. It is served until `finish` or `cancel`.
+        """Open an episode. It is served until its `finish` or `cancel` is called.
 
         Args:
-            example: The example: an `Example`, a mapping with an "id", or an id.
-            seed: Seed of its sampling; by default derived from the gateway's seed and the episode's number.
+            example: The example, as an `Example`, as a mapping with an "id", or as the id alone.
+            seed: Seed of the episode's sampling. By default it is derived from the gateway's seed and the episode's
+                number.
         """
         number = next(self._numbers)
         example_id = _example_id(example, number)
@@ -130,7 +132,7 @@ class Gateway:
 
 
 class GatewayEpisode:
-    """One episode: all requests with its key become one trajectory."""
+    """One episode. All requests with its key become one trajectory."""
 
     def __init__(self, service: Service, session: Session, identity: RolloutIdentity) -> None:
         self.session, self.service, self._identity = session, service, identity
@@ -140,39 +142,40 @@ class GatewayEpisode:
 
     @property
     def base_url(self) -> str:
-        """The base URL for OpenAI's SDKs, together with `api_key`."""
+        """The base URL for OpenAI's SDKs, to use together with `api_key`."""
         return f"{self.service.url}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
-        """The base URL for Anthropic's SDKs, which add "/v1" themselves."""
+        """The base URL for Anthropic's SDKs. It has no "/v1", because these SDKs add it themselves."""
         return self.service.url
 
     @property
     def keyed_url(self) -> str:
-        """A base URL that contains the key, for programs whose API key cannot be set; the key in their headers is
-        ignored."""
+        """A base URL that contains the key, for programs whose API key cannot be set. A key in the headers of their
+        requests is ignored."""
         return f"{self.service.url}/s/{self.api_key}/v1"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables from which SDKs read their base URL and key."""
+        """The environment variables from which SDKs read the base URL and the key."""
         return variables(self.service.url, self.api_key)
 
     async def finish(self, reward: Any = None, *, error: str | None = None) -> Trajectory:
-        """Close the episode and cancel its requests in flight.
+        """Close the episode, cancel its requests in flight, and return its trajectory.
 
-        An episode in which the policy sampled nothing has failed (`no_turns`), and gets no reward.
+        If the policy sampled nothing in the episode, the episode has failed (`no_turns`) and gets no reward.
 
         Args:
-            reward: A number, named parts, or `AgentScores`. None: the reward posted to `/v1/reward`, if any.
-            error: Why the episode failed, if it did. A failed episode is not trained.
+            reward: A number, named parts, or `AgentScores`. If None, the reward is the one posted to `/v1/reward`, if
+                any.
+            error: The reason why the episode failed, or None if it did not. A failed episode is not trained.
 
         Raises:
             EnvironmentFault: the reward is neither a finite number nor a mapping of finite numbers.
         """
         session, loop = self.session, self.session.loop
-        # Before `cancel`, so that the caller may correct a bad reward and call again.
+        # Checked before `cancel`, so that the caller may correct a bad reward and call again.
         scores = read_agent_scores(session.reward if reward is None else reward, "finish")
         await self.cancel()
         loop.recorder.close()
@@ -205,16 +208,16 @@ class GatewayEpisode:
 
 
 def stop_reason_of(session: Session) -> StopReason:
-    """Why an episode behind the gateway ended. Agents do not report their end, so this is "stop" unless the last reply
-    was cut off or refused."""
+    """Return why an episode behind the gateway ended. Agents do not report why they end, so the reason is "stop" unless
+    the last reply was cut off or refused."""
     return session.loop.stop_reason or session.last_stop
 
 
 def variables(url: str, key: str) -> dict[str, str]:
-    """Environment variables for a program behind a gateway: those that SDKs and agents read.
+    """Return the environment variables that SDKs and agents read, for a program behind a gateway.
 
     Args:
-        url: The service's address, without a path.
+        url: The service's URL without a path.
         key: The session's key.
     """
     return {

@@ -1,4 +1,5 @@
-"""A worker in a child process of this machine: starts it, sends it episodes over a socket, monitors and ends it."""
+"""A worker in a child process on this machine. Starts it, sends episodes to it over a socket, monitors it and ends
+it."""
 
 from __future__ import annotations
 
@@ -24,36 +25,37 @@ from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.worker import WorkerContext, WorkerLost, dumped
 
 PATIENCE = 2.0
-"""Seconds that a worker has to exit on its own: to close its environments and run their `atexit` functions."""
+"""Seconds that a worker gets to exit by itself, so that it can close its environments and run `atexit` functions."""
 WATCH_EVERY = 1.0
-"""Seconds between two checks of a worker's resources."""
+"""Seconds between two checks of the resources that a worker uses."""
 MOST_FILES, MOST_THREADS = 12_000, 1_000
-"""Maximum number of file descriptors, and of threads, of a worker. A worker with more is leaking them, and is replaced
-before the system runs out."""
+"""Maximum number of file descriptors, and of threads, of a worker. A worker that has more is leaking them, and is
+replaced before the system runs out of them."""
 MOST_LOGGED = 32 * 2**20
-"""Maximum size in bytes of an environment's log. A larger log is emptied."""
+"""Maximum size in bytes of an environment's log. A log that has grown larger is emptied."""
 
-# This package may lie outside a new interpreter's search path. The working directory is not searched (-P), because it
-# may hold modules with names of the standard library. The last argument is the label shown by `ps`.
+# The folder of this package is added to the search path if it is missing there. The working directory is not searched
+# (-P), because it may hold modules with names of the standard library. The last argument is the label that `ps` shows.
 _START = (
     "import sys; _, root, fd, parent, _ = sys.argv; root in sys.path or sys.path.insert(0, root); "
     "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
 )
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""As Ray sets it: many workers with one thread per core each would slow each other down."""
+"""Environment variables that limit threads, as Ray sets them: many workers with one thread per core each would slow
+each other down."""
 
 
 class ProcessWorker:
-    """A `Worker` that ends with this process, for any reason. Its process group is its own: a Ctrl-C at the terminal
-    does not reach it.
+    """A `Worker` in a process that ends together with this process, for whatever reason this one ends. It has its own
+    process group, so a Ctrl-C at the terminal does not reach it.
 
     Args:
         label: The environment's label.
         plan: The result of `packed_plan`.
-        sampler: Answers its requests.
-        context: Working directory and search path of this process.
-        log: The file for its output.
-        memory_mb: Maximum memory in MB (2**20 bytes); None: no limit.
+        sampler: Answers the worker's requests.
+        context: Working directory and search path of this process, for the worker.
+        log: The file to which the worker's output is written.
+        memory_mb: Maximum memory of the worker in MiB (2**20 bytes), or None for no limit.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class ProcessWorker:
     # ---- the Worker protocol
 
     async def start(self) -> int:
-        """Start the process and create the environment in it; return the process id."""
+        """Start the process and create the environment in it. Return the process id."""
         what = f"a worker process of environment {self._label!r}"
         sampler = self._sampler
         facts = {
@@ -110,7 +112,7 @@ class ProcessWorker:
         return pid
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run one episode."""
+        """Run one episode, and return the packed trajectory."""
         if self._why is not None:
             raise WorkerLost(self._why)
         packed: bytes = await self._peer.call("run", label, dumped(task))
@@ -122,7 +124,7 @@ class ProcessWorker:
             kill_group(self._process.pid)
 
     async def close(self) -> None:
-        """Give the process `PATIENCE` seconds to end on its own, then kill it."""
+        """Give the process `PATIENCE` seconds to end by itself, then kill it."""
         if self._overseeing is None:
             return
         self._peer.close()
@@ -155,7 +157,7 @@ class ProcessWorker:
             raise
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
-        """Monitor the process until it has ended; its running episodes are then lost."""
+        """Monitor the process until it has ended. The episodes that run in it then are lost."""
         exited, closed = asyncio.create_task(process.wait()), self._peer.closed
         either: set[asyncio.Future[Any]] = {exited, closed}
         try:
@@ -164,7 +166,8 @@ class ProcessWorker:
                 if not (exited.done() or closed.done()) and (outgrown := self._outgrown(process.pid)) is not None:
                     self._why = outgrown
                     self.kill()
-            # Both happen together, unless the process has closed the socket or a child still holds it.
+            # The process's exit and the end of the connection happen together, unless the process has closed the socket
+            # or a child of it still holds the socket.
             await asyncio.wait(either, timeout=PATIENCE)
             self.kill()
             await exited
@@ -177,8 +180,8 @@ class ProcessWorker:
             await asyncio.wait({exited})
 
     def _outgrown(self, pid: int) -> str | None:
-        """The limit that the process exceeds, in words; None if it exceeds none, or if the system does not report its
-        usage."""
+        """Say in words which limit the process exceeds; None if it exceeds none, or if the system does not report what
+        the process uses."""
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > MOST_LOGGED:
                 os.truncate(self._log, 0)
@@ -212,8 +215,8 @@ class ProcessWorker:
     # ---- what the process calls
 
     async def _asked(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
-        """Answer a call of the worker from the sampler, which counts sampled tokens in this process, also if it
-        fails."""
+        """Answer a call of the worker with the sampler, which counts the sampled tokens in this process, even if the
+        call fails."""
         try:
             return await method(*given)
         except asyncio.CancelledError:
@@ -229,7 +232,8 @@ class ProcessWorker:
             raise
 
     async def _broke(self, why: str) -> None:
-        """The worker reports that code outside the environment failed. The environment may have damaged the
-        interpreter, so the process is replaced; if it is a bug in this package, it will show again in the next one."""
+        """Handle the worker's report that code outside the environment failed. The environment may have damaged the
+        interpreter, so the process is replaced. If the cause is a bug in this package, the next process will fail
+        too."""
         self._why = f"its code failed outside the environment: {why}"
         self.kill()

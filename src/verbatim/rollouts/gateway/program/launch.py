@@ -1,4 +1,4 @@
-"""How a program is started: its command line, environment variables and sandbox."""
+"""Builds what starts a program: the command line, environment variables and sandbox."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from verbatim.environments.tools.isolation import (
 )
 
 FOLDER = "/program"
-"""The program's folder inside a sandbox, read-only."""
+"""The path of the program's folder inside a sandbox, where it is read-only."""
 PORT = 8100
-"""The gateway's port inside a sandbox. Fixed, because the sandbox's own network namespace has no other server."""
+"""The gateway's port inside a sandbox. It can be fixed, because the sandbox has a network namespace of its own, with no
+other server in it."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 QUIET = {
     "PYTHONUNBUFFERED": "1",
@@ -36,12 +37,12 @@ QUIET = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-"""Environment variables of every program: unbuffered output, no telemetry, and no proxy between the program and the
-gateway."""
+"""Environment variables that every program gets: for unbuffered output, no telemetry, and no proxy between the program
+and the gateway."""
 
-# File descriptor 3 is the real standard input. Only the `read`s and the program use it; the scoring command must not.
-# 125 is the status if the wrapper itself fails. In a sandbox, `kill -- -1` kills all other processes before the "done"
-# mark, so that no output of the program can follow it.
+# File descriptor 3 is the real standard input. Only the `read` commands and the program use it; the scoring command
+# must not. The exit status 125 means that the wrapper itself failed. In a sandbox, `kill -- -1` kills all other
+# processes before the "done" mark is written, so that no output of the program can follow the mark.
 _SCRIPT = """
 exec 3<&0 </dev/null
 {ulimits} || exit 125
@@ -57,17 +58,17 @@ printf '\\0{token} done %s\\0' $status
 {score}
 exit 0
 """
-# The scoring command must not run code that the program has planted. Interpreters run files from the home folder, which
-# the program can write to: Python, for example, the *.pth files of user packages.
+# The scoring command must not run code that the program has planted. Interpreters run files from the home folder
+# (Python runs *.pth files of user packages, for example), and the program can write to its own home folder.
 _SCORE_SETTINGS = f"export HOME={FOLDER} PYTHONNOUSERSITE=1\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a program is started."""
+    """The settings with which a program is started."""
 
     command: tuple[str, ...]
-    """The command line; the first word is the program's path. `{example}` stands for the example's file."""
+    """The command line. The first word is the program's path; `{example}` stands for the path of the example's file."""
     folder: Path
     """The working directory."""
     variables: Mapping[str, str]
@@ -75,11 +76,11 @@ class Launch:
     limits: SandboxLimits
     isolation: Isolation
     shown: Mapping[str, str]
-    """Folders visible in the sandbox, by their paths inside."""
+    """Folders that the sandbox shows: path outside, keyed by path inside."""
     score: str
-    """A bash command that runs after the program and prints the reward on its last line; "" means none."""
+    """A bash command that runs after the program and prints the reward on its last line; "" if there is none."""
     example_in_file: bool
-    """True if the example is passed in a file, False if on standard input."""
+    """True to pass the example in a file, False to pass it on standard input."""
 
     @classmethod
     def of(
@@ -95,7 +96,7 @@ class Launch:
         score: str,
         example_in_file: bool,
     ) -> Launch:
-        """Find the program and the folders that it needs.
+        """Find the program and the folders that it needs, and return the settings.
 
         Raises:
             UsageError: the program or a folder does not exist, or no sandbox can show it.
@@ -147,11 +148,12 @@ class Launch:
         return self.isolation.has_namespaces
 
     def argv(self, token: str, work: str) -> list[str]:
-        """The command line of a process that prints a mark when ready, waits for a line, and then runs the program.
+        """Return the command line of a process that prints a mark when it is ready, waits for a line, and then runs the
+        program.
 
         Args:
-            token: Random text in the marks.
-            work: A writable folder, as seen from inside the sandbox.
+            token: Random text that is part of the marks.
+            work: Path of a writable folder, as seen inside the sandbox.
         """
         example = f"{work}/example.json"
         read = f'IFS= read -r line <&3 && printf "%s\\n" "$line" >{shlex.quote(example)}'
@@ -171,12 +173,12 @@ class Launch:
         return self.isolation.command(limits, script, self.shown)
 
     def score_argv(self, work: str) -> list[str]:
-        """The command line of the scoring command for a program without a sandbox."""
+        """Return the command line that runs the scoring command of a program without a sandbox."""
         set_limits, folder = ulimits(self.limits, "memory_mb", "open_files"), shlex.quote(str(self.folder))
         return ["bash", "-c", f"{set_limits} && cd {folder} || exit 125\n{self.score.replace('{work}', work)}"]
 
     def environment(self, variables: Mapping[str, str], work: str) -> dict[str, str]:
-        """All environment variables of the program."""
+        """Return all environment variables of the program."""
         own = {"PATH": f"{Path(self.command[0]).parent}:{ENVIRONMENT['PATH']}"} if self.is_inside else {}
         base = {**ENVIRONMENT, **own} if self.is_inside else dict(os.environ)
         return {
@@ -189,8 +191,8 @@ class Launch:
         }
 
     def work_folder(self) -> tuple[str, tempfile.TemporaryDirectory[str] | None]:
-        """A writable folder for one process, as seen from inside the sandbox; and the temporary folder to delete
-        afterwards, or None in a sandbox."""
+        """Return (path, folder): the path of a writable folder for one process, as seen inside the sandbox; and the
+        temporary folder to delete after the process, or None if the process runs in a sandbox."""
         if self.is_inside:
             return WORK, None
         folder = tempfile.TemporaryDirectory(prefix="verbatim-program-", ignore_cleanup_errors=True)
@@ -198,9 +200,9 @@ class Launch:
 
 
 def _prefixes(program: str) -> list[Path]:
-    """The installation folders of a program that is not in a system folder: those of the file, and of each symbolic
-    link on the way to it, so that the Python of a virtual environment finds its packages and its library. A folder that
-    contains the user's home is never shown; the narrower one is used instead."""
+    """Return the installation folders of a program that is not in a system folder. These are the folder of the file and
+    those of each symbolic link on the way to it, so that the Python of a virtual environment finds its packages and its
+    library. A folder that contains the user's home is never returned; the narrower folder is returned instead."""
     found, path, home = [], Path(program), Path(os.environ.get("HOME") or "/").resolve()
     for _ in range(16):  # more than any real chain of links, and an end if they form a loop
         path = path.parent.resolve() / path.name

@@ -1,4 +1,5 @@
-"""Adapts environments of the package `verifiers`: its tasks, programs and rewards with our sampler and recorder."""
+"""Adapts environments of the package `verifiers`: uses its tasks, programs and rewards with our sampler and
+recorder."""
 
 from __future__ import annotations
 
@@ -18,26 +19,28 @@ from verbatim.rollouts.gateway.verifiers.serving import VerifiersServing
 from verbatim.rollouts.loop import EpisodeOver
 
 HARNESS = "verbatim-chat"
-"""The chat loop that needs no network access (`harnesses/verbatim_chat.py`)."""
+"""Id of the harness with our chat loop, which needs no network access (`harnesses/verbatim_chat.py`)."""
 _NO_KEY = "VERBATIM_NO_KEY"
-"""An environment variable that is never set: the URL has the gateway's key, and verifiers must not send another one."""
+"""Name of an environment variable that is never set. The URL has the gateway's key, and verifiers must not send another
+key."""
 
 
 class VerifiersEnvironment:
-    """A taskset of verifiers (0.4), played by verifiers' agents.
+    """A taskset of the package verifiers (0.4), played by verifiers' own agents.
 
     verifiers renders the conversations itself, with the package `renderers`, and sends exact ids to a gateway. Every
-    turn is recorded where it is sampled; at the end verifiers' own trace must have the same ids and logprobs.
+    turn is recorded when it is sampled. At the end, verifiers' own trace must have the same ids and logprobs.
 
     Args:
-        taskset: Id of the taskset: the module that exports it.
-        tokenizer: Folder or hub id from which verifiers loads the tokenizer. None: that of the model that the run
-            samples from.
-        renderer: A family of the package `renderers`; None: the run's.
-        harness: Id of the harness, unless `config` sets another one.
-        env: verifiers' environment around the taskset; "" means the taskset's own.
-        train: Selection of training tasks, in the format of verifiers' `select`: `{"limit": 100}`. By default all.
-        eval: Selection of evaluation tasks, in the same format. By default all.
+        taskset: Id of the taskset, which is the module that exports it.
+        tokenizer: Folder or hub id from which verifiers loads the tokenizer. None for the tokenizer of the model from
+            which the run samples.
+        renderer: A family of the package `renderers`; None for the family of the run's renderer.
+        harness: Id of the harness, unless `config` sets a different one.
+        env: Id of verifiers' environment around the taskset; "" for the taskset's own environment.
+        train: Selection of training tasks, in the format of verifiers' `select`: `{"limit": 100}`. By default all
+            tasks.
+        eval: Selection of evaluation tasks, in the same format. By default all tasks.
         config: Additional keys of verifiers' `[env]` table.
 
     Raises:
@@ -45,7 +48,7 @@ class VerifiersEnvironment:
     """
 
     only_by_sampler: ClassVar[bool] = True
-    """verifiers' requests go through the gateway to the run's sampler; a teacher cannot answer them."""
+    """True because verifiers' requests go through the gateway to the run's sampler; a teacher cannot answer them."""
 
     def __init__(
         self,
@@ -68,16 +71,16 @@ class VerifiersEnvironment:
         )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks selected for "train" or "eval"."""
+        """Return the tasks that are selected for "train" or "eval", as examples."""
         check_split("verifiers", split)
         return [Example(id=_example_id(task), payload={"key": task.key}) for task in self._selected[split]]
 
     async def start(self, example: Example, seed: int) -> VerifiersEpisode:
-        """Create the episode of the example's task. The seed is unused: verifiers' tasks take none."""
+        """Create the episode of the example's task. `seed` is unused, because verifiers' tasks take none."""
         return VerifiersEpisode(self, self._tasks[example.id])
 
     def serving(self) -> VerifiersServing:
-        """The servers of the running event loop."""
+        """Return the servers of the running event loop."""
         from verifiers.v1.utils.loaders import load_environment
 
         loop = asyncio.get_running_loop()
@@ -86,7 +89,7 @@ class VerifiersEnvironment:
         return self._serving[loop]
 
     def context(self, base_url: str, loop: AgentLoop) -> Any:
-        """verifiers' client and sampling settings for its agents."""
+        """Return the client and the sampling settings that verifiers' agents use."""
         from renderers.configs import config_from_name
         from verifiers.v1.clients import ModelContext, TrainClientConfig
         from verifiers.v1.types import SamplingConfig
@@ -119,7 +122,7 @@ class VerifiersEnvironment:
 
 
 class VerifiersEpisode(Episode):
-    """One task: verifiers runs its agents and scores them."""
+    """An episode that plays one task: verifiers runs its agents and scores them."""
 
     def __init__(self, environment: VerifiersEnvironment, task: Any) -> None:
         self._environment = environment
@@ -130,8 +133,9 @@ class VerifiersEpisode(Episode):
         """Let verifiers play and score the task.
 
         Raises:
-            SamplerFault, RecordError: the episode failed after one of its requests was answered with this error.
-            EnvironmentFault: the episode failed for another reason, or its trace differs from the sampled turns.
+            SamplerFault, RecordError: one of the episode's requests failed with this error, and then the episode
+            failed.
+            EnvironmentFault: the episode failed for a different reason, or its trace differs from the sampled turns.
             EpisodeOver: the episode was cut off.
         """
         if not isinstance(agent, AgentLoop):
@@ -158,12 +162,12 @@ class VerifiersEpisode(Episode):
             raise EpisodeOver(reason)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """verifiers' weighted rewards by name. Its metrics are in `info`."""
+        """Return verifiers' weighted rewards by name. verifiers' metrics are in `info`."""
         return self._rewards or None
 
 
 def _name_of_tokenizer(loop: AgentLoop) -> str:
-    """The folder or hub id that the run's tokenizer was loaded from."""
+    """Return the folder or hub id from which the run's tokenizer was loaded."""
     name = getattr(getattr(renderer_spec(loop.renderer), "tokenizer", None), "name_or_path", "")
     if not name:
         raise EnvironmentFault(
@@ -174,7 +178,8 @@ def _name_of_tokenizer(loop: AgentLoop) -> str:
 
 
 def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -> Any:
-    """Build verifiers' configuration. By default its agents run as subprocesses on this machine, with our harness."""
+    """Build verifiers' configuration. By default verifiers' agents run as subprocesses on this machine, with our
+    harness."""
     try:
         from pydantic import ValidationError
         from verifiers.v1 import harnesses
