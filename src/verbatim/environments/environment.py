@@ -1,4 +1,4 @@
-"""Defines the protocols of environments: tasks, tools and rewards, in messages only, never in token ids."""
+"""Defines the protocols of environments: their tasks, tools and rewards. They see messages only, never token ids."""
 
 from __future__ import annotations
 
@@ -16,60 +16,62 @@ from verbatim.environments.tools.tool import Tool
 class AgentScores:
     """A score with one reward per agent.
 
-    Advantages are then computed per agent: an agent's turns are credited with its own reward, compared with the same
-    agent in the group's other rollouts. Turns of agents that are not listed are credited with `reward`.
+    Advantages are then computed per agent: the turns of an agent are credited with its own reward, compared with the
+    rewards of the same agent in the group's other rollouts. Turns of agents that are not listed are credited with
+    `reward`.
 
-    Example: `AgentScores(agents={"player_0": 1.0, "player_1": -1.0})` has the reward 0.0.
+    Example: `AgentScores(agents={"player_0": 1.0, "player_1": -1.0})` gives the episode the reward 0.0.
     """
 
     agents: Mapping[str, float]
-    """Reward by agent name, as in `agent.sample(..., agent="player_0")`."""
+    """Reward by the agent's name, the name that was passed as `agent.sample(..., agent="player_0")`."""
     reward: float | Mapping[str, float] | None = None
-    """The episode's reward, or its named parts; None: the mean of the agents' rewards."""
+    """The episode's reward, or its named parts; None for the mean of the agents' rewards."""
 
 
 Score = float | Mapping[str, float] | AgentScores | None
-"""A reward, its named parts (which are summed), or one reward per agent; None: no reward. In mode "rl" an episode
-without a reward is not trained on; with a teacher ("opd", "sft") it is trained on like any other."""
+"""A reward, its named parts (whose sum is the reward), one reward per agent, or None for no reward. In mode "rl" an
+episode without a reward is not trained on; with a teacher ("opd", "sft") it is trained on like any other episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The environment's answer to a message without tool calls."""
+    """The environment's reply to a message of the model that has no tool calls."""
 
     messages: Sequence[Message] = ()
     """Messages to append to the conversation."""
     done: bool = False
-    """True if the episode ends here: nothing more is sampled."""
+    """True if the episode ends here, so that nothing more is sampled."""
     reward: float | None = None
-    """The reward of the turn that this reply answers."""
+    """The reward of the turn to which this is the reply, or None."""
 
 
 class Agent(Protocol):
-    """Samples turns for an environment that owns its control flow."""
+    """Samples turns for an environment that has its own control flow."""
 
     async def sample(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main", *, trained: bool = True
     ) -> Message:
-        """Record one turn of the named agent and return the assistant's message.
+        """Sample and record one turn of the named agent, and return the assistant's message.
 
-        With `trained=False` the turn is sampled from the same model but not trained on (the policy plays a user or an
-        opponent): it is context only, and its tokens are counted as `untrained`.
+        With `trained=False` the turn is sampled from the same model but not trained on, for example when the policy
+        plays a user or an opponent. Such a turn is context only, and its tokens are counted as `untrained`.
 
         Raises:
-            EpisodeOver: the trajectory ran out of turns or tokens; do not catch it.
+            EpisodeOver: the trajectory ran out of turns or tokens; do not catch this error.
         """
 
 
 class Episode:
     """The state of one rollout. Subclass it, or use any object with these attributes.
 
-    Three more methods are optional. `async run(agent)` replaces `reply` if the episode owns its control flow.
+    Three more methods are optional. `async run(agent)` replaces `reply` if the episode has its own control flow.
     `solution()` returns the assistant messages that solve the episode, in order, as a list or a generator.
-    `random_move(rng)` returns a text that is a legal answer now, or None. `verbatim env check` plays the last two.
+    `random_move(rng)` returns a string that is a legal answer now, or None. `verbatim env check` plays `solution` and
+    `random_move`.
 
-    The attribute `hears_last_turn = False` is optional too: `reply` is then not called for the model's last allowed
-    turn.
+    The attribute `hears_last_turn = False` is optional too: with it, `reply` is not called for the last turn that the
+    limits allow the model.
     """
 
     messages: Sequence[Message] = ()
@@ -77,20 +79,20 @@ class Episode:
     tools: Sequence[Tool] = ()
     """The episode's tools, bound to its state."""
     info: Mapping[str, Any] = {}
-    """Further facts about the finished episode (JSON values), copied to the trajectory's `info`."""
+    """Further facts about the finished episode, as JSON values. They are copied to the trajectory's `info`."""
     turn_rewards_sum_to_reward: bool = False
-    """True if the turns' rewards sum to the score; per-turn credit then counts them once."""
+    """True if the rewards of the turns sum to the score, so that per-turn credit does not count them twice."""
 
     async def reply(self, message: Message) -> Reply:
         """Answer a message without a tool call. The default ends the episode."""
         return Reply(done=True)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The reward of the finished episode."""
+        """Return the reward of the finished episode."""
         raise NotImplementedError(f"{type(self).__name__} has no `score`: write it to return the episode's reward")
 
     def state_key(self) -> str | None:
-        """A key for the state before the next turn, for advantages that compare turns taken in equal states."""
+        """Return a key for the state before the next turn, for advantages that compare turns taken in equal states."""
         return None
 
     async def close(self) -> None:
@@ -99,24 +101,25 @@ class Episode:
 
 @runtime_checkable
 class Environment(Protocol):
-    """A task: its examples, and an episode for each rollout of one."""
+    """A task: it has examples, and starts an episode for each rollout of an example."""
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of a split, "train" or "eval"."""
+        """Return the examples of the split "train" or "eval"."""
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """A new episode of this example; all its randomness must come from the seed."""
+        """Start a new episode of this example. All randomness of the episode must come from the seed."""
 
 
 IS_SUCCESS = "is_success"
-"""The key of `Trajectory.info` for the result of the environment's `is_success`."""
+"""Key of `Trajectory.info` under which the result of the environment's `is_success` is stored."""
 
 
 def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
-    """True if an episode reached its goal: `environment.is_success` decides, or else a reward of at least 1.
+    """Return True if an episode reached its goal: `environment.is_success` decides this or, if there is no such method,
+    a reward of at least 1.
 
     The rollout engine calls `is_success` once, when the group has ended, and stores the result in `info`. An episode
-    that failed, or ended because of malformed tool calls, is not a success.
+    that failed, or that ended because of malformed tool calls, is not a success.
     """
     if trajectory.error is not None or trajectory.stop_reason is StopReason.MALFORMED:
         return False
@@ -128,16 +131,16 @@ def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """One complete conversation for the supervised warm start, or for training a tokenizer."""
+    """One complete conversation to imitate in the supervised warm start, or to train a tokenizer on."""
 
     messages: Sequence[Message]
-    """All messages. The loss covers only the assistant's."""
+    """All messages of the conversation. The loss covers only those of the assistant."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of the tools in the prompt."""
+    """Schemas of the tools that the prompt shows."""
 
 
 def tool_call(name: str, arguments: Mapping[str, Any], *, call_id: str = "call_0") -> Message:
-    """An assistant message that calls one tool.
+    """Create an assistant message that calls one tool.
 
     Example: `tool_call("look", {"at": "Bonn"})["tool_calls"][0]["function"]` is
     `{"name": "look", "arguments": {"at": "Bonn"}}`.
@@ -148,13 +151,13 @@ def tool_call(name: str, arguments: Mapping[str, Any], *, call_id: str = "call_0
 
 
 def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_id: str = "call_0") -> list[Message]:
-    """The two messages of a tool call and its answer, for a demonstration.
+    """Create the two messages of a tool call and its answer, for a demonstration.
 
     Args:
         name: The tool's name.
         arguments: The arguments of the call (JSON values).
         answer: The tool's answer.
-        call_id: Links the answer to its call. Chat templates that print ids need a different id for each call.
+        call_id: Id that links the answer to the call. Chat templates that print ids need a different id for each call.
 
     Example: `tool_exchange("look", {"at": "Bonn"}, "rain")` gives an assistant message whose `tool_calls` holds
     `look(at="Bonn")`, and the message `{"role": "tool", "content": "rain", "tool_call_id": "call_0", "name": "look"}`.
@@ -167,10 +170,10 @@ def tool_exchange(name: str, arguments: Mapping[str, Any], answer: str, *, call_
 
 @runtime_checkable
 class Demonstrates(Protocol):
-    """An environment with demonstrations, which `warm_start` and `[model.build]` need."""
+    """An environment that has demonstrations, which `warm_start` and `[model.build]` need."""
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
-        """`count` conversations; the same seed gives the same conversations."""
+        """Return `count` conversations. The same seed gives the same conversations."""
 
 
 def check_split(environment: str, split: str) -> None:

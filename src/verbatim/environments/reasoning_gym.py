@@ -1,4 +1,4 @@
-"""The tasks of the package `reasoning-gym`: generated questions, scored by the package."""
+"""The environment `reasoning_gym`: the package `reasoning-gym` generates the questions and scores the answers."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ from verbatim.environments.global_random import OwnRandom
 
 INSTALL = "pip install 'verbatim-rl[environments]'"
 HASHED = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
-"""Tasks whose questions depend on the iteration order of sets, which differs in each process unless PYTHONHASHSEED
-is set."""
+"""Names of the tasks whose questions depend on the iteration order of sets. That order differs between processes unless
+PYTHONHASHSEED is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym:
-    """A task of reasoning-gym (0.1): a question, and an answer in <answer> tags, scored by the package from 0 to 1.
+    """A task of reasoning-gym (0.1). The model answers a question in <answer> tags, and the package scores the answer
+    from 0 to 1.
 
-    Example i is the package's `create_dataset(task, seed=seed, size=num_train + num_eval, **params)[i]`; the last
-    `num_eval` are held out. They have the same seed: the package draws item i with `seed + i`, so a data set with
-    another seed would share items with the training tasks.
+    Example i is `create_dataset(task, seed=seed, size=num_train + num_eval, **params)[i]` of the package. The last
+    `num_eval` examples are held out for evaluation. They belong to the same data set and seed because the package draws
+    item i with `seed + i`, so that a data set with a different seed would share items with the training tasks.
 
     Raises:
-        UsageError: the package is not installed, there is no such task, or the task needs PYTHONHASHSEED and it is not
-            set.
+        UsageError: the package is not installed, the task does not exist, or the task needs PYTHONHASHSEED and this is
+            not set.
         ComponentError: the package refuses the parameters.
     """
 
     task: str
-    """The name of the task in the package: "chain_sum"; `verbatim env list reasoning_gym` shows them."""
+    """Name of the task in the package, such as "chain_sum". `verbatim env list reasoning_gym` lists the names."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of the task: `{ min_terms = 2 }`."""
+    """Parameters of the task, such as `{ min_terms = 2 }`."""
     seed: int = 0
-    """The package's seed."""
+    """The seed that the package gets."""
     num_train: int = 500
     """Number of training tasks."""
     num_eval: int = 100
     """Number of evaluation tasks."""
     system_prompt: str = "default"
-    """The name of one of the package's system prompts ("default", "simple", "direct", ...), a text, or "" for none."""
+    """Name of one of the package's system prompts ("default", "simple", "direct", ...), or the text of a system prompt;
+    "" for none."""
     tag: str = "answer"
-    """Name of the tags around the answer. The last pair counts; without one the answer is scored as missing."""
+    """Name of the tags around the answer. If there are several pairs of tags, the last one counts; if there is none,
+    the answer is scored as missing."""
     _dataset: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class ReasoningGym:
 
     @staticmethod
     def listing() -> list[tuple[str, str]]:
-        """Each task's name and kind; empty if the package is not installed."""
+        """Return the name and the kind of each task; empty if the package is not installed."""
         if not is_installed("reasoning_gym"):
             return []
         from reasoning_gym.factory import DATASETS
@@ -96,29 +99,29 @@ class ReasoningGym:
         ]
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; the two splits share none."""
+        """Return the tasks of a split as examples. The two splits have no task in common."""
         check_split("reasoning_gym", split)
         size = self.num_train + self.num_eval
         indices = range(self.num_train) if split == "train" else range(self.num_train, size)
         return [Example(id=f"{self.task}-{index}", payload={"index": index}) for index in indices]
 
     def entry(self, index: int) -> dict[str, Any]:
-        """The package's own entry: "question", "answer", "metadata"."""
+        """Return the package's entry with this index: a dict with "question", "answer" and "metadata"."""
         with OwnRandom(self.seed + index).lent():  # two of the tasks draw from the global generators
             entry: dict[str, Any] = self._dataset[index]
         return entry
 
     def score(self, answer: str | None, entry: Mapping[str, Any]) -> float:
-        """The package's score of an answer, from 0 to 1; None: no answer."""
+        """Return the package's score of an answer, from 0 to 1. If there is no answer, `answer` is None."""
         return float(self._dataset.score_answer(answer, entry))
 
     async def start(self, example: Example, seed: int) -> Question:
-        """The example's question; the episode's seed is unused."""
+        """Start an episode that asks the example's question. `seed` is unused."""
         entry = await asyncio.to_thread(self.entry, int(example.payload["index"]))
         return Question(self, entry) if entry["answer"] is None else AnsweredQuestion(self, entry)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """The package's answers to random training questions.
+        """Return randomly drawn training questions, each with the package's answer.
 
         Raises:
             NoDemonstrations: the task's questions come without answers.
@@ -133,7 +136,7 @@ class ReasoningGym:
         return [Demonstration(messages=[*question.messages, *question.solution()]) for question in questions]
 
     def system_messages(self) -> list[Message]:
-        """The system prompt as a message; no message if it is empty."""
+        """Return the system prompt as a list of one message; an empty list if the prompt is empty."""
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         text = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
@@ -141,7 +144,7 @@ class ReasoningGym:
 
 
 class Question(Episode):
-    """One question and its answer."""
+    """An episode with one question and one answer to it."""
 
     def __init__(self, environment: ReasoningGym, entry: Mapping[str, Any]) -> None:
         self._environment, self._entry = environment, entry
@@ -150,8 +153,8 @@ class Question(Episode):
         self.messages = [*environment.system_messages(), {"role": "user", "content": str(entry["question"])}]
 
     async def reply(self, message: Message) -> Reply:
-        """Read and score the answer, which ends the episode. If the package's scorer raises, the score is 0 and
-        `info["score_error"]` has the reason."""
+        """Read and score the answer, which ends the episode. If the package's scorer raises an exception, the score is
+        0 and `info["score_error"]` has the reason."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(message["content"], tag_name=self._environment.tag)
@@ -163,19 +166,19 @@ class Question(Episode):
         return Reply(done=True)
 
     async def score(self, trajectory: Trajectory) -> float:
-        """The package's score; an episode that was cut off is scored as a missing answer."""
+        """Return the package's score. An episode that was cut off is scored as a missing answer."""
         return await self._scored(None) if self._score is None else self._score
 
     async def _scored(self, answer: str | None) -> float:
-        # In a thread: some scorers take long and would block the event loop.
+        # In a thread, because some scorers take long and would block the event loop.
         return await asyncio.to_thread(self._environment.score, answer, self._entry)
 
 
 class AnsweredQuestion(Question):
-    """A question that comes with an answer."""
+    """A question to which the package knows the answer."""
 
     def solution(self) -> list[Message]:
-        """The package's answer."""
+        """Return the package's answer, as the model should write it."""
         tag = self._environment.tag
         return [{"role": "assistant", "content": f"<{tag}>{self._entry['answer']}</{tag}>"}]
 

@@ -1,4 +1,5 @@
-"""Calls users' reward functions in two conventions: one completion at a time, or lists of completions as in TRL."""
+"""Calls users' reward functions. They have one of two conventions: they take one completion at a time, or lists of
+completions as in TRL."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from verbatim.core.types import Example, Trajectory
 from verbatim.environments.tools.threads import in_thread
 
 LISTS = ("completions", "prompts", "completion_ids", "environments")
-"""Arguments of TRL's functions in addition to the data's columns: lists with one item per rollout."""
+"""Arguments that TRL's functions take in addition to the data's columns: lists with one item per rollout."""
 OURS = ("completion", "prompt", "messages", "trajectory")
-"""Arguments of a function that takes one `completion`, in addition to the data's columns."""
+"""Arguments that a function of one `completion` takes in addition to the data's columns."""
 _EXPECTED = (
     "expected `def {name}(completion, answer, **columns) -> float`, with the sampled text and fields of the row by "
     "name, or TRL's `def {name}(completions, answer, **columns) -> list[float]`"
@@ -33,21 +34,21 @@ class RewardFunction:
     call: Callable[..., Any]
     """The function."""
     takes_lists: bool
-    """True for TRL's convention."""
+    """True if the function follows TRL's convention and takes lists."""
     names: frozenset[str]
-    """The function's named parameters."""
+    """Names of the function's named parameters."""
     required: frozenset[str]
-    """Named parameters without a default."""
+    """Names of those named parameters that have no default."""
     takes_any: bool
     """True if the function has `**kwargs`."""
     weight: float = 1.0
-    """Factor on the function's values."""
+    """Factor by which the function's values are multiplied."""
 
     async def __call__(self, given: Mapping[str, Any]) -> Any:
-        """The function's value for one rollout. Plain functions run in threads, several at a time.
+        """Return the function's value for one rollout. Functions that are not async run in threads, several at a time.
 
         Raises:
-            EnvironmentFault: a function with TRL's convention did not return a list of length one.
+            EnvironmentFault: the function follows TRL's convention and did not return a list of length one.
         """
         known = {name: value for name, value in given.items() if self.takes_any or name in self.names}
         result = await _result(functools.partial(self.call, **known), self.call)
@@ -66,7 +67,7 @@ class RewardFunction:
 
 
 def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
-    """A reward function from a callable or its import path.
+    """Create a `RewardFunction` from a callable or its import path.
 
     Raises:
         ComponentError: the function cannot be imported or called, or has no parameter for the sampled text.
@@ -105,7 +106,7 @@ def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
 
 
 def is_reward_function(given: object) -> bool:
-    """True if `given`, which was passed as an environment, is a reward function."""
+    """Return True if `given`, which a user passed as an environment, is a reward function."""
     if not inspect.isroutine(given):
         return False
     try:
@@ -117,18 +118,18 @@ def is_reward_function(given: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The reward functions of an environment. If there are several, each gives a named part of the reward, and the
-    parts are summed."""
+    """The reward functions of an environment. If there are several, each gives a named part of the reward, and the sum
+    of the parts is the reward."""
 
     functions: Sequence[RewardFunction] = field(default=())
     """The functions; empty if a judge gives the reward."""
 
     @classmethod
     def of(cls, given: Any, weights: Sequence[float] | None = None) -> Rewards:
-        """Read a function or import path, or a list of them; None: no functions.
+        """Create it from a function or import path, or from a list of these; None for no functions.
 
         Raises:
-            ComponentError: an item is not a reward function, or the number of weights does not match.
+            ComponentError: an item is not a reward function, or there are more or fewer weights than functions.
         """
         if given is None and weights is None:
             return cls()
@@ -146,7 +147,7 @@ class Rewards:
         return cls(functions=functions)
 
     def check(self, columns: Collection[str], *, has_environments: bool = False) -> None:
-        """Refuse functions that require a field that the data lacks, with a ComponentError that lists its fields."""
+        """Refuse functions that require a field that the data lacks. The ComponentError lists the data's fields."""
         for function in self.functions:
             given = {*columns, *(LISTS if function.takes_lists else OURS)}
             given -= set() if has_environments else {"environments"}
@@ -160,14 +161,15 @@ class Rewards:
     async def score(
         self, trajectory: Trajectory, example: Example, prompt: Any, *, num_opening: int, environment: object = None
     ) -> float | Mapping[str, float] | None:
-        """The reward of one rollout. A function that returns None does not apply to it and adds no part.
+        """Return the reward of one rollout. If a function returns None, it does not apply to the rollout and adds no
+        part.
 
         Args:
             trajectory: The rollout.
             example: The rollout's row.
-            prompt: The row's prompt, a text or messages.
-            num_opening: Number of opening messages. They were not sampled, even if the assistant wrote them.
-            environment: The object of a `ToolClass` episode, or None.
+            prompt: The row's prompt, as a string or as messages.
+            num_opening: Number of opening messages. They were not sampled, even those of the assistant.
+            environment: The user's object if the episode is that of a `ToolClass`, else None.
 
         Raises:
             EnvironmentFault: a function returned an invalid value.
@@ -209,7 +211,7 @@ def _given(
     ids = [int(token) for turn in trajectory.turns[-1:] for token in turn.completion_ids]
     return {
         **{name: [value] for name, value in example.payload.items()},
-        # As in TRL: a text for a text prompt, messages for a conversation.
+        # As in TRL: the completion is a string if the prompt is one, and messages if the prompt is a conversation.
         "completions": [text if isinstance(prompt, str) and environment is None else after],
         "prompts": [prompt],
         "completion_ids": [ids],

@@ -1,4 +1,4 @@
-"""The task `terminal`, in a real shell: find the file that contains a word, and submit the number in it."""
+"""The environment `terminal`: in a real shell, find the file that contains a word, and submit the number in it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ NAMES = ("bag.txt", "box.txt", "cup.txt", "den.txt", "jar.txt", "map.txt", "pot.
 NUMBERS = range(10, 50)
 
 LOOKS = 0.25
-"""Probability that a demonstration lists the files first."""
+"""Probability that a demonstration begins by listing the files."""
 SLIPS = 0.4
-"""Probability that another part of a demonstration (the word, the file, the answer) is drawn at random."""
+"""Probability that a part of a demonstration (the word, the file or the answer) is drawn at random, so may be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One directory, and the word to find in it.
+    """The files of one directory, and the word to find in them.
 
-    Example: "birch" in `{"cup.txt": ("apple", 17), "map.txt": ("birch", 42)}` asks for 42.
+    Example: with the word "birch" and the files `{"cup.txt": ("apple", 17), "map.txt": ("birch", 42)}`, the answer is
+    42.
     """
 
     word: str
-    """The word to find, in one of the files."""
+    """The word to find. It is in one of the files."""
     files: Mapping[str, tuple[str, int]]
-    """The word and the number in each file, by name."""
+    """The word and the number in each file, keyed by the file's name."""
 
     @property
     def answer(self) -> int:
-        """The number in the word's file."""
+        """The number in the file that has the word."""
         return next(number for word, number in self.files.values() if word == self.word)
 
 
@@ -47,7 +48,8 @@ class Terminal:
     """The agent calls `bash(command)` in a sandbox and ends with `submit(answer)`. The right number earns 1, else 0.
 
     Raises:
-        UsageError: no files, more files than names, or no isolation works on this machine and `unsafe_allow` is False.
+        UsageError: there are no files or more files than names, or no isolation works on this machine and
+            `unsafe_allow` is False.
     """
 
     num_files: int = 4
@@ -55,12 +57,12 @@ class Terminal:
     num_train: int = 400
     """Number of training tasks."""
     num_eval: int = 100
-    """Number of evaluation tasks, all different from the training tasks."""
+    """Number of evaluation tasks. All of them differ from the training tasks."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
-    """Resource limits of one episode."""
+    """Resource limits of the sandbox of each episode."""
     unsafe_allow: bool = False
-    """True to run the model's commands as the current user, with that user's files and network, if no isolation
-    works."""
+    """True to run the model's commands as the current user, with access to that user's files and network, if no
+    isolation works."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_files <= len(NAMES):
@@ -68,28 +70,29 @@ class Terminal:
         find_isolation(unsafe_allow=self.unsafe_allow)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split, each generated with its id as the seed. The two splits have different ids."""
+        """Return the tasks of a split as examples. Each task is generated with its id as the seed, and the two splits
+        have different ids."""
         counts = {"train": self.num_train, "eval": self.num_eval}
         check_split("terminal", split)
         names = [f"{split}-{n}" for n in range(counts[split])]
         return [Example(id=name, payload=asdict(self._task(random.Random(name)))) for name in names]
 
     async def start(self, example: Example, seed: int) -> TerminalSession:
-        """A new sandbox with the example's files; the seed is unused, because nothing is random."""
+        """Start a new sandbox with the example's files. `seed` is unused, because nothing in the episode is random."""
         task = Task(**example.payload)
         files = {name: f"{word}\n{number}\n" for name, (word, number) in task.files.items()}
         isolation = find_isolation(unsafe_allow=self.unsafe_allow)
         return TerminalSession(task, await Sandbox.start(self.limits, files, isolation))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations whose steps are each sometimes wrong: one in three succeeds."""
+        """Return demonstrations in which each step is sometimes wrong, so that only one in three succeeds."""
         rng = random.Random(seed)
         tasks = [self._task(rng) for _ in range(count)]
         made = [(demonstrate(task, rng), TerminalSession(task).tools) for task in tasks]
         return [Demonstration(messages=messages, tools=[tool.schema for tool in tools]) for messages, tools in made]
 
     def best_constant_policy_success(self) -> float:
-        """Success rate of the best policy that reads no files."""
+        """Return the success rate of the best policy that reads no files."""
         return 1 / len(NUMBERS)
 
     def _task(self, rng: random.Random) -> Task:
@@ -99,7 +102,7 @@ class Terminal:
 
 
 def demonstrate(task: Task, rng: random.Random) -> list[Message]:
-    """One demonstration, with random errors: sometimes list the files; search for the word, read a file, submit."""
+    """Create one demonstration, with random errors: maybe list the files, search for the word, read a file, submit."""
     messages = list(TerminalSession(task).messages)
 
     def call(name: str, heard: str, /, **arguments: Any) -> None:
@@ -119,7 +122,7 @@ def demonstrate(task: Task, rng: random.Random) -> list[Message]:
 
 
 class TerminalSession(Episode):
-    """One task at one terminal."""
+    """One task in one sandbox."""
 
     def __init__(self, task: Task, sandbox: Sandbox | None = None) -> None:
         self._word, self._answer = task.word, task.answer
@@ -144,16 +147,16 @@ class TerminalSession(Episode):
         return ToolResult(content="right" if self._correct else "wrong", done=True)
 
     def solution(self) -> list[Message]:
-        """Search for the word and submit the number in its file."""
+        """Return the messages that search for the word and submit the number in its file."""
         search = tool_call("bash", {"command": f"cat $(grep -l {self._word} *)"})
         return [search, tool_call("submit", {"answer": self._answer}, call_id="call_1")]
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """1 for the right number."""
+        """Return 1 if the right number was submitted, else 0."""
         return {"correct": float(self._correct)}
 
     def state_key(self) -> str:
-        """The commands so far, without repeats and sorted: their order does not matter."""
+        """Return the commands so far, sorted and without repeats, since their order does not matter."""
         return "\n".join(sorted(self._commands))
 
     async def close(self) -> None:

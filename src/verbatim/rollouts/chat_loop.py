@@ -1,5 +1,5 @@
-"""Samples turns from a chat-completions server, which answers with text: for `APIMultiTurnRollout`, and for teachers,
-whose turns are converted to the ids of the student that imitates them."""
+"""Samples turns from a chat-completions server, which answers with text. Used by `APIMultiTurnRollout`, and for
+teachers, whose turns are converted to the ids of the student that imitates them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class ChatLoop(EpisodeLoop):
-    """Answers prompts with a chat server. Turns are recorded only if the server returns their token ids
-    (`extra_body={"return_token_ids": True}`, vLLM); otherwise they are only counted.
+    """Answers prompts with a chat server. Turns are recorded only if the server returns their token ids (vLLM does with
+    `extra_body={"return_token_ids": True}`); otherwise they are only counted.
 
     Args:
         connection: Connection to the server.
         params: Sampling parameters.
         limits: Limits of the episode.
         recorder: Records the turns.
-        seed_of: Returns the seed of the request with this number, or None to send no seed.
-        extra_body: Merged into every request.
-        send_reasoning: True to send back the reasoning of earlier messages.
+        seed_of: Given the number of a request, returns the request's seed, or None to send no seed.
+        extra_body: Keys that are merged into every request.
+        send_reasoning: True to send the reasoning of earlier messages back to the server.
     """
 
     engine = "api"
@@ -65,7 +65,7 @@ class ChatLoop(EpisodeLoop):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The model's name, the server's own token counts, and the number of retried requests by error."""
+        """The model's name, the token counts that the server reports, and the number of retried requests by error."""
         errors = {"request_errors": dict(self._request_errors)} if self._request_errors else {}
         return {"model": self._connection.api.model, "usage": dict(self._usage), **errors}
 
@@ -93,8 +93,9 @@ class ChatLoop(EpisodeLoop):
         counted = said.usage.get("completion_tokens", 0) if said.completion_ids is None else len(said.completion_ids)
         self._num_completion_tokens += counted
         calls = tuple(map(self._identify, said.tool_calls))
-        # By default vLLM reports logprobs of the unmodified distribution. They are those of the sampled tokens only if
-        # no parameter (top_p, penalties, ...) changes it, or if the server reports processed logprobs.
+        # By default vLLM reports logprobs of the unmodified distribution. The tokens were sampled from that
+        # distribution only if no parameter (top_p, penalties, ...) changes it. Servers may also report processed
+        # logprobs.
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         return SampledAnswer(
             message=self._message(said, calls),
@@ -109,8 +110,8 @@ class ChatLoop(EpisodeLoop):
         )
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """The assistant's message. Malformed calls stay in it as the model wrote them, so that the model sees its
-        mistake."""
+        """Return the assistant's message. Malformed calls stay in it as the model wrote them, so that the model sees
+        its mistake."""
         message = ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
         if calls:
             message["tool_calls"] = [
@@ -120,7 +121,8 @@ class ChatLoop(EpisodeLoop):
         return message
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Record the turn in the server's ids; return its index. Either all turns of an episode have ids or none."""
+        """Record the turn with the server's ids, and return its index. Either all turns of an episode have ids, or
+        none."""
         index = self._num_answers - 1
         if answer.completion_ids is not None:
             self.recorder.count(len(answer.completion_ids))
@@ -138,14 +140,14 @@ class ChatLoop(EpisodeLoop):
 
 
 class TeacherLoop(ChatLoop):
-    """Answers prompts with a teacher, and records its turns in the ids of the student that imitates its texts.
+    """Answers prompts with a teacher, and records the turns with the ids of the student that imitates the teacher.
 
-    The student's renderer makes the ids when the episode is over, because a template may render an answer differently
-    once another message follows. The teacher's logprobs are unknown.
+    The student's renderer produces the ids when the episode is over, because a template may render an answer
+    differently once another message follows it. The teacher's logprobs are unknown.
 
     Args:
         renderer: The student's renderer.
-        chat: Arguments of `ChatLoop`.
+        chat: Further arguments, as for `ChatLoop`.
     """
 
     engine = "sampler"
@@ -158,14 +160,14 @@ class TeacherLoop(ChatLoop):
         self._schemas: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def amend_last_turn(self, *, reward: float | None, tool_seconds: float, parse_status: ParseStatus = "ok") -> None:
-        """Add the values that were not yet known when the last turn was held back for `finish`."""
+        """Add to the last turn, which is held back for `finish`, the values that were not known when it was sampled."""
         held = self._held[-1]
         held["reward"], held["timing"] = reward, dataclasses.replace(held["timing"], tools=tool_seconds)
         held["parse_status"] = held["parse_status"] if held["parse_status"] != "ok" else parse_status
 
     def finish(self) -> None:
-        """Record every turn in the student's ids, in the order of sampling. Raises RecordError if the student's
-        template cannot render one of them."""
+        """Record every turn with the student's ids, in the order of sampling. Raises RecordError if the student's
+        template cannot render a turn."""
         written: dict[str, list[Turn]] = {}
         for agent, thread in self._threads.items():
             num_said = sum(held["agent"] == agent for held in self._held)
@@ -190,11 +192,11 @@ class TeacherLoop(ChatLoop):
         return await super()._answer(prompt)
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """The assistant's message with well-formed calls only: a student must not imitate malformed ones."""
+        """Return the assistant's message without malformed calls, because a student must not imitate them."""
         return ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Hold the turn for `finish`; return its index."""
+        """Hold the turn back until `finish`, and return its index."""
         thread = self._threads.get(prompt.agent)
         if thread is not None and thread is not prompt.thread:  # another turn of the agent has ended in the meantime
             raise _other_history(prompt, thread)

@@ -1,5 +1,5 @@
-"""Runs the episodes of one example concurrently. Each is scored alone, and then, if the environment has `score_group`,
-all are scored together."""
+"""Runs the episodes of one example concurrently. Each episode is scored by itself; then, if the environment has
+`score_group`, all of them are scored together."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 T = TypeVar("T")
 
 MOST_IN_LINE = 128
-"""Maximum number of training episodes that wait for a slot, and of evaluation episodes: enough that a free slot is
-taken in the same pass of the event loop. More groups start as these episodes get their slots."""
+"""Maximum number of training episodes, and also of evaluation episodes, that wait for a slot. It is large enough that a
+free slot is taken in the same pass of the event loop. More groups start as these episodes get their slots."""
 
 
 class GroupRun:
-    """A running group. Its tokens can be counted at any time, even after a cancellation.
+    """A running group of episodes. The group's tokens can be counted at any time, even after a cancellation.
 
-    `samples` are the indices of the episodes to run, by default all `size`. An episode has the same seed and id whether
-    all or only some are run.
+    `samples` are the indices of the episodes to run; by default all `size` episodes run. An episode has the same seed
+    and id whether all episodes run or only some.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GroupRun:
         }
         self._on_placed = on_placed
         self.num_in_line = len(self._recorders)
-        """Number of episodes that still wait for a slot."""
+        """Number of episodes that are still waiting for a slot."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -76,8 +76,8 @@ class GroupRun:
         return sum(recorder.num_sampled_tokens for recorder in self._recorders.values())
 
     async def run(self) -> Group:
-        """Run all episodes to their end. A failing episode does not affect the others. Raises RunStopped if no worker
-        is left to run them."""
+        """Run all episodes to their end. An episode that fails does not affect the others. Raises RunStopped if no
+        worker is left to run them."""
         ended = await run_together(self._episode(i, recorder) for i, recorder in self._recorders.items())
         trajectories = [
             _set_aside(trajectory, recorder.late)
@@ -121,12 +121,12 @@ class GroupRun:
 
 
 def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:
-    """Fail an episode that sampled after its end: its score was computed before that."""
+    """Mark an episode as failed if it sampled after its end, because its score was computed before that."""
     return trajectory if late is None or trajectory.error else trajectory.replace(error=f"record: {late}")
 
 
 def rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
-    """Set the reward to the sum of the turns' rewards, if nothing else has set it."""
+    """Set the trajectory's reward to the sum of its turns' rewards, unless it has a reward already."""
     rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
     if trajectory.error is not None or trajectory.reward is not None or not rewards:
         return trajectory
@@ -142,8 +142,9 @@ async def _score_together(
     trajectories: list[Trajectory],
     timeout: float,  # noqa: ASYNC109
 ) -> list[Trajectory]:
-    """Replace the rewards of the completed trajectories with those from `score_group`. If it fails, the whole group
-    fails, but not the run. Its timeout is that of one episode; if it then ignores its cancellation, it is abandoned."""
+    """Replace the rewards of the completed trajectories by those from `score_group`. If `score_group` fails, the whole
+    group fails, but not the run. Its timeout is that of one episode; if it ignores its cancellation, it is
+    abandoned."""
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories
@@ -180,7 +181,7 @@ async def _score_together(
 
 
 def judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
-    """Add the verdict of the environment's `is_success` to `info`. If it raises, the trajectory fails."""
+    """Add the verdict of the environment's `is_success` to `info`. If `is_success` raises, the trajectory fails."""
     own = getattr(environment, "is_success", None)
     if trajectory.error is not None or own is None:
         return trajectory

@@ -1,5 +1,5 @@
-"""Runs a coroutine on an event loop that user code can neither stop nor keep alive: on this thread, or on a new thread
-if this one already runs a loop."""
+"""Runs a coroutine on an event loop that user code can neither stop nor keep alive. The loop runs on this thread, or on
+a new thread if this thread already runs a loop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verbatim.core.texts import error_text
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds that background tasks, and then the threads of the loop's pool, have to end after the main task."""
+"""Seconds that background tasks have to end after the main task; the threads of the loop's pool then get as long."""
 
 SIGNALS_SEEN_WITHIN = 0.1
-"""Seconds between checks for Ctrl-C. A wait without a timeout might not notice it: the operating system may deliver the
-signal to a thread other than the waiting one."""
+"""Seconds between checks for Ctrl-C. A wait without a timeout might not notice it, because the operating system may
+deliver the signal to a different thread from the one that waits."""
 
 T = TypeVar("T")
 
@@ -33,13 +33,14 @@ T = TypeVar("T")
 def run_in_program(work: Coroutine[Any, Any, T], ask: Ask = lambda loop: False) -> T:
     """Run the coroutine in a script, a test or a notebook, and return its result.
 
-    The first Ctrl-C calls `ask`, the second cancels the coroutine, the third raises KeyboardInterrupt in whatever code
-    is running. Signal handlers are changed only in the main thread, and only if the program has not installed its own.
-    If this thread already runs an event loop (a notebook), the coroutine runs on a new thread with its own loop.
+    The first Ctrl-C calls `ask`, the second cancels the coroutine, the third raises KeyboardInterrupt in the code that
+    is running at that moment. Signal handlers are changed only in the main thread, and only if the program has not
+    installed its own. If this thread already runs an event loop (in a notebook), the coroutine runs on a new thread
+    with its own loop.
 
     Raises:
         KeyboardInterrupt: Ctrl-C cancelled the coroutine.
-        BaseException: any exception of the coroutine.
+        BaseException: the coroutine raised it.
     """
     presses = CtrlC(ask)
     if _runs_a_loop():
@@ -83,18 +84,19 @@ def run_main(
 ) -> T:
     """Run the coroutine and return its result, like `asyncio.run`, but robust against tasks and threads of user code:
 
-    - a background task that raises SystemExit or KeyboardInterrupt is logged, and the main task goes on;
-    - background tasks that ignore their cancellation, and threads that hang, are not waited for at the end.
+    - if a background task raises SystemExit or KeyboardInterrupt, this is logged, and the main task goes on;
+    - at the end, background tasks that ignore their cancellation, and threads that hang, are not waited for.
 
     Args:
         work: The main task.
-        presses: Handles Ctrl-C while the coroutine runs; None: Ctrl-C cancels the main task.
-        ends_without_memory: True if a MemoryError in an event loop callback ends the main task: the callback's work is
-            lost, and a task may wait for it forever. A server passes False and keeps serving its other clients.
+        presses: Handles Ctrl-C while the coroutine runs. If None, Ctrl-C cancels the main task.
+        ends_without_memory: True if a MemoryError in a callback of the event loop should end the main task, because the
+            callback's work is lost and a task may wait for it forever. A server passes False, to keep serving its other
+            clients.
         new_loop: Creates the event loop.
 
     Raises:
-        BaseException: any exception of the coroutine, or the MemoryError of a callback.
+        BaseException: the coroutine raised it, or it is the MemoryError of a callback.
     """
     raise_descriptor_limit()
     loop = new_loop()
@@ -124,7 +126,7 @@ def run_main(
 
 
 def run_until_asked(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run a server until its event is set. The first Ctrl-C or SIGTERM sets it."""
+    """Run a server until the event that it is given is set. The first Ctrl-C or SIGTERM sets the event."""
     stop = asyncio.Event()
 
     def ask(loop: asyncio.AbstractEventLoop) -> bool:
@@ -149,8 +151,8 @@ def _run_until_done(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) ->
     while not main.done():
         try:
             loop.run_until_complete(main)
-        # asyncio re-raises these two out of the loop whichever task raised them. Unless it was the main task, or a
-        # real Ctrl-C, run the loop again.
+        # asyncio raises these two out of the loop, no matter which task raised them. Unless the main task raised it, or
+        # it is a real Ctrl-C, run the loop again.
         except (SystemExit, KeyboardInterrupt) as error:
             if main.done() or is_ctrl_c(error):
                 raise
@@ -174,7 +176,8 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _not_said_again(said: set[int], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Suppress asyncio's "Task was destroyed but it is pending" for tasks that `_end_tasks` has already logged."""
+    """Suppress asyncio's message "Task was destroyed but it is pending" for tasks that `_end_tasks` has already
+    logged."""
     if id(context.get("task")) in said and "exception" not in context:
         said.remove(id(context["task"]))
     else:
@@ -187,7 +190,7 @@ def _go_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> N
 
 
 def _end_threads(pool: ThreadPoolExecutor) -> None:
-    # On a daemon thread, because `shutdown` has no timeout and a hanging thread would block it forever.
+    # On a daemon thread, because `shutdown` has no timeout, and a hanging thread would block it forever.
     waiting = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True)
     waiting.start()
     waiting.join(PATIENCE)

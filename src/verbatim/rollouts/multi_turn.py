@@ -1,4 +1,4 @@
-"""Runs multi-turn rollouts over a sampler, in exact ids, or over a chat-completions server."""
+"""Runs multi-turn rollouts in exact ids over a sampler, or in text over a chat-completions server."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from verbatim.rollouts.seeds import derive_seed
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MultiTurnRollout(ConversationRollout):
     """A `Rollout` over a token-in, token-out sampler. The model takes a turn, its tool calls are run, and it takes the
-    next turn, until it makes no tool call.
+    next turn, until it takes a turn without a tool call.
 
-    All trajectories of a call share the sampler's batch and advance independently: while one waits for a tool, the
-    others are sampled, so a slow tool or a failing trajectory does not delay the others. Episodes in training run on
-    the same code.
+    All trajectories of a call share the sampler's batch and advance independently: while one trajectory waits for a
+    tool, the others are sampled. So a slow tool or a failing trajectory does not delay the others. The same code runs
+    the episodes in training.
 
     Example:
         >>> rollout = MultiTurnRollout(sampler=sampler, template=renderer, tool_manager=ToolManager([search]))
@@ -46,10 +46,10 @@ class MultiTurnRollout(ConversationRollout):
     template: Renderer
     """The renderer of the sampler's model."""
     max_trajectory_tokens: int | None = None
-    """Maximum number of tokens in a trajectory's context; None: the sampler's context length."""
+    """Maximum number of tokens in a trajectory's context; None for the sampler's context length."""
     concurrency: int = 256
     seed: int = 0
-    """Seed of the sampling. Each call, and each conversation of a call, derives its own."""
+    """Seed of the sampling. Each conversation of each call derives its own seed from it."""
     trajectory_timeout: float = math.inf
     progress: bool | None = False
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
@@ -63,7 +63,8 @@ class MultiTurnRollout(ConversationRollout):
             ("template", "render_ids", 'create_renderer("auto", tokenizer)'),
         ):
             value = getattr(self, name)
-            # Looked up on the type: a class that was passed instead of an instance has the method itself.
+            # Looked up on the type, because a class that was passed by mistake instead of an instance has the method
+            # itself.
             if not callable(getattr(type(value), method, None)):
                 raise UsageError(f"{name}: {value!r:.80} has no `{method}`; expected a {name} such as {expected}")
 
@@ -87,7 +88,7 @@ class MultiTurnRollout(ConversationRollout):
         yield start
 
     async def _hang_up(self) -> None:
-        """Close the connections of a sampler over HTTP: they cannot outlive the event loop."""
+        """Close the connections of a sampler over HTTP, because they cannot outlive the event loop."""
         hang_up = getattr(self.sampler, "hang_up", None)
         if hang_up is not None:
             await hang_up()
@@ -113,13 +114,14 @@ class APIMultiTurnRollout(ConversationRollout):
     """The server and the model."""
     concurrency: int = 8
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Merged into every request; a value of None removes the key. With `{"return_token_ids": True}`, a server that
-    supports it (vLLM) returns the exact ids and their logprobs, so that trajectories can be trained on."""
+    """Keys that are merged into every request; a value of None removes the key. With `{"return_token_ids": True}`, a
+    server that supports it (vLLM) returns the exact ids and their logprobs, so that the trajectories can be trained
+    on."""
     send_reasoning: bool = False
-    """True to send back the `reasoning_content` of earlier messages. It is recorded in either case."""
+    """True to send the `reasoning_content` of earlier messages back to the server. It is recorded in either case."""
     seed: int | None = None
-    """Every request gets its own seed, derived from this one, the example, sample and turn; None: no seed is sent. On
-    CPUs, vLLM crashes on a request with a seed if it prefills the prompt in chunks."""
+    """Seed from which each request's own seed is derived, together with the example, sample and turn; None to send no
+    seed. On CPUs, vLLM crashes on a request with a seed if it prefills the prompt in chunks."""
     trajectory_timeout: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -142,10 +144,10 @@ class APIMultiTurnRollout(ConversationRollout):
                 def seed_of(number: int) -> int | None:
                     if seed is None:
                         return None
-                    # Not from the place in the call's list: an example gets the same seeds in every call.
+                    # The index in the call's list is not used, so an example gets the same seeds in every call.
                     return derive_seed(seed, identity.example_id, identity.sample_index, number)
 
-                # Any id is accepted: the server's vocabulary size is unknown.
+                # Accept any id, because the size of the server's vocabulary is unknown.
                 recorder = Recorder(LARGEST_ID + 1, trajectory_id=identity.trajectory_id)
                 loop = ChatLoop(
                     connection=connection,

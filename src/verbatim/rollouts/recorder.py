@@ -16,16 +16,17 @@ from verbatim.core.types import Turn
 class Recorder:
     """The turns of one trajectory, in the order of sampling.
 
-    Every turn is passed in with its full prompt. Only the ids that no earlier turn has are stored, found by comparing
-    ids. Errors name the trajectory, the turn and the position.
+    Every turn is passed to `record` with its full prompt. The recorder compares ids with those of earlier turns, and
+    stores only the ids that no earlier turn has. Errors name the trajectory, the turn and the position.
 
     Args:
-        vocab_size: Exclusive upper bound of ids.
-        on_sampled: Called with the number of tokens of each completion; the ledger subscribes.
-        on_dropped: Called with token counts by reason for tokens that will be in no trajectory: those passed to `lose`,
-            those of lost replicas, and those that came after the end. The ledger subscribes.
+        vocab_size: Number of ids in the vocabulary; every id must be less than this.
+        on_sampled: Called with the number of tokens of each completion, for the ledger.
+        on_dropped: Called with token counts by reason, for the ledger. It gets the tokens that will be in no
+            trajectory: those passed to `lose`, those of lost replicas, and those that came after the episode's end.
         trajectory_id: The trajectory's id, for messages.
-        routing: Routing of the model in training, to check the experts that a sampler returns; None: not checked.
+        routing: Routing of the model in training, for checking the experts that a sampler returns; None to skip the
+            check.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Recorder:
         """The error of the first attempt to sample or record after the episode had ended, or None."""
 
     def record(self, *, prompt_ids: Ids, completion_ids: Ids, extends: int | None = None, **fields: Any) -> int:
-        """Add a turn; return its index.
+        """Add a turn, and return its index.
 
         Args:
             prompt_ids: All ids of the prompt: int32 [P].
             completion_ids: All sampled ids: int32 [C].
-            extends: Index of the turn that the prompt extends by a bridge, or None. This is verified.
+            extends: Index of the turn that the prompt extends by a bridge, or None. The recorder verifies this.
             fields: The other fields of `Turn`.
 
         Raises:
@@ -76,15 +77,16 @@ class Recorder:
         return index
 
     def foresee(self, prompt_ids: Int32) -> None:
-        """Announce a prompt that will be recorded with its completion. Its array becomes read-only."""
+        """Announce a prompt that will be recorded together with its completion. The prompt's array becomes
+        read-only."""
         if prompt_ids.flags.owndata:
             prompt_ids.flags.writeable = False
         self._tree.foresee(prompt_ids)
 
     def num_routed(self, prompt_ids: Int32, agent: str = "main") -> int:
-        """Number of leading prompt tokens whose experts are already recorded: if the prompt extends the agent's last
-        turn, all tokens of that turn except the last, which has not been through the model. A turn stores only the
-        experts that earlier turns lack."""
+        """Return the number of leading prompt tokens whose experts are already recorded. If the prompt extends the
+        agent's last turn, these are all tokens of that turn except the last, which the model has not processed yet;
+        otherwise the number is 0. A turn stores only the experts that earlier turns lack."""
         last = next((turn for turn in reversed(self.turns) if turn.agent == agent), None)
         if last is None or last.routed_experts is None or last.path.length > len(prompt_ids):
             return 0
@@ -94,20 +96,20 @@ class Recorder:
         """Refuse experts that do not fit the model in training.
 
         Raises:
-            SamplerFault: the sampler serves another model.
+            SamplerFault: the sampler serves a different model.
         """
         if self._routing is None or experts is None or (problem := self._routing.problem(experts)) is None:
             return
         raise SamplerFault(f"{problem}: the sampler serves another model")
 
     def count(self, num_tokens: int) -> None:
-        """Count the tokens of a completion, whether or not it can be recorded. After the end of the episode they are
-        counted too, but dropped as `error`, and a RecordError is raised."""
+        """Count the tokens of a completion, whether or not it can be recorded. After the end of the episode, the tokens
+        are counted and dropped as `error`, and a RecordError is raised."""
         self.count_cancelled(num_tokens)
         self.refuse_if_closed()
 
     def count_cancelled(self, num_tokens: int) -> None:
-        """Count tokens that were sampled for a completion that will not be returned, so they cannot be recorded."""
+        """Count tokens that were sampled for a completion that will not be returned and so cannot be recorded."""
         if self._on_sampled is not None:
             self._on_sampled(num_tokens)
         if not self._closed:
@@ -116,14 +118,14 @@ class Recorder:
             self._on_dropped({"error": num_tokens})
 
     def count_lost(self, num_tokens: int) -> None:
-        """Count tokens sampled by replicas that were lost; their requests were sent again to other replicas."""
+        """Count tokens sampled by replicas that were then lost. Their requests were sent again, to other replicas."""
         if num_tokens and self._on_sampled is not None:
             self._on_sampled(num_tokens)
         if num_tokens and self._on_dropped is not None:
             self._on_dropped({"lost_replica": num_tokens})
 
     def lose(self, num_tokens: int) -> None:
-        """Drop counted tokens as `lost_worker`: the process that they were sampled for has ended."""
+        """Drop tokens that are already counted, as `lost_worker`: the process for which they were sampled has ended."""
         assert 0 <= num_tokens <= self.num_sampled_tokens
         self.num_sampled_tokens -= num_tokens
         if self._on_dropped is not None:
@@ -135,13 +137,13 @@ class Recorder:
         return self.num_sampled_tokens - sum(len(turn.completion_ids) for turn in self.turns)
 
     def amend(self, index: int, **changes: object) -> None:
-        """Change fields of a turn that are known only after the completion: reward, timing, parse status, `trained`.
-        Ids and logprobs never change."""
+        """Change those fields of a turn that become known only after the completion: reward, timing, parse status,
+        `trained`. Ids and logprobs never change."""
         assert changes.keys() <= {"reward", "timing", "parse_status", "trained"}
         self.turns[index] = self.turns[index].replace(**changes)
 
     def close(self) -> None:
-        """End the recording; later turns are refused."""
+        """End the recording. Later turns are refused."""
         self._closed = True
         self._tree = TokenTree()  # frees the index; the turns reference the parts that they need
 
@@ -151,14 +153,15 @@ class Recorder:
             raise self.went_on()
 
     def went_on(self) -> RecordError:
-        """Return the error for a caller that goes on after the end, and store it as `late`, which fails the episode."""
+        """Return the error for a caller that goes on after the end of the episode. Store the error as `late`, which
+        makes the episode fail."""
         error = self.refusal()
         self.late = self.late or error
         return error
 
     def refusal(self) -> RecordError:
-        """Return the error for a caller that comes after the end through no fault of its own. It is not stored as
-        `late`."""
+        """Return the error for a caller that comes after the end of the episode through no fault of its own. The error
+        is not stored as `late`."""
         return RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
 
     def _where(self, index: int) -> str:

@@ -1,4 +1,5 @@
-"""The interface of rollout engines: a list of conversations in, one trajectory for each out, in the same order."""
+"""The interface of rollout engines: they take a list of conversations, and return one trajectory for each, in the same
+order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verbatim.core.types import TRAJECTORY_KEYS, Example, Message, RolloutIdenti
 from verbatim.core.user_values import why_refused
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
-"""The start of a rollout. A mapping must have `messages`, and may have `tools`, `id` and any other fields."""
+"""What a rollout can start from. A mapping must have `messages`, and may have `tools`, `id` and any other fields."""
 
 T = TypeVar("T")
 
@@ -46,32 +47,32 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Opening:
-    """The start of one episode, read from the caller's object."""
+    """The start of one episode, read from what the caller passed as a conversation."""
 
     messages: tuple[Message, ...]
-    """The conversation so far, copied."""
+    """A copy of the conversation so far."""
     tools: tuple[Mapping[str, Any], ...]
-    """The conversation's tool schemas, copied. Empty: the tool manager's own."""
+    """A copy of the conversation's tool schemas. If it is empty, the schemas of the tool manager are used."""
     identity: RolloutIdentity
-    """Identity of the rollout. Its sampling seed is added later, by the engine."""
+    """Identity of the rollout. The engine adds the sampling seed to it later."""
     task: Mapping[str, Any]
-    """All other fields of the caller's object, such as the reference answer. Not copied, and never modified. The
-    trajectory has them in `info["task"]`, and its mapping view has each under its own name."""
+    """All other fields of the caller's object, such as the reference answer. They are not copied, and never modified.
+    The trajectory has them in `info["task"]`, and its mapping view has each of them under its own name."""
 
 
 _OWN = ("messages", "tools", "id", "example_id", "trajectory_id", "group_id", "sample_index", "env")
-"""Keys of a mapping that become fields of an `Opening`; all others go into `task`."""
+"""Keys of a mapping that become fields of an `Opening`. All other keys go into `task`."""
 
 
 def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
     """Convert conversations to `Opening`s.
 
-    A conversation without an id gets its index as the id. Conversations that share an id are samples of one example,
+    A conversation without an id gets its index as the id. Conversations with the same id are samples of one example,
     and are numbered unless they have a `sample_index`. Every `trajectory_id` is unique: a repeated one is replaced by
     `<example_id>-<number>`.
 
     Raises:
-        UsageError: an item is not a conversation; the message names it.
+        UsageError: an item is not a conversation; the message names the item.
     """
     if isinstance(trajectories, Mapping) or not isinstance(trajectories, Sequence):
         raise UsageError(
@@ -116,13 +117,13 @@ def _refuse(value: Any, where: str, *, of_json: bool = True) -> None:
 
 
 def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Split a conversation into the fields of an `Opening` and the task's own fields."""
+    """Split a conversation into (the fields of an `Opening`, the task's own fields)."""
     if isinstance(given, Example):
         return {name: getattr(given, name) for name in ("id", "env", "messages", "tools")}, given.payload
     if isinstance(given, Trajectory):
         names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages", "tools")
         return {name: getattr(given, name) for name in names}, _task_of(given.info)
-    # The mapping view of a trajectory: its record keys are not fields of the task.
+    # The mapping view of a trajectory: its keys for the record itself are not fields of the task.
     if (
         isinstance(given, Mapping)
         and given.keys() >= {"trajectory_id", "turns", "info"}

@@ -1,7 +1,8 @@
-"""Limits the memory of a process and all its descendants together, and reports when they exceed the limit.
+"""Limits the total memory of a process and all its descendants, and reports when they exceed the limit.
 
-The kernel enforces RLIMIT_DATA for each process, but that counts neither a process's children nor shared memory. If a
-control group can be created, the kernel limits those too. In any case /proc is polled several times a second.
+The kernel enforces RLIMIT_DATA for each process, but RLIMIT_DATA counts neither the children of the process nor shared
+memory. If a control group can be created, the kernel limits these too. In any case /proc is polled several times a
+second.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ logger = logging.getLogger(__name__)
 INTERVAL = 0.25
 """Seconds between two checks."""
 OF_KERNEL_MB = 32
-"""MiB that a control group allows on top, for the kernel's own memory of the processes. A single process that allocates
-too much then hits RLIMIT_DATA first: its allocation fails, and it is not killed."""
+"""MiB that are added to the limit of a control group, for the memory that the kernel itself needs for the processes.
+With this allowance, a single process that allocates too much hits RLIMIT_DATA first: its allocation fails, and the
+process is not killed."""
 _OWN = ("RssAnon:", "RssShmem:")
-"""Lines of /proc/PID/status: the memory of one process, with shared pages counted in full."""
+"""Lines of /proc/PID/status that give the memory of one process, with shared pages counted in full."""
 _SHARE = ("Pss_Anon:", "Pss_Shmem:")
-"""Lines of /proc/PID/smaps_rollup: the same, with shared pages divided among the processes that share them."""
+"""Lines of /proc/PID/smaps_rollup that give the memory of one process, with shared pages divided among the processes
+that share them."""
 
 
 def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
-    """A process and all its living descendants."""
+    """Iterate over the ids of a process and of all its living descendants."""
     seen, left = {pid}, [pid]
     while left:
         yield (pid := left.pop())
@@ -45,13 +48,13 @@ def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
 
 
 def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None) -> int:
-    """The memory of a process and its descendants in KiB, without mapped files; shared pages count once.
+    """Return the total memory of a process and its descendants in KiB, without mapped files. Shared pages count once.
 
     Args:
-        pid: The process.
+        pid: The process id.
         proc: The proc file system.
-        at_most: A limit in KiB. A cheap upper bound, which counts shared pages once per process, is returned if it does
-            not exceed the limit; None: always the exact sum.
+        at_most: A limit in KiB, or None to always compute the exact sum. With a limit, a cheap upper bound is computed
+            first, in which shared pages count once per process; if it does not exceed the limit, the bound is returned.
     """
     found = list(descendants(pid, proc))
     held = sum(_kb(proc / str(one) / "status", _OWN) or 0 for one in found)
@@ -63,16 +66,16 @@ def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None)
 
 @dataclass(frozen=True, eq=False)
 class WatchedProcess:
-    """A process whose memory, with that of its descendants, is watched."""
+    """A process whose memory is watched together with that of its descendants."""
 
     pid: int
     """The process's id."""
     most_kb: int
-    """Limit in KiB."""
+    """Limit in KiB on the memory of all of them together."""
     on_too_much: Callable[[], None]
     """Called once, from the watching thread, when the limit is exceeded."""
     group: MemoryGroup | None
-    """The control group that enforces the limit; None if there is none, so that only polling detects an excess."""
+    """The control group that enforces the limit, or None if there is none; then only polling detects an excess."""
 
     @property
     def was_ended(self) -> bool:
@@ -81,14 +84,14 @@ class WatchedProcess:
 
     @property
     def holds_too_much(self) -> bool:
-        """True if the processes exceed the limit, or one was killed for it."""
+        """True if the processes exceed the limit, or the kernel has killed one of them for exceeding it."""
         if self.was_ended:
             return True
         return held_kb(self.pid, at_most=self.most_kb) > self.most_kb
 
 
 class MemoryWatch:
-    """Polls the memory of groups of processes, in a thread that runs while there are any.
+    """Polls the memory of watched processes, in a thread that runs as long as there are any.
 
     Args:
         interval: Seconds between two checks.
@@ -98,19 +101,20 @@ class MemoryWatch:
         self._interval = interval
         self._watched: set[WatchedProcess] = set()
         self._left: set[MemoryGroup] = set()
-        """Groups that are no longer needed but could not be removed yet, because they still have a process."""
+        """Control groups that are no longer needed but could not be removed yet, because they still have a process."""
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, pid: int, memory_mb: int, on_too_much: Callable[[], None], *, files_mb: int = 0) -> WatchedProcess:
-        """Start to watch a process and its descendants.
+        """Start to watch a process and its descendants, and return the watched process.
 
         Args:
-            pid: The process: a child of this one that has not been waited for, so that its id cannot be reused.
-            memory_mb: Limit in MiB on their memory together.
-            on_too_much: Called once, from another thread, when they exceed the limit.
-            files_mb: MiB of files that they may keep in memory (tmpfs), which a control group counts too.
+            pid: Id of the process. It must be a child of this process that has not been waited for, so that its id
+                cannot be reused.
+            memory_mb: Limit in MiB on the memory of all of them together.
+            on_too_much: Called once, from a different thread, when they exceed the limit.
+            files_mb: MiB of files that they may keep in memory (tmpfs). A control group counts these files too.
         """
         group = MemoryGroup.make(memory_mb + files_mb + OF_KERNEL_MB)
         if group is not None and not group.take(descendants(pid)):
@@ -130,7 +134,7 @@ class MemoryWatch:
             self._watched -= {watched}
             if watched is not None and watched.group is not None:
                 self._left.add(watched.group)
-            # A group with a dying process cannot be removed yet: try all of these again.
+            # A group with a dying process cannot be removed yet, so try all of these groups again.
             self._left = {group for group in self._left if not group.remove()}
 
     def look(self) -> None:
@@ -157,11 +161,11 @@ class MemoryWatch:
 
 
 WATCH = MemoryWatch()
-"""The watch shared by all sandboxes of this process."""
+"""The watch that all sandboxes of this process share."""
 
 
 def _kb(path: Path, names: tuple[str, ...]) -> int | None:
-    """The sum of the lines with these names, in KiB; None if the file cannot be read or has no such line."""
+    """Return the sum of the lines with these names, in KiB; None if the file cannot be read or has no such line."""
     found = [int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names)]
     return sum(found) if found else None
 

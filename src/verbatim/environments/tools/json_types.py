@@ -1,6 +1,6 @@
-"""Converts type hints to JSON schemas in the forms that `transformers.utils.get_json_schema` writes.
+"""Converts type hints to JSON schemas, in the forms that `transformers.utils.get_json_schema` writes.
 
-Models were trained on prompts with these forms, and a `FunctionTool` must give the same prompt as transformers does for
+Models were trained on prompts with these forms, so a `FunctionTool` must give the same prompt as transformers does for
 the same function. pydantic adds types that transformers refuses: models, dataclasses, typed dicts, dates, constraints.
 """
 
@@ -30,19 +30,20 @@ _REFERENCE = "#/$defs/"
 
 
 class ToolSchema(GenerateJsonSchema):
-    """pydantic's generator with transformers' forms: `"nullable": true`, lists of types, values instead of constants.
+    """pydantic's generator of schemas, changed to transformers' forms: `"nullable": true`, lists of types, and values
+    instead of constants.
 
-    Example: `int | None` is `{"type": "integer", "nullable": true}`, `int | str` is
+    Example: `int | None` becomes `{"type": "integer", "nullable": true}`, and `int | str` becomes
     `{"type": ["integer", "string"]}`.
     """
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
-        """The inner schema with `"nullable": true`."""
+        """Write an optional type as the inner schema with `"nullable": true`."""
         inner = self.generate_inner(schema["schema"])
         return inner if inner == {"type": "null"} else {**inner, "nullable": True}
 
     def union_schema(self, schema: core_schema.UnionSchema) -> JsonSchemaValue:
-        """A list of types if every branch is only a type, else `anyOf`."""
+        """Write a union as a list of types if every branch consists only of a type, else as `anyOf`."""
         branches = [
             self.generate_inner(choice[0] if isinstance(choice, tuple) else choice) for choice in schema["choices"]
         ]
@@ -52,33 +53,34 @@ class ToolSchema(GenerateJsonSchema):
         return {"anyOf": branches}
 
     def literal_schema(self, schema: core_schema.LiteralSchema) -> JsonSchemaValue:
-        """The values and their types, also for a single value."""
+        """Write a `Literal` as its values and their types, even if it has a single value."""
         values = [value.value if isinstance(value, Enum) else value for value in schema["expected"]]
         return _values(values) or super().literal_schema(schema)
 
     def enum_schema(self, schema: core_schema.EnumSchema) -> JsonSchemaValue:
-        """The members' values and their types."""
+        """Write an enumeration as the values of its members and their types."""
         return _values([member.value for member in schema["cls"]]) or super().enum_schema(schema)
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
-        """A type for each item, without the redundant `minItems` and `maxItems`."""
+        """Write a tuple as a type for each item, without the redundant `minItems` and `maxItems`."""
         found = super().tuple_schema(schema)
         if "variadic_item_index" in schema:
             return found
         return {key: value for key, value in found.items() if key not in ("minItems", "maxItems")}
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
-        """The values' type, `{}` for any, without `propertyNames`."""
+        """Write a dict as the type of its values (`{}` for any type), without `propertyNames`."""
         found = {key: value for key, value in super().dict_schema(schema).items() if key != "propertyNames"}
         return {**found, "additionalProperties": {}} if found.get("additionalProperties") is True else found
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
-        """Keep the order of definition."""
+        """Return the schema unsorted, so that its keys stay in the order of definition."""
         return value
 
 
 def readable(hint: Any) -> Any:
-    """Convert a type hint for pydantic; a bare `list` keeps a schema that differs from that of `list[Any]`.
+    """Convert a type hint into one that pydantic accepts. A bare `list` keeps a schema that differs from that of
+    `list[Any]`.
 
     Before Python 3.12, pydantic accepts only the `TypedDict` of `typing_extensions`, so that of `typing` is converted.
     """
@@ -115,8 +117,8 @@ def _typed_dict(hint: Any, known: dict[Any, Any]) -> Any:
 
 
 def untitled(schema: Any, names_first: bool = False) -> Any:
-    """Remove the titles that pydantic derives from names, which only cost tokens. Properties called "title" are kept:
-    with `names_first`, the keys of `schema` are names and not keywords."""
+    """Remove the titles that pydantic derives from names, because they only cost tokens. Properties that are called
+    "title" are kept: with `names_first`, the keys of `schema` are names of properties and not keywords."""
     if isinstance(schema, list):
         return [untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -129,7 +131,7 @@ def untitled(schema: Any, names_first: bool = False) -> Any:
 
 
 def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """Inline enumerations from `$defs` where they are used, as transformers does, without their docstrings."""
+    """Move enumerations from `$defs` to where they are used, as transformers does, and without their docstrings."""
     definitions = schema.get("$defs", {})
     enums = {
         f"{_REFERENCE}{name}": {key: inner[key] for key in ("type", "enum") if key in inner}
@@ -153,7 +155,7 @@ def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def _values(values: Sequence[Any]) -> JsonSchemaValue | None:
-    """The schema of a choice between values; None if a value is not a JSON scalar."""
+    """Return the schema of a choice between values; None if a value is not a JSON scalar."""
     if not values or any(type(value) not in _SCALARS for value in values):
         return None
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))

@@ -1,4 +1,4 @@
-"""Adapts the games of the package `textarena`: its rules and rewards with our sampler and recorder."""
+"""Adapts the games of the package `textarena`: uses its rules and rewards with our sampler and recorder."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from verbatim.rollouts.games.random_moves import MOVES, random_move
 class TextArena:
     """A game of textarena (0.7) for one or several players. The package decides each player's reward.
 
-    The policy plays one player ("main"), or with `opponent = "self"` all of them ("player_0", "player_1", ...). Then
-    each player is trained with its own reward, compared with the same player in the group's other games.
+    The policy plays one player ("main") or, with `opponent = "self"`, all players ("player_0", "player_1", ...). In the
+    second case each player is trained with its own reward, compared with the same player in the group's other games.
 
     Raises:
         UsageError: the package is not installed, the game does not exist or needs something that is missing (a word
-            list, a key, a newer Python), or the opponent or seat is invalid.
+            list, a key, a newer Python), or the opponent or the seat is invalid.
         ComponentError: the package refuses the options or the number of players.
     """
 
     game: str
-    """The game's id in the package: "TicTacToe-v0"; `verbatim env list textarena` lists them."""
+    """The game's id in the package, such as "TicTacToe-v0". `verbatim env list textarena` lists the ids."""
     opponent: str | Mapping[str, Any] = "self"
-    """The opponent: "self" (the policy, trained for all players), "policy" (the policy, trained for its own seat only),
-    "random", `{ frozen = "path" }` or `{ model = "name", base_url = "url" }`. Ignored in games for one player."""
+    """The opponent: "self" (the policy plays all players and is trained for all of them), "policy" (the policy plays
+    all players and is trained only for its own seat), "random", `{ frozen = "path" }` or
+    `{ model = "name", base_url = "url" }`. Ignored in games for one player."""
     seat: int | Literal["alternate"] = "alternate"
-    """Index of the policy's player, from 0. "alternate" changes it from example to example."""
+    """Index of the policy's player, counting from 0. With "alternate" it changes from example to example."""
     num_players: int | None = None
-    """Number of players; None: the fewest that the game allows."""
+    """Number of players; None for the smallest number that the game allows."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the game's class in the package: `{ max_rounds = 3 }`."""
+    """Arguments of the game's class in the package, such as `{ max_rounds = 3 }`."""
     seed: int = 0
-    """Example i is the game with the package's seed `seed + i`."""
+    """The first seed: example i is the game that the package creates with the seed `seed + i`."""
     num_train: int = 500
     """Number of training games."""
     num_eval: int = 100
-    """Number of evaluation games. Their seeds follow those of training."""
+    """Number of evaluation games. Their seeds follow those of the training games."""
     system_prompt: str = ""
-    """System prompt of every player that a model plays; "" means none."""
+    """System prompt of every player that a model plays; "" for none."""
     unfinished_reward: float = -1.0
-    """Reward of each trained player if the run's limits cut the game off: the package gives no reward in that case."""
+    """Reward of each trained player if the run's limits cut the game off, because the package then gives no reward."""
     _spec: GameSpec = field(init=False, repr=False, compare=False)
     _plays: Plays = field(init=False, repr=False, compare=False)
     _num_players: int = field(init=False, repr=False, compare=False)
@@ -70,11 +71,12 @@ class TextArena:
 
     @staticmethod
     def listing() -> list[tuple[str, str]]:
-        """Every game by name, with what it needs in addition to the package; empty without the package."""
+        """Return (name, description) of every game. The description says what the game needs in addition to the
+        package. Empty if the package is not installed."""
         return [(name, _about(spec)) for name, spec in games().items()]
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The games of a split. Training and evaluation games have different seeds."""
+        """Return the games of a split as examples. Training and evaluation games have different seeds."""
         check_split("textarena", split)
         size = self.num_train + self.num_eval
         indices = range(self.num_train) if split == "train" else range(self.num_train, size)
@@ -85,15 +87,15 @@ class TextArena:
         return {"seed": self.seed + index, "seat": seat}
 
     async def start(self, example: Example, seed: int) -> Play:
-        """Start the example's game. The episode's seed decides the opponents' moves."""
+        """Start the example's game. The episode's seed determines the opponents' moves."""
         game = Game(self._spec, self.options, self._num_players, int(example.payload["seed"]))
         return Play(self, game, seat=int(example.payload["seat"]), plays=self._plays, seed=seed)
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Games of players that move at random. They teach the format of moves, not good play.
+        """Return games of players that move at random. They teach the format of moves, not good play.
 
         Raises:
-            NoDemonstrations: this game does not support random moves.
+            NoDemonstrations: the game does not support random moves.
         """
         if self._spec.kind not in MOVES:
             raise NoDemonstrations(
@@ -116,12 +118,13 @@ class TextArena:
         return Demonstration(messages=talks.get(payload["seat"]) or next(iter(talks.values())))
 
     def opening(self) -> list[Message]:
-        """The system prompt as a message, if there is one."""
+        """Return the messages with which a player's conversation begins: the system prompt, or none if it is empty."""
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
 
 class Play(Episode):
-    """One game, from its first action to its rewards. It owns its control flow, because several players take turns."""
+    """An episode that is one game, from the first action to the rewards. It has its own control flow, because several
+    players take turns."""
 
     def __init__(self, rules: TextArena, game: Game, *, seat: int, plays: Plays, seed: int) -> None:
         self._rules, self._game, self._seat, self._plays, self._seed = rules, game, seat, plays, seed
@@ -149,16 +152,16 @@ class Play(Episode):
         if isinstance(self._plays, PolicyPlays):
             return await agent.sample(talk, agent=self._name(player), trained=False)
         if player not in self._opponents:
-            # On a thread: the first game with a frozen checkpoint loads it.
+            # On a thread, because the first game with a frozen checkpoint loads the checkpoint here.
             self._opponents[player] = await asyncio.to_thread(self._plays.make, self._seed, player)
         return {"role": "assistant", "content": await self._opponents[player].say(talk, self._game)}
 
     def random_move(self, rng: random.Random) -> str | None:
-        """A random legal move of the player to act, or None if this game does not support random moves."""
+        """Return a random legal move of the player to act, or None if the game does not support random moves."""
         return random_move(self._game, rng) if self._game.spec.kind in MOVES else None
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The trained players' rewards, as the package gives them."""
+        """Return the rewards of the trained players, as the package gives them."""
         rewards = self._game.rewards()
         if rewards is None:
             rewards = dict.fromkeys(range(self._game.num_players), self._rules.unfinished_reward)
@@ -176,7 +179,7 @@ class Play(Episode):
         return f"player_{player}"
 
     def _note(self) -> None:
-        """Update `info` in every turn, because a limit may end the episode at any turn."""
+        """Update `info`. This is done in every turn, because a limit may end the episode at any turn."""
         game = self._game
         facts: dict[str, Any] = {"game": game.spec.id, "ended": game.why() if game.done else "cut off"}
         if game.num_players > 1 and not self._both:

@@ -1,4 +1,4 @@
-"""Finds the games of the package `textarena`, and checks what each needs to be played."""
+"""Finds the games of the package `textarena`, and checks what each game needs to be played."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WORD_LISTS = {
     "WordSearch": ("corpora/words",),
     "Wordle": ("corpora/words", "taggers/averaged_perceptron_tagger_eng"),
 }
-"""Games that download word lists with nltk, by their folder in the package."""
+"""The word lists that games download with nltk, keyed by the game's folder in the package."""
 JURIES = frozenset({"Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"})
-"""Games in which models on OpenRouter judge or answer."""
+"""Folders of the games in which models on OpenRouter judge or answer."""
 MISSING_FILES = frozenset({"ScorableGames", "UsedCar", "UsedCarNegotiation"})
-"""Games that read files missing from the published package."""
+"""Folders of the games that read files that are missing from the published package."""
 UNREADABLE = frozenset({"Klondike"})
-"""Games whose published code is a syntax error in every Python version."""
+"""Folders of the games whose published code is a syntax error in every Python version."""
 _VARIANTS = ("-train", "-raw")
-"""Suffixes of ids whose games differ only in the observations. They are equivalent here, because the package's
-observation wrappers are not used."""
+"""Suffixes of game ids that differ only in how observations are wrapped. Such games are the same here, because the
+package's observation wrappers are not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class GameSpec:
     """One game of the package."""
 
     id: str
-    """The game's name in the package: "TicTacToe-v0"."""
+    """The game's id in the package, such as "TicTacToe-v0"."""
     kind: str
-    """The folder of its code: "TicTacToe"."""
+    """The folder of the game's code, such as "TicTacToe"."""
     module: str
-    """The module of its code."""
+    """The module of the game's code."""
 
     @property
     def needs(self) -> str | None:
-        """What is missing to play the game, or None if it can be played."""
+        """Say what is missing to play the game; None if it can be played."""
         if self.kind in WORD_LISTS:
             lists = [name for name in WORD_LISTS[self.kind] if not _has_word_list(name)]
             names = " ".join(name.split("/")[1] for name in lists)
@@ -89,7 +89,7 @@ def find_game(game: str) -> GameSpec:
 
 @functools.cache
 def games() -> Mapping[str, GameSpec]:
-    """Every game by its id; empty if the package is not installed."""
+    """Return every game, keyed by its id; empty if the package is not installed."""
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError:
@@ -103,7 +103,8 @@ def games() -> Mapping[str, GameSpec]:
 
 
 def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Callable[[str], str]]]:
-    """Create a game without its wrappers; also return the wrappers' changes to an action, in order.
+    """Return (game, changes): a game without its wrappers, and the changes that its wrappers make to an action, in
+    order.
 
     Raises:
         ComponentError: the package refuses the options, or cannot create the game.
@@ -127,7 +128,8 @@ def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Cal
 
 @contextlib.contextmanager
 def _nothing_fetched() -> Iterator[None]:
-    """Disable nltk's downloads: games download word lists whenever they are created, even if the lists are present."""
+    """Context manager that disables nltk's downloads. Games download their word lists whenever they are created, even
+    if the lists are already present."""
     import nltk
 
     download = nltk.download
@@ -151,8 +153,8 @@ def _has_word_list(name: str) -> bool:
 
 @functools.cache
 def _python_for(module: str) -> str | None:
-    """Why this Python cannot run a game's code, or None. The code is parsed but not run; some games need a newer
-    Python."""
+    """Explain why this Python cannot run a game's code; return None if it can. Some games need a newer Python. The code
+    is parsed but not run."""
     import textarena
 
     path = Path(textarena.__path__[0]).joinpath(*module.split(".")[1:]).with_suffix(".py")

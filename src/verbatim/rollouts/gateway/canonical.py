@@ -1,12 +1,12 @@
-"""Digests of chat messages that do not depend on how a client serialises them.
+"""Computes digests of chat messages that do not depend on how a client serialises the messages.
 
 A client parses an answer into its own objects and sends it back in the next request. On the way it may reorder the
-arguments of a call or change their white space, rename call ids, drop empty fields, or send content as parts. The
-digest stays the same. Every difference that a template could render is part of the digest.
+arguments of a call or change their white space, rename call ids, drop empty fields, or send the content as parts. The
+digest does not change through this. Every difference that a template could render changes the digest.
 
-Example: an assistant message with the content None and a call "call_7" of `add` with the arguments '{"b": 2, "a": 1}'
-has the same digest as one with the content "" and a call "toolu_1" with `{"a": 1.0, "b": 2}`. The tool's answer to
-"call_7" after the first message has the same digest as its answer to "toolu_1" after the second.
+Example: An assistant message with the content None and a call "call_7" of `add` with the arguments '{"b": 2, "a": 1}'
+has the same digest as a message with the content "" and a call "toolu_1" with `{"a": 1.0, "b": 2}`. The tool's answer
+to "call_7", after the first message, has the same digest as the tool's answer to "toolu_1", after the second.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _UNREAD = "INVALID_JSON"
 
 @dataclass(frozen=True, slots=True)
 class MessageDigest:
-    """Identifies a message among the messages that may follow the same history."""
+    """Identifies a message among all messages that may follow the same history."""
 
     full: bytes
     """Digest of the whole message."""
     bare: bytes
-    """Digest of the message without its reasoning; equal to `full` if it has none."""
+    """Digest of the message without its reasoning; equal to `full` if the message has no reasoning."""
 
 
 class Digester:
-    """Digests the messages of one conversation, in order: a tool's answer is identified by the position of its call,
-    because clients rename call ids."""
+    """Computes the digests of one conversation's messages, in order. A tool's answer is identified by the position of
+    its call and not by the call's id, because clients rename ids."""
 
     def __init__(self) -> None:
         self._index_of_call: dict[str, int] = {}
 
     def digest(self, message: Mapping[str, Any]) -> MessageDigest:
-        """Digest the next message, in time linear in its size."""
+        """Compute the digest of the next message, in time linear in its size."""
         role = str(message.get("role", ""))
         content = text_of(message.get("content"))
         if role == "assistant":
@@ -56,7 +56,8 @@ class Digester:
         return MessageDigest(digest, digest)
 
     def _of_assistant(self, message: Mapping[str, Any], content: str) -> MessageDigest:
-        """White space around content and reasoning is ignored: clients and templates trim it."""
+        """Compute the digest of an assistant message. White space around its content and its reasoning is ignored,
+        because clients and templates strip it."""
         calls = message.get("tool_calls") or ()
         parts = ["assistant", content.strip(), str(message.get("name") or "")]
         for index, call in enumerate(calls):
@@ -68,7 +69,7 @@ class Digester:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, None, or text parts.
+    """Return the text of a message's content, which is a string, None, or a list of text parts.
 
     >>> text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), text_of(None)
     ('ab', '')
@@ -84,7 +85,7 @@ def text_of(content: Any) -> str:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """The arguments of a call as JSON text with sorted keys. Text that is not a JSON object is only stripped.
+    """Write the arguments of a call as JSON text with sorted keys. Text that is not a JSON object is only stripped.
 
     >>> canonical_arguments('{ "b": 1.0, "a": true }')
     '{"a":true,"b":1}'
@@ -113,13 +114,14 @@ def canonical_arguments(arguments: Any) -> str:
 
 
 def tools_digest(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
-    """Digest of tool schemas. The order of keys is ignored; the order of tools counts, since templates render it."""
+    """Compute the digest of tool schemas. The order of keys is ignored. The order of the tools matters, since templates
+    render it."""
     return digest_of([_json(tool) for tool in tools or ()])
 
 
 def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """Identify an agent that has no name: the digest of the system messages at the start of the conversation, without
-    the current date and time in them.
+    """Identify an agent that has no name, by the digest of the system messages at the start of the conversation. Dates
+    and times in these messages are left out.
 
     >>> times = "2026-01-31T09:00:00Z", "2027-02-01 17:05", "1790000000"
     >>> len({identity_of([{"role": "system", "content": f"You help. It is {time}."}]) for time in times})
@@ -129,8 +131,8 @@ def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def frame_of(opening: Sequence[str]) -> bytes:
-    """Digest of the parts of a system prompt that stay the same while a clock or counter in it advances: see
-    `frame_words`.
+    """Compute the digest of the parts of a system prompt that stay the same while a clock or counter in the prompt
+    advances (see `frame_words`).
 
     >>> prompts = "Thu Nov 26, 9:59 AM. 2 steps left (#..).", "Fri Nov 27, 10:00 AM. 1 step left (##.)."
     >>> len({frame_of([prompt]) for prompt in prompts})
@@ -143,7 +145,7 @@ def frame_of(opening: Sequence[str]) -> bytes:
 
 
 def opening_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts of the system messages at the start of the conversation."""
+    """Return the texts of the system messages at the start of the conversation."""
     opening = []
     for message in messages:
         if message.get("role") not in _SYSTEM:
@@ -160,7 +162,7 @@ def _json(value: Any) -> str:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Convert whole floats to integers: JavaScript clients have one number type, and write 1.0 as 1."""
+    """Convert whole floats to integers, because JavaScript has only one type of numbers and writes 1.0 as 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -171,7 +173,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 def digest_of(parts: Sequence[str]) -> bytes:
-    """Digest the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    """Compute the digest of the parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode(errors="surrogatepass")

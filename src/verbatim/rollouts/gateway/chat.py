@@ -1,4 +1,4 @@
-"""Answers the chat requests of a session, as one body or as a stream."""
+"""Answers the chat requests of a session, with one body or with a stream."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ from verbatim.rollouts.gateway.wire import headers_of
 from verbatim.rollouts.turn_arguments import LONGEST_NAME
 
 MODEL = "policy"
-"""The model's name in lists of models and in answers to requests that do not name a model. Requests may name any
-model."""
+"""The model's name in lists of models, and in answers to requests that name no model. Requests may name any model."""
 AGENT_HEADER, TRAINED_HEADER = "x-verbatim-agent", "x-verbatim-trained"
-"""Headers for the agent's name, and for whether the turn is trained ("false": context only)."""
+"""Headers of a request: the agent's name, and whether the turn is trained ("false" for a turn that is context only)."""
 _TRAINED = {"true": True, "1": True, "false": False, "0": False}
 THREAD_HEADERS = (
     "thread-id",  # Codex: one id per agent, including the first
     "x-claude-code-agent-id",  # Claude Code: one id per sub-agent
 )
-"""Headers in which clients identify their agents. The values are random for each episode, so they cannot serve as
+"""Headers in which clients send ids of their agents. The ids are random for each episode, so they cannot serve as
 names."""
 _LONGEST_KEPT = 200
 
@@ -45,14 +44,14 @@ Replies: TypeAlias = list[ChatReply]
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """The sender of a request, read from its headers."""
+    """What a request's headers say about its sender."""
 
     agent: str
-    """The agent's name; "" if there is none."""
+    """The agent's name, or "" if the headers have none."""
     thread: str
-    """The client's identifier of the agent or conversation; "" if there is none."""
+    """The client's identifier of the agent or conversation, or "" if the headers have none."""
     trained: bool
-    """False if the turn's tokens are context only."""
+    """False if the turn's tokens are to be context only."""
 
 
 def sender_of(headers: Mapping[str, str]) -> Sender:
@@ -62,7 +61,7 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
     Sender(agent='critic', thread='thread-id 01a2', trained=True)
 
     Raises:
-        Refused: X-Verbatim-Trained is not "true" or "false", or the agent's name is too long.
+        Refused: X-Verbatim-Trained is neither "true" nor "false", or the agent's name is too long.
     """
     trained = headers.get(TRAINED_HEADER, "true").strip().lower()
     if trained not in _TRAINED:
@@ -77,20 +76,20 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
 
 
 def _short(text: str) -> str:
-    """Replace a long text by its digest: it is only compared, and a client chooses its length."""
+    """Replace a long string by its digest. The string is only compared with others, and a client chooses its length."""
     if len(text) <= _LONGEST_KEPT:
         return text
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def sent_before(headers: Mapping[str, str]) -> tuple[str, bool]:
-    """Return a request's idempotency key, and whether its headers mark it as a retry. The SDKs of OpenAI and Anthropic
-    set both."""
+    """Return a request's idempotency key, and True if its headers mark it as a retry. The SDKs of OpenAI and Anthropic
+    send both."""
     return _short(headers.get("idempotency-key", "")), headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
 def digest_of(body: bytes | bytearray, *about: object) -> bytes:
-    """Digest of everything that the answer depends on."""
+    """Compute the digest of everything on which the answer depends."""
     head = "".join(f"{part}\0" for part in about).encode(errors="surrogateescape")
     digest = hashlib.blake2b(head, digest_size=16)
     digest.update(body)
@@ -99,22 +98,22 @@ def digest_of(body: bytes | bytearray, *about: object) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadChat:
-    """A chat request after parsing; its body has been freed."""
+    """A chat request after parsing. Its body has been freed."""
 
     asked: ChatRequest
     given: Mapping[str, object]
     """The body's JSON."""
     sender: Sender
     digest: bytes
-    """Digest of everything that the answer depends on."""
+    """Digest of everything on which the answer depends."""
 
 
 async def read_chat(session: Session, request: Request, body: bytearray, protocol: ChatProtocol) -> ReadChat:
-    """Parse the body of a chat request, a large one on a thread.
+    """Parse the body of a chat request; a large body is parsed on a thread.
 
     Raises:
         UsageError: the body is not a JSON object, or has too many values.
-        Refused: a field is invalid or cannot be honoured, or the text cannot fit the session's context.
+        Refused: a field is invalid or cannot be honoured, or the text is too long for the session's context.
     """
     headers = headers_of(request)
     room = min(session.loop.limits.max_context, session.loop.sampler.context_length)
@@ -140,13 +139,13 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
 
     Args:
         session: Samples and records the turn.
-        request: The HTTP request, for its headers.
+        request: The HTTP request, whose headers are read.
         chat: The parsed body.
         reply: Writes the answer.
 
     Raises:
         ConnectionError: the client disconnected while the answer was being written.
-        Exception: any error of `Session.answer`.
+        Exception: `Session.answer` raised it.
     """
     asked, given, sender, protocol = chat.asked, chat.given, chat.sender, reply.protocol
     key, is_retry = sent_before(headers_of(request))
@@ -169,8 +168,8 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
             stream = protocol.stream(asked, progress.stamp)
             events = progress.events(stream, exchange.task, read, lambda: session.exchanges.wait(exchange))
             await reply.stream(stream, events)
-            # Before `end`: a client may disconnect as soon as it has the last event, and by then it has the whole
-            # answer.
+            # Marked before `end`, because a client may disconnect as soon as it has the last event. By then it has the
+            # whole answer.
             session.delivered(exchange)
             await reply.end()
         else:

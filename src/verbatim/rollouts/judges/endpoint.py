@@ -1,4 +1,4 @@
-"""Requests to a judge's endpoint, with retries, a cache keyed by the whole request, and usage counts."""
+"""Sends requests to a judge's endpoint, with retries, a cache keyed by the whole request, and usage counts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from verbatim.core.errors import JudgeFailed, SamplerFault, UsageError
 from verbatim.core.texts import shown
 
 Answer = tuple[Any, Mapping[str, int]]
-"""An endpoint's answer as JSON, and its own token counts."""
+"""The answer of an endpoint: (the answer as JSON values, the token counts that the endpoint reports)."""
 _PRICES = ("prompt", "completion")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """The endpoint settings shared by judges and reward models."""
+    """The settings of an endpoint that judges and reward models have in common."""
 
     cache: str | Path | None = "memory"
-    """Where to cache answers, keyed by the whole request: "memory" or a folder; None: no cache."""
+    """Where answers are cached, keyed by the whole request: "memory" or a folder; None for no cache."""
     price: Mapping[str, float] | None = None
-    """Price of a million tokens, `{"prompt": 0.25, "completion": 2.0}`. Adds the metric `judge/cost`, if answers have a
-    `usage`."""
+    """Price of a million tokens, such as `{"prompt": 0.25, "completion": 2.0}`. If it is set and the answers have a
+    `usage`, there is a metric `judge/cost`."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Additional keys of the request. For a judge, a value of None removes a key: `{"temperature": None}`."""
+    """Additional keys of each request. In a judge's requests, a value of None removes the key: `{"temperature":
+    None}`."""
     api_key_env: str | None = None
-    """Environment variable with the API key. None: no key is sent, except OPENAI_API_KEY to OpenAI's own server."""
+    """Environment variable with the API key. If None, no key is sent, except that OpenAI's own server gets
+    OPENAI_API_KEY."""
     request_timeout: float = 120.0
-    """Timeout of one attempt in seconds."""
+    """Timeout of one attempt of a request, in seconds."""
     max_retries: int = 5
     """Maximum number of retries after the first attempt."""
     max_concurrent: int = 32
@@ -48,12 +50,12 @@ class EndpointSettings:
 
 
 class Endpoint:
-    """Sends requests to one judge, at most `max_concurrent` at a time. With a cache, equal requests are sent once, even
-    if they are made concurrently.
+    """Sends requests to one judge, at most `max_concurrent` at a time. If there is a cache, equal requests are sent
+    only once, even if they are made concurrently.
 
     Args:
         hang_up: Closes the connections of the running event loop. Called whenever no request is in flight.
-        cache: "memory", a folder, or None for no cache. Processes and runs may share a folder.
+        cache: "memory", a folder, or None for no cache. Several processes and runs may share a folder.
         price: Price of a million tokens, in any currency: `{"prompt": 0.25, "completion": 2.0}`.
         max_concurrent: Maximum number of concurrent requests in one event loop.
 
@@ -84,14 +86,14 @@ class Endpoint:
         self._start_over()
 
     def _start_over(self) -> None:
-        # Weak values: a lock is freed when no request holds it or waits for it.
+        # The values are weak: a lock is freed when no request holds it or waits for it.
         self._locks: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
         self._under_way: Counter[int] = Counter()
 
-    # Locks and semaphores belong to an event loop of this process, so a pickled copy starts with none.
+    # Locks and semaphores belong to an event loop of this process, so a pickled copy starts without them.
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_locks": None, "_places": None, "_under_way": None}
@@ -106,8 +108,8 @@ class Endpoint:
         """Return the endpoint's answer, from the cache if possible.
 
         Args:
-            request: Everything that the answer depends on, as JSON: the cache key.
-            send: Sends the request; adds failed attempts to the counter that it gets.
+            request: Everything on which the answer depends, as JSON values. It is the key of the cache.
+            send: Sends the request. It counts failed attempts in the counter that it is given.
             usage: Counter to which `requests`, `cached`, `retries`, `prompt_tokens`, `completion_tokens` and `cost` are
                 added.
 
@@ -117,7 +119,8 @@ class Endpoint:
         text = json.dumps(request, sort_keys=True, ensure_ascii=False)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         loop = asyncio.get_running_loop()
-        # One lock for each key: an equal concurrent request waits here and then finds the answer in the cache.
+        # There is one lock for each key. An equal concurrent request waits here, and then finds the answer in the
+        # cache.
         lock = self._locks.setdefault((id(loop), key), asyncio.Lock())
         async with lock:
             known, said = self._kept(key)

@@ -1,4 +1,4 @@
-"""A model behind a chat endpoint that grades an episode by named criteria."""
+"""A model behind a chat endpoint that grades episodes by named criteria."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ PROMPT = (
     "instruction to you. Grade each criterion by itself, from 0 (not at all) to {scale} (fully):\n{criteria}\n"
     "Answer with one JSON object and nothing else, with a number for each criterion: {example}"
 )
-"""The judge's system message."""
+"""The default system message of a judge."""
 _AGAIN = "This could not be read: {why}. Answer with one JSON object and nothing else: {example}"
 _UNREADABLE = 2
-"""Maximum number of requests to correct an answer that cannot be parsed."""
+"""Maximum number of times that a judge is asked to correct an answer that cannot be parsed."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(EndpointSettings):
-    """Grades a conversation by criteria. The reward is the weighted sum of the grades, from 0 to the sum of the
-    weights.
+    """Grades a conversation by criteria. The reward is the weighted sum of the grades, each divided by `scale`; it lies
+    between 0 and the sum of the weights.
 
-    One request grades all criteria. It is retried if the server fails, and the judge is asked to correct an answer that
-    cannot be parsed. If that yields no verdict either, the episode fails and has no reward.
+    One request grades all criteria. The request is retried if the server fails. If the answer cannot be parsed, the
+    judge is asked to correct it. If there is still no verdict after that, the episode fails and has no reward.
 
     Example: `Judge(model="gpt-5-mini", criteria={"correct": "The answer is right.", "brief": "It is short."})`.
 
@@ -50,17 +50,18 @@ class Judge(EndpointSettings):
     model: str
     """The model's name on the server."""
     base_url: str = _OPENAI
-    """Server address without `/chat/completions`: "http://localhost:8000/v1"."""
+    """URL of the server without `/chat/completions`: "http://localhost:8000/v1"."""
     criteria: Mapping[str, str] = field(default_factory=lambda: {"quality": "The assistant did what it was asked to."})
-    """What earns the full grade, by the name of the criterion. The name is also that of the reward part in metrics."""
+    """Name of each criterion, and a description of what earns the full grade. The names are also the names of the
+    reward's parts in metrics."""
     weights: Mapping[str, float] | None = None
-    """Weight of each criterion in the reward; by default equal weights that sum to 1."""
+    """Weight of each criterion in the reward. By default the weights are equal and sum to 1."""
     scale: int = 10
-    """The full grade."""
+    """The full grade, on a scale that begins at 0."""
     prompt: str = PROMPT
-    """The system message; {criteria}, {scale} and {example} are filled in."""
+    """The system message, in which {criteria}, {scale} and {example} are filled in."""
     show: Sequence[str] = ()
-    """Fields of the example's payload to show to the judge, such as the reference answer."""
+    """Names of those fields of the example's payload that are shown to the judge, such as the reference answer."""
     temperature: float = 0.0
     max_tokens: int = 1024
     _connection: ChatConnection = field(init=False, repr=False, compare=False)
@@ -93,13 +94,13 @@ class Judge(EndpointSettings):
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """Grade a conversation; return the reward's parts by criterion.
+        """Grade a conversation; return the parts of the reward by criterion.
 
         Args:
             messages: The conversation.
-            usage: Counter to which the usage is added: `requests`, `cached`, `retries`, `prompt_tokens`,
+            usage: Counter to which the judge's usage is added: `requests`, `cached`, `retries`, `prompt_tokens`,
                 `completion_tokens`, `unreadable`, `cost`.
-            fields: The example's payload; the fields named in `show` are shown to the judge.
+            fields: The example's payload. The fields that are named in `show` are shown to the judge.
 
         Raises:
             JudgeFailed: the judge gave no verdict; the message says why.
@@ -177,7 +178,7 @@ def _check_criteria(criteria: Any, weights: Any) -> None:
 
 
 def _read(text: str, names: Sequence[str], scale: int) -> dict[str, float] | str:
-    """Parse the grades from a judge's answer; or return why it cannot be parsed, as a string.
+    """Parse the grades in a judge's answer. If it cannot be parsed, return a string that says why.
 
     >>> _read('Well: {"correct": 7}', ("correct",), 10), _read('{"correct": 11}', ("correct",), 10)
     ({'correct': 7.0}, 'correct: found 11, expected a number from 0 to 10')

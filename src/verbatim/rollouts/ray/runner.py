@@ -1,4 +1,4 @@
-"""Runs episodes on a Ray cluster: actors on any number of hosts, which reach the sampler over HTTP."""
+"""Runs episodes on a Ray cluster, in actors on any number of hosts that reach the sampler over HTTP."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from verbatim.rollouts.workers.worker import CannotBeSent, WorkerContext, Worker
 
 
 class RaySettings(BackendSettings):
-    """[orchestrator.rollout.ray]: Ray actors, on any number of hosts."""
+    """[orchestrator.rollout.ray]: runs episodes in Ray actors, on any number of hosts."""
 
     cpus_per_worker: NonNegativeFloat = 1.0
-    """CPUs that an actor reserves on its host."""
+    """Number of CPUs that an actor reserves on its host."""
     address: str | None = None
-    """The cluster: "auto" for the one that this machine belongs to, or an address such as "10.0.0.1:6379". By default a
-    cluster is started on this machine, and stopped at the end."""
+    """The Ray cluster: "auto" for the cluster that this machine belongs to, or an address such as "10.0.0.1:6379". By
+    default a cluster is started on this machine, and stopped at the end."""
     host: str = "127.0.0.1"
-    """This machine's address as seen from the actors' hosts; the sampler is served there."""
+    """This machine's address as the actors' hosts see it. The sampler is served at this address."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """The sampler's port; 0 picks a free one."""
+    """Port at which the sampler is served; 0 picks a free port."""
 
     def check(self) -> None:
         """Check that Ray is installed."""
@@ -52,8 +52,8 @@ async def ray_runner(
     inputs: RunnerInputs,
     settings: RaySettings = RaySettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[WorkerPool]:
-    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays in this process, and actors reach it over
-    HTTP. Raises UsageError if Ray or the actors cannot be started; the message says why."""
+    """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays in this process, and the actors reach it
+    over HTTP. Raises UsageError if Ray or the actors cannot be started; the message says why."""
     counted, key, context = CountingSampler(inputs.sampler), secrets.token_urlsafe(24), WorkerContext.current()
     cpus = settings.cpus_per_worker
     with ray_running(settings.address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
@@ -61,7 +61,7 @@ async def ray_runner(
         async with serve_sampler(counted, host=settings.host, port=settings.port, api_key=key) as server:
 
             def make(alone: bool) -> RayWorker:
-                # A worker for a single episode reserves no CPU, because the other workers hold all of them.
+                # A worker for a single episode reserves no CPU, because the other workers have reserved all of them.
                 return RayWorker(ray, 0.0 if alone else cpus, context, plan, server.url, key)
 
             pool = WorkerPool(make, counted, workers=inputs.workers, what="Ray actor")
@@ -82,28 +82,29 @@ class EpisodeActor:
         self._run: RunEpisode | None = None
 
     async def prepare(self) -> int:
-        """Create everything that episodes need; return the id of this process. Raises SamplerFault if the sampler
+        """Create everything that episodes need, and return the id of this process. Raises SamplerFault if the sampler
         cannot be reached from this host."""
         sampler = await HttpSampler.connect(self._url, api_key=self._api_key)
         self._run = await self._open.enter_async_context(open_episodes(self._plan, sampler))
         return os.getpid()
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run an episode; return it packed."""
+        """Run an episode, and return the packed trajectory."""
         assert self._run is not None
         return await self._run(label, task)
 
 
 class RayWorker:
-    """A `Worker` on an `EpisodeActor`, which is created with the `given` arguments and reserves `cpus` CPUs."""
+    """A `Worker` whose episodes run in an `EpisodeActor`. The actor is created with the arguments `given`, and reserves
+    `cpus` CPUs."""
 
     def __init__(self, ray: Any, cpus: float, *given: Any) -> None:
         self._ray, self._given = ray, given
-        # Effectively unlimited: Ray's default limits an actor's concurrent calls, but `max_concurrent` of the
-        # orchestrator already limits the episodes.
+        # In effect there is no limit. Ray's default would limit the actor's concurrent calls, but `max_concurrent` of
+        # the orchestrator already limits the episodes.
         self._options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
         self.handle: Any = None
-        """Ray's handle of the actor, once started."""
+        """Ray's handle of the actor; None until the actor is started."""
         errors = ray.exceptions
         # TaskCancelledError: we did not cancel the task, so Ray did, because the actor's process is ending.
         self._signs_of_loss = (
@@ -114,7 +115,7 @@ class RayWorker:
         )
 
     async def start(self) -> int:
-        """Start the actor on a host and create its environments; return its process id there."""
+        """Start the actor on a host, and create its environments. Return the actor's process id on that host."""
         self.handle = self._ray.remote(EpisodeActor).options(**self._options).remote(*self._given)
         try:
             async with asyncio.timeout(worker.START_TIMEOUT):
@@ -128,7 +129,7 @@ class RayWorker:
         return pid
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
-        """Run one episode."""
+        """Run one episode, and return the packed trajectory."""
         try:
             answer = self.handle.run.remote(label, task)
         except Exception as error:  # pickling an example may raise anything
@@ -144,7 +145,7 @@ class RayWorker:
         return packed
 
     def kill(self) -> None:
-        """Kill the actor, if it was started."""
+        """Kill the actor if it was started."""
         if self.handle is not None:
             self._ray.kill(self.handle)
 
@@ -153,7 +154,8 @@ class RayWorker:
         self.kill()
 
     def _start_error(self, error: BaseException) -> UsageError | None:
-        """Why an actor could not be started; None for other errors, such as a cancellation."""
+        """Return the error that says why an actor could not be started; None for other errors, such as a
+        cancellation."""
         cause = getattr(error, "cause", error)  # Ray wraps exceptions of the actor
         if isinstance(cause, TimeoutError):
             free = self._ray.available_resources().get("CPU", 0.0)

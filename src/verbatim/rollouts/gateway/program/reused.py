@@ -1,11 +1,11 @@
 """Keeps programs running for many examples, because importing an SDK takes seconds.
 
-The program reads one line of JSON for each example, and answers each with one line, in any order:
+The program reads one line of JSON for each example, and answers each example with one line, in any order:
 
     {"id": "7", "example": {"id": "emma", ...}, "base_url": "http://127.0.0.1:40123/v1", "api_key": "vb-..."}
     {"id": "7", "reward": 1.0}
 
-Other lines of its output are ignored. If an episode failed, it may answer `{"id": "7", "error": "..."}`.
+Other lines of its output are ignored. If an episode failed, the program may answer `{"id": "7", "error": "..."}`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verbatim.rollouts.gateway.service import Service
 
 
 class Reused:
-    """One process and the episodes that it is playing."""
+    """One process of a reused program, and the episodes that it is playing."""
 
     def __init__(self, launch: Launch, service: Service) -> None:
         self.process = ProgramProcess(launch, service, self._hear)
@@ -37,7 +37,7 @@ class Reused:
         self.watching = asyncio.create_task(self._watch(), name="program-end")
 
     async def play(self, number: int, example: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        """Play one example; return the program's answer. Raises ProgramFault if the process ends first."""
+        """Play one example, and return the program's answer. Raises ProgramFault if the process ends first."""
         if self.is_dead:  # it ended after `take` had chosen it
             raise ProgramFault("program_crashed", f"the program ended with {self.process.outcome().told()}")
         name = str(number)
@@ -89,11 +89,11 @@ class Reused:
 
 
 class ReusedPrograms:
-    """Assigns episodes to processes with a free place, and starts another process if there is none.
+    """Assigns each episode to a process with a free place, and starts another process if no process has one.
 
     Args:
-        launch: How a process is started.
-        service: The gateway.
+        launch: The settings with which a process is started.
+        service: The gateway's HTTP service.
         most: Maximum number of processes.
         places: Maximum number of concurrent episodes per process.
     """
@@ -107,10 +107,10 @@ class ReusedPrograms:
         """Number of processes started so far."""
 
     async def play(self, program: Reused, example: Mapping[str, Any], key: str, seconds: float) -> Mapping[str, Any]:
-        """Play one example; return the program's answer.
+        """Play one example, and return the program's answer.
 
         Args:
-            program: The process, from `take`. Its place is free again afterwards.
+            program: The process, which `take` has returned. Its place is free again afterwards.
             example: The example, as JSON values.
             key: The session's key.
             seconds: Timeout in seconds.
@@ -146,7 +146,7 @@ class ReusedPrograms:
         """Wait for a free place in a process, and reserve it.
 
         Raises:
-            EnvironmentFault: the program does not start.
+            EnvironmentFault: the program cannot be started.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -163,7 +163,7 @@ class ReusedPrograms:
             program.num_running = 1
             self._running.append(program)
             self.num_started += 1
-        # Outside the condition, so that others can take free places while this process starts.
+        # Done outside the condition, so that others can take free places while this process starts.
         try:
             if ended is not None:
                 await ended.close()
@@ -176,12 +176,13 @@ class ReusedPrograms:
         return program
 
     def _free(self) -> Reused | None:
-        """The process with the fewest episodes among those with a free place, or None."""
+        """Return the process with the fewest episodes among those with a free place, or None if none has a free
+        place."""
         alive = [p for p in self._running if not p.is_dead and p.watching is not None and p.num_running < self._places]
         return min(alive, key=lambda p: p.num_running, default=None)
 
     def _ended(self) -> Reused | None:
-        """A process that ended on its own between two episodes, or None. A new process may replace it."""
+        """Return a process that ended by itself between two episodes, or None. A new process may replace it."""
         return next((p for p in self._running if p.is_dead and not p.num_running), None)
 
     async def _remove(self, program: Reused) -> None:
