@@ -35,14 +35,15 @@ ENVIRONMENTS = {
     "textarena": "verbatim.rollouts.games.environment:TextArena",
     "verifiers": "verbatim.rollouts.gateway.verifiers.environment:VerifiersEnvironment",
 }
-"""Import path of each bundled environment."""
+"""The import path of each bundled environment."""
 
 EXTRAS = {
     "reasoning_gym": ("reasoning_gym", "environments"),
     "textarena": ("textarena", "environments"),
     "verifiers": ("verifiers", "verifiers"),
 }
-"""The module that an environment needs, and the extra (`pip install 'verbatim-rl[EXTRA]'`) that installs it."""
+"""For an environment that needs a package: its module, and the extra (`pip install 'verbatim-rl[EXTRA]'`) that installs
+it."""
 
 __all__ = [
     "ENVIRONMENTS",

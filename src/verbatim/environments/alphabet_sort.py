@@ -1,4 +1,5 @@
-"""The task `alphabet_sort`: names arrive over several user turns; each answer must list all names so far, sorted."""
+"""The environment `alphabet_sort`: the user sends names over several turns, and each answer must list all names so far,
+sorted."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
          "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
 _TOLD = {", ": "separated by commas", "\n": "one on each line"}
-"""The system prompt's words for each separator."""
+"""The words of the system prompt for each separator."""
 MISPLACES = 0.3
-"""Probability that a demonstration's answer has a name in a wrong place."""
+"""Probability that an answer in a demonstration has a name in a wrong place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,24 +25,24 @@ class AlphabetSort:
     separated by commas or one per line. A right answer earns `1 / num_rounds` (reward parts `round_1`, `round_2`, ...).
 
     Raises:
-        UsageError: the settings require no names at all, or more than `NAMES` has.
+        UsageError: the settings require no names at all, or more names than `NAMES` has.
     """
 
     num_rounds: int = 3
     """Number of user messages."""
     names_per_round: int = 2
-    """Names in each user message."""
+    """Number of names in each user message."""
     num_train: int = 500
     """Number of training tasks."""
     num_eval: int = 100
-    """Number of evaluation tasks, all different from the training tasks."""
+    """Number of evaluation tasks. All of them differ from the training tasks."""
     one_per_line: bool = False
-    """Put each name on its own line instead of separating names with commas. The tokenizer of `[model.build]` then has
-    one token per name; with commas, some tokens span several names."""
+    """True to put each name on its own line, False to separate names with commas. With lines, the tokenizer of
+    `[model.build]` has one token per name; with commas, some of its tokens span several names."""
 
     @property
     def separator(self) -> str:
-        """The text between two names, in the user's messages and in the answers."""
+        """The string between two names, in the user's messages and in the answers."""
         return "\n" if self.one_per_line else ", "
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class AlphabetSort:
             )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; the two splits share none."""
+        """Return the tasks of a split. The two splits have no task in common."""
         check_split("alphabet_sort", split)
         rng = random.Random("alphabet_sort")  # a fixed seed: both splits are cut from the same sequence of tasks
         seen: dict[tuple[str, ...], None] = {}  # a dict as an ordered set: a task generated twice counts once
@@ -64,11 +65,11 @@ class AlphabetSort:
         return [Example(id=f"{split}-{n}", payload={"names": list(names)}) for n, names in enumerate(chosen)]
 
     async def start(self, example: Example, seed: int) -> Sorting:
-        """A conversation with the example's names."""
+        """Start a conversation with the example's names."""
         return Sorting(self, list(example.payload["names"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations that sometimes put a name in a wrong place."""
+        """Return demonstrations that sometimes put a name in a wrong place."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
@@ -87,7 +88,7 @@ class AlphabetSort:
 
 
 class Sorting(Episode):
-    """One conversation: its names, and which of the answers so far were right."""
+    """One conversation. Has the names, and knows which of the answers so far were right."""
 
     turn_rewards_sum_to_reward = True
 
@@ -102,16 +103,16 @@ class Sorting(Episode):
 
     @property
     def said_so_far(self) -> list[str]:
-        """Names that the user has sent."""
+        """The names that the user has sent so far."""
         return [name for names in self._rounds[: len(self._right) + 1] for name in names]
 
     async def reply(self, message: Message) -> Reply:
-        """Score an answer and send the next names."""
+        """Score the answer, and send the next names."""
         return self.answer(message["content"])
 
     def answer(self, text: str) -> Reply:
-        """`reply` as a plain function, because `demonstrations` is not async."""
-        # rstrip: commas without a space are accepted too.
+        """Same as `reply`, but not async, because `demonstrations` is not async."""
+        # rstrip: commas without a space after them are accepted too.
         answered = [name.strip() for name in text.strip().split(self._separator.rstrip(" "))]
         self._right.append(answered == sorted(self.said_so_far))
         share = self._right[-1] / len(self._rounds)
@@ -120,19 +121,19 @@ class Sorting(Episode):
         return Reply(messages=[self._next_message()], reward=share)
 
     def solution(self) -> Iterator[Message]:
-        """All names so far, sorted."""
+        """Generate the right answers: each lists all names so far, sorted."""
         for _ in self._rounds:
             yield {"role": "assistant", "content": self._separator.join(sorted(self.said_so_far))}
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """A share for each right answer."""
+        """Return a part of the reward for each answer: `1 / num_rounds` if the answer was right, else 0."""
         return {
             f"round_{n + 1}": float(n < len(self._right) and self._right[n]) / len(self._rounds)
             for n in range(len(self._rounds))
         }
 
     def state_key(self) -> str:
-        """The number of the round."""
+        """Return the number of the round."""
         return f"round {len(self._right) + 1}"
 
     def _next_message(self) -> Message:

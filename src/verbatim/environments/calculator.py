@@ -1,4 +1,4 @@
-"""The task `calculator`: evaluate an arithmetic expression with tools, after a single user message."""
+"""The environment `calculator`: evaluate an arithmetic expression with tools, after a single user message."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.tools import FunctionTool
 
 SLIPS = 0.3
-"""Probability that a step of a demonstration picks its tool at random, and that its answer is off by at most one."""
+"""Probability that a step of a demonstration picks its tool at random, and also that the answer of a demonstration is
+off by at most one."""
 TOOL_SHARE = 0.1
-"""Share of the reward for calling any tool."""
+"""Share of the reward that the agent gets for calling any tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calculator:
     """The user asks for `(a + b) * c` or `a * b + c`; the agent calls `add` and `multiply` and answers with the number.
 
-    Reward parts: `correct` 0.9 for the right answer, `used_tools` 0.1.
+    The reward has the parts `correct`, 0.9 for the right answer, and `used_tools`, 0.1 for calling any tool.
 
     Raises:
-        UsageError: `largest` is too small for that many different tasks.
+        UsageError: `largest` is too small for so many different tasks.
     """
 
     largest: int = 9
-    """Largest number; the smallest is 1."""
+    """Largest number in an expression. The smallest is 1."""
     num_train: int = 300
     """Number of training tasks."""
     num_eval: int = 100
-    """Number of evaluation tasks, all different from the training tasks."""
+    """Number of evaluation tasks. All of them differ from the training tasks."""
 
     def __post_init__(self) -> None:
         if 2 * self.largest**3 < self.num_train + self.num_eval:
@@ -42,7 +43,7 @@ class Calculator:
             )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; the two splits share none."""
+        """Return the tasks of a split. The two splits have no task in common."""
         check_split("calculator", split)
         numbers = range(1, self.largest + 1)
         tasks = [(kind, a, b, c) for kind in ("sum", "product") for a in numbers for b in numbers for c in numbers]
@@ -53,11 +54,12 @@ class Calculator:
         ]
 
     async def start(self, example: Example, seed: int) -> Calculation:
-        """A question with the example's numbers."""
+        """Start an episode with a question about the example's numbers."""
         return Calculation(str(example.payload["kind"]), *example.payload["numbers"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Well-formed demonstrations that sometimes use a wrong tool or number, of training tasks only."""
+        """Return well-formed demonstrations that sometimes use a wrong tool or number. They are of training tasks
+        only."""
         rng = random.Random(seed)
         tasks = self.examples("train")
         return [self._demonstration(rng, rng.choice(tasks)) for _ in range(count)]
@@ -77,7 +79,7 @@ class Calculator:
 
 
 class Calculation(Episode):
-    """One question, with the agent's calls and answer."""
+    """An episode with one question. Records the agent's calls and its answer."""
 
     def __init__(self, kind: str, a: int, b: int, c: int) -> None:
         self.numbers = (a, b, c)
@@ -100,12 +102,12 @@ class Calculation(Episode):
         return a * b
 
     async def reply(self, message: Message) -> Reply:
-        """A message without tool calls is the answer and ends the episode."""
+        """Take the message as the answer, and end the episode, because the message has no tool calls."""
         self._answer = message["content"].strip()
         return Reply(done=True)
 
     def solution(self) -> list[Message]:
-        """The two calls and the right number."""
+        """Return the messages with the two calls, and the message with the right number."""
         first, second = self.steps
         a, b, c = self.numbers
         between = a + b if first == "add" else a * b
@@ -113,7 +115,7 @@ class Calculation(Episode):
         return [*calls, {"role": "assistant", "content": str(self.correct)}]
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """Reward parts for the right number and for using tools."""
+        """Return the parts of the reward, for the right number and for using tools."""
         return {
             "correct": (1 - TOOL_SHARE) * (self._answer == str(self.correct)),
             "used_tools": TOOL_SHARE * (self._num_calls > 0),

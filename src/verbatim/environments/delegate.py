@@ -1,5 +1,5 @@
-"""The task `delegate`: a main agent asks a sub-agent, and only the sub-agent sees the notes, so an episode has two
-contexts."""
+"""The environment `delegate`: a main agent asks a sub-agent, and only the sub-agent sees the notes. So an episode has
+two contexts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from verbatim.environments.tools import FunctionTool
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")
 MISREADS = 0.4
-"""Probability that a demonstration gives a wrong number, and that it asks for a wrong box."""
+"""Probability that a demonstration gives a wrong number, and also that it asks for a wrong box."""
 DELEGATION_SHARE = 0.1
-"""Share of the reward for calling `ask` at all."""
+"""Share of the reward that the agent gets for calling `ask` at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delegate:
-    """The user asks the main agent for the number in a box. Only the notes contain the number, and only a sub-agent
-    gets the notes: the main agent calls `ask(box)`, a sub-agent reads the notes, and its answer becomes the tool's
-    answer. The main agent never sees the sub-agent's conversation.
+    """The user asks the main agent for the number in a box. Only the notes have the number, and only a sub-agent gets
+    the notes: the main agent calls `ask(box)`, a sub-agent reads the notes and answers, and that answer becomes the
+    result of the tool call. The main agent never sees the sub-agent's conversation.
 
-    Reward parts: `correct` 0.9 for the right number, `delegated` 0.1.
+    The reward has the parts `correct`, 0.9 for the right number, and `delegated`, 0.1 for calling `ask`.
 
     Raises:
-        UsageError: no boxes, or more boxes than colours.
+        UsageError: there are no boxes, or more boxes than colours.
     """
 
     num_boxes: int = 3
@@ -36,14 +36,14 @@ class Delegate:
     num_train: int = 300
     """Number of training tasks."""
     num_eval: int = 100
-    """Number of evaluation tasks, all different from the training tasks."""
+    """Number of evaluation tasks. All of them differ from the training tasks."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_boxes <= len(COLOURS):
             raise UsageError(f"delegate: num_boxes = {self.num_boxes}; expected 1 to {len(COLOURS)}")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The tasks of a split; the two splits share none."""
+        """Return the tasks of a split. The two splits have no task in common."""
         check_split("delegate", split)
         rng = random.Random("delegate")  # a fixed seed: both splits are cut from the same sequence of tasks
         drawn: dict[str, Example] = {}  # by id, so that a task generated twice counts once
@@ -59,11 +59,11 @@ class Delegate:
         return notes, rng.choice(list(notes))
 
     async def start(self, example: Example, seed: int) -> Delegation:
-        """A question about the example's notes."""
+        """Start an episode with a question about the example's notes."""
         return Delegation(dict(example.payload["notes"]), str(example.payload["box"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Demonstrations of the main agent and of the sub-agent, alternating."""
+        """Return demonstrations that alternate between the main agent's conversation and the sub-agent's."""
         rng = random.Random(seed)
         return [self._demonstration(rng, main=n % 2 == 0) for n in range(count)]
 
@@ -81,7 +81,7 @@ class Delegate:
 
 
 class Delegation(Episode):
-    """One question; owns its control flow, because two agents take part."""
+    """An episode with one question. It has its own control flow, because two agents take part."""
 
     def __init__(self, notes: Mapping[str, int], box: str) -> None:
         self._notes, self._box = notes, box
@@ -90,12 +90,12 @@ class Delegation(Episode):
         self.ask = FunctionTool(_ask, name="ask", description="Ask somebody who knows.")
 
     def notes_for(self, box: str) -> list[Message]:
-        """The sub-agent's opening messages."""
+        """Return the opening messages of the sub-agent that is asked about this box."""
         text = ", ".join(f"{colour} {number}" for colour, number in self._notes.items())
         return [{"role": "user", "content": f"Notes: {text}. Only the number in the {box} box."}]
 
     async def run(self, agent: Agent) -> None:
-        """Sample the main agent until it answers; each call of `ask` starts a new sub-agent."""
+        """Sample turns of the main agent until it answers. Each call of `ask` starts a new sub-agent."""
         messages = list(self.messages)
         while True:
             answer = await agent.sample(messages, [self.ask], agent="main")
@@ -116,12 +116,12 @@ class Delegation(Episode):
                 messages.append({"role": "tool", "content": content, "tool_call_id": call["id"], "name": "ask"})
 
     def solution(self) -> list[Message]:
-        """The main agent's call, the sub-agent's answer, and the main agent's answer."""
+        """Return three messages: the main agent's call, the sub-agent's answer, and the main agent's answer."""
         number: Message = {"role": "assistant", "content": str(self._notes[self._box])}
         return [tool_call("ask", {"box": self._box}), number, number]
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """Reward parts for the right number and for asking."""
+        """Return the parts of the reward, for the right number and for asking."""
         return {
             "correct": (1 - DELEGATION_SHARE) * (self._answer == str(self._notes[self._box])),
             "delegated": DELEGATION_SHARE * (self._num_asked > 0),

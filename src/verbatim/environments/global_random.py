@@ -1,4 +1,4 @@
-"""Gives code that uses the global random generators (`random`, `numpy.random`) a private state of them."""
+"""Gives code that uses the global random generators (`random`, `numpy.random`) a private state of these generators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 
 _ONE_AT_A_TIME = threading.RLock()
-"""The generators belong to the process, so only one block at a time may replace their states."""
+"""Lock that lets only one block at a time replace the generators' states, because the generators belong to the
+process."""
 
 
 class OwnRandom:
     """A private state of Python's and NumPy's global random generators, for example for one episode.
 
-    Two episodes with equal seeds draw the same numbers, however their turns interleave with those of other episodes.
-    During a block, code on other threads draws from the private state too: keep the blocks short.
+    Two episodes with equal seeds draw the same numbers, no matter how their turns interleave with those of other
+    episodes. During a block, code on other threads draws from the private state too, so blocks must be short.
 
     Example: with `own = OwnRandom(0)`, each `with own.lent(): random.random()` draws the next number of one private
     sequence and leaves `random` as it was.
@@ -29,7 +30,7 @@ class OwnRandom:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """A block in which the global generators use this state. Afterwards they have their own state again."""
+        """Context manager in which the global generators use this state. Afterwards they have their own state again."""
         with _ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             random.setstate(self._python)

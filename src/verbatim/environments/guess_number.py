@@ -1,4 +1,5 @@
-"""The task `guess_number`: find a secret number by guessing. It is the smallest task that needs a tool's answers."""
+"""The environment `guess_number`: find a secret number by guessing. It is the smallest task that needs the answers of a
+tool."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from verbatim.environments.tools import FunctionTool, ToolResult
 FORGETS = 1 / 6
 """Probability that a demonstration repeats an earlier guess."""
 AVERAGED = 5
-"""A demonstration guesses the average of this many random numbers: the more numbers, the closer it is to the middle."""
+"""A demonstration guesses the average of this many random numbers. The more numbers, the closer the guess is to the
+middle of the possible range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +30,9 @@ class GuessNumber:
     """
 
     low: int = 1
-    """Smallest secret."""
+    """Smallest possible secret."""
     high: int = 15
-    """Largest secret."""
+    """Largest possible secret."""
     max_guesses: int = 4
     """Maximum number of guesses in an episode."""
 
@@ -41,22 +43,25 @@ class GuessNumber:
             raise UsageError(f"guess_number: max_guesses = {self.max_guesses}; expected at least 1")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """One example per secret, the same in both splits: what is learned is the search, not the secrets."""
+        """Return one example per secret. Both splits are the same, because the model learns to search, not the
+        secrets."""
         check_split("guess_number", split)
         return [Example(id=f"secret-{n}", payload={"secret": n}) for n in range(self.low, self.high + 1)]
 
     async def start(self, example: Example, seed: int) -> GuessNumberEpisode:
-        """A game with the example's secret; the seed is unused, because nothing else is random."""
+        """Start a game with the example's secret. `seed` is unused, because nothing else in the game is random."""
         return GuessNumberEpisode(self, int(example.payload["secret"]))
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Well-formed demonstrations that win two thirds of the games, which leaves reinforcement learning something to
-        improve: some guesses repeat an earlier one, the others average five random numbers of the possible range."""
+        """Return well-formed demonstrations that win two thirds of the games, so that reinforcement learning has
+        something to improve. Some guesses repeat an earlier one; the others average five random numbers of the possible
+        range."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 
     def best_constant_policy_success(self) -> float:
-        """Success rate of the best policy that ignores the answers: a different number with each guess."""
+        """Return the success rate of the best policy that ignores the answers: it tries a different number each
+        time."""
         return min(1.0, self.max_guesses / (self.high - self.low + 1))
 
     def _demonstration(self, rng: random.Random) -> Demonstration:
@@ -78,7 +83,7 @@ class GuessNumber:
 
 
 class GuessNumberEpisode(Episode):
-    """One game: the secret, and the range that the answers leave possible."""
+    """One game. Has the secret, and the range that is still possible after the answers so far."""
 
     def __init__(self, rules: GuessNumber, secret: int) -> None:
         self.secret = secret
@@ -108,14 +113,14 @@ class GuessNumberEpisode(Episode):
         return ToolResult(content=answer, done=self.guesses_left == 0)
 
     async def score(self, trajectory: Trajectory) -> float:
-        """1 if the secret was found."""
+        """Return 1 if the secret was found, else 0."""
         return float(self.found)
 
     def solution(self) -> list[Message]:
-        """Guess the secret right away."""
+        """Return the message that guesses the secret right away."""
         return [tool_call("guess", {"number": self.secret})]
 
     def state_key(self) -> str:
-        """The possible range, and the guesses left."""
+        """Return the possible range, and the number of guesses left."""
         low, high = self.possible
         return f"{low}-{high}, {self.guesses_left} left"

@@ -1,4 +1,5 @@
-"""Adapts Gymnasium-style text environments: `reset(seed=) -> obs, info` and `step(text)` with text observations."""
+"""Adapts Gymnasium-style text environments, which have `reset(seed=) -> obs, info` and `step(text)`, and whose
+observations are text."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ class GymnasiumStyle:
     """A text environment with the interface of Gymnasium 0.26 or later.
 
     Each example is a seed, so all episodes of a group begin in the same state. The observation is the user's message,
-    and the model's text is the action. `terminated` or `truncated` ends the episode. The reward of an environment step
-    is the reward of the turn, and their sum is the score. `reset` and `step` run in threads.
+    and the model's text is the action. The episode ends when `terminated` or `truncated` is True. The reward of an
+    environment step is the reward of the turn, and the sum of these is the score. `reset` and `step` run in threads.
 
     Args:
         environment: A class, a function that creates an environment, or the import path of either.
-        system_prompt: Instructions to the model, as a system message.
-        num_train: Number of training examples: seeds 0, 1, 2, ...
-        num_eval: Number of evaluation examples: the seeds after those.
-        args: Keyword arguments of the class.
+        system_prompt: Instructions to the model, sent as a system message.
+        num_train: Number of training examples. Their seeds are 0, 1, 2, ...
+        num_eval: Number of evaluation examples. Their seeds follow those of the training examples.
+        args: Keyword arguments of the class or function.
 
     Raises:
-        ComponentError: the environment cannot be created, or has no `reset` or `step`.
-        UsageError: fewer than one example.
+        ComponentError: the environment cannot be created, or lacks `reset` or `step`.
+        UsageError: there would be fewer than one example.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class GymnasiumStyle:
             instance.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """One example for each seed of a split, "train" or "eval"."""
+        """Return one example for each seed of the split "train" or "eval"."""
         return [Example(id=str(seed), payload={"seed": seed}) for seed in self._seeds[split]]
 
     async def start(self, example: Example, seed: int) -> Episode:
@@ -119,5 +120,5 @@ def _text(observation: Any, where: str) -> str:
 
 
 def is_gymnasium_style(given: object) -> bool:
-    """True if a class or an object has `reset` and `step`."""
+    """Return True if a class or an object has `reset` and `step`."""
     return all(callable(getattr(given, name, None)) for name in ("reset", "step")) and not inspect.ismodule(given)

@@ -1,4 +1,4 @@
-"""Reads a user's data (rows in memory, a JSONL file, a Hugging Face data set) as training and held-out examples."""
+"""Reads a user's data (rows in memory, a JSONL file, or a Hugging Face data set) as training and held-out examples."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ EXPECTED = (
     "datasets.Dataset"
 )
 FEWEST = 20
-"""If there are fewer rows, none are held out."""
+"""Minimum number of rows. If there are fewer, none are held out."""
 _TABLE = ("path", "name", "split", "revision")
-"""Keys of a table that names a data set."""
+"""The keys of a table that names a data set."""
 
 
 def read_splits(
     data: Any, eval_data: Any = None, *, prompt: str = "prompt", eval_share: float = 0.1
 ) -> dict[str, Sequence[Example]]:
-    """The examples of "train" and "eval".
+    """Read the examples of "train" and "eval".
 
-    With `eval_share = 0.1` every tenth row, from the first, is held out. With fewer than 20 rows, or a share of 0, no
-    row is held out and evaluation uses the training rows.
+    With `eval_share = 0.1` every tenth row is held out, beginning with the first. If there are fewer than 20 rows, or
+    the share is 0, no row is held out, and evaluation uses the training rows.
 
     Args:
         data: Rows, a file or a data set, as for `read_rows`.
-        eval_data: The held-out rows, in the same forms; by default a share of `data`.
+        eval_data: The held-out rows, in any of the same forms. By default a share of `data` is held out.
         prompt: The field with the prompt.
-        eval_share: The share of rows to hold out, from 0 to 0.5: one row in `round(1 / eval_share)`.
+        eval_share: The share of rows to hold out, from 0 to 0.5. One row in `round(1 / eval_share)` is held out.
 
     Raises:
         UsageError: the data cannot be read, or the share is not between 0 and 0.5.
@@ -53,16 +53,16 @@ def read_splits(
 
 
 def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequence[Example]:
-    """Convert rows to examples: the field `prompt` (a text, or messages) opens the episode, the rest is the payload.
+    """Convert rows to examples. The field `prompt` (a string, or messages) opens the episode; the rest is the payload.
 
     Args:
         data: Rows, a JSONL file (in the current directory, or next to the run's TOML file), or a data set.
-        prompt: The field with the prompt; rows without it are opened by their `messages`.
+        prompt: The field with the prompt. A row without this field is opened by its `messages`.
         split: The split of a data set, if `data` does not name one.
-        what: The argument's name in errors.
+        what: Name of the argument in errors.
 
     Raises:
-        UsageError: not a supported form, no rows, or an invalid row, which is named.
+        UsageError: `data` does not have a supported form, has no rows, or has an invalid row, which the error names.
     """
     if isinstance(data, Mapping):
         unknown = [key for key in data if key not in _TABLE]
@@ -80,7 +80,7 @@ def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequ
                 "next to the run's TOML file; give its path"
             )
         return _data_set(str(path or data), prompt, split, None, None)
-    # Its objects exist only if the module has been imported, and importing it here would be slow.
+    # `data` can be a `Dataset` only if the module has been imported already, and importing it here would be slow.
     if "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
         if not len(data):
             raise UsageError(f"{what}: the data set has no rows; expected at least one")
@@ -93,7 +93,7 @@ def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequ
 
 
 def _fields(first: Any, prompt: str) -> dict[str, Any]:
-    """The arguments for `Columns`: the first row decides whether prompts are texts or lists of messages."""
+    """Return the arguments for `Columns`. The first row decides whether prompts are strings or lists of messages."""
     if prompt not in first:
         return {}
     return {"prompt_field": prompt} if isinstance(first[prompt], str) else {"messages_field": prompt}

@@ -1,5 +1,5 @@
-"""Recognizes objects that are used in place of an environment and adapts them: a class with tools, a Gymnasium-style
-environment, a reward function, a taskset of verifiers."""
+"""Recognizes objects that a user gives in place of an environment, and adapts them: a class with tools, a
+Gymnasium-style environment, a reward function, or a taskset of verifiers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SET = {
     "environment": "the environment is already given by its name; leave this out",
     "args": "write its arguments next to the others: args = { size = 4, num_train = 100 }",
 }
-"""Adapter arguments that a configuration must not set, because the environment's name already does, each with a hint
-for the error message."""
+"""Arguments of adapters that a configuration must not set, because the environment's name already determines them. Each
+has a hint for the error message."""
 
 Adapter = type[SingleTurn] | type[ToolClass] | type[GymnasiumStyle]
 
@@ -32,15 +32,16 @@ EXPECTED = (
 
 
 def taskset_of(make: object) -> str | None:
-    """The id of a verifiers taskset, which is the name of its module; None for anything else."""
-    # By name, not with issubclass: verifiers is an optional extra and must not be imported for this check.
+    """Return the id of a taskset of verifiers, which is the name of its module; None if `make` is not a taskset."""
+    # Checked by name and not with issubclass: verifiers is an optional extra, and must not be imported for this check.
     bases = make.__mro__ if inspect.isclass(make) else ()
     is_taskset = any(base.__name__ == "Taskset" and base.__module__.startswith("verifiers.") for base in bases)
     return getattr(make, "__module__", None) if is_taskset else None
 
 
 def adapter_of(given: object) -> Adapter | None:
-    """The adapter for a class, an object or a function; None if it is an environment already, or if no adapter fits.
+    """Return the adapter for a class, an object or a function. None if it already is an environment, or no adapter
+    fits.
 
     >>> def exact(completion, answer): ...
     >>> adapter_of(exact).__name__
@@ -59,7 +60,7 @@ def adapter_of(given: object) -> Adapter | None:
 
 
 def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split arguments into those that the class or function itself names and those of its adapter.
+    """Split arguments into (those that the class or function itself names, those of its adapter).
 
     >>> class Game:
     ...     def __init__(self, size=3): ...
@@ -79,10 +80,10 @@ def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tupl
 
 
 def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Check and convert the arguments of an environment's class or function and those of its adapter.
+    """Check and convert the arguments of an environment's class or function, and those of its adapter.
 
     Returns:
-        The arguments, converted as `check_parameters` does, and a message for each invalid one by name.
+        The arguments, converted as by `check_parameters`; and a message for each invalid argument, keyed by its name.
     """
     adapter = adapter_of(make) if inspect.isclass(make) or inspect.isroutine(make) else None
     if taskset_of(make) is not None:
@@ -101,7 +102,7 @@ def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[
 
 
 def adapted(make: Callable[..., Any], adapter: Adapter, args: Mapping[str, Any]) -> Any:
-    """Wrap a user's class or function in its adapter; `args` have been checked."""
+    """Wrap a user's class or function in its adapter. `args` must have been checked before."""
     own, rest = shared_out(make, adapter, args)
     given: dict[str, Any] = {"reward": make} if adapter is SingleTurn else {"environment": make, "args": own}
     return adapter(**given, **rest)

@@ -1,4 +1,4 @@
-"""Turns a data set and a reward function into an environment: a prompt, one answer, its reward."""
+"""Turns a data set and a reward function into an environment whose episodes are a prompt, one answer and its reward."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from verbatim.environments.rows import read_splits
 
 
 class SingleTurn:
-    """An environment of single-turn episodes: each row's prompt gets one answer, scored by a reward function.
+    """An environment of single-turn episodes. The prompt of each row gets one answer, which a reward function scores.
 
     Args:
         data: Rows `[{"prompt": "2 + 2?", "answer": "4"}]`, a JSONL file, a Hugging Face data set (a name, a folder, a
-            `datasets.Dataset`), or a table `{path, name, split, revision}` that names one.
-        reward: A function or its import path, or a list of them, whose values are summed. `def exact(completion,
-            answer, **columns) -> float` is called with the text and the row's fields by name; TRL's `def exact(
-            completions, answer, **columns) -> list[float]` with lists of length one. Async functions run on the event
-            loop, plain ones in a thread. None if a judge gives the reward.
-        prompt: The field with the prompt, a text or messages; rows without it are opened by their `messages`.
+            `datasets.Dataset`), or a table `{path, name, split, revision}` that names a data set.
+        reward: A function or its import path, or a list of these, whose values are summed. `def exact(completion,
+            answer, **columns) -> float` is called with the sampled text and, by name, the row's fields. TRL's
+            `def exact(completions, answer, **columns) -> list[float]` is called with lists of length one. Async
+            functions run on the event loop, others in a thread. None if a judge gives the reward.
+        prompt: The field with the prompt, which is a string or messages. A row without it is opened by its `messages`.
         system_prompt: A system message in front of the prompt.
-        eval_data: Held-out rows; by default every tenth row of `data` if there are at least 20 rows.
-        eval_share: The share of `data` to hold out; 0 evaluates on the training rows.
+        eval_data: Held-out rows. By default every tenth row of `data` is held out if there are at least 20 rows.
+        eval_share: The share of `data` to hold out. With 0, evaluation uses the training rows.
         weights: One weight for each reward function.
 
     Raises:
@@ -64,11 +64,11 @@ class SingleTurn:
         self._rewards.check(self._examples["train"][0].payload)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of a split, "train" or "eval"."""
+        """Return the rows of the split "train" or "eval" as examples."""
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """An episode for one row."""
+        """Start an episode for one row."""
         return _SingleTurnEpisode(self._rewards, example, self._system_prompt, self._prompt)
 
 
@@ -88,11 +88,11 @@ class _SingleTurnEpisode(Episode):
 
 
 def prompt_of(example: Example, field: str) -> Any:
-    """The prompt in the row's own form, a text or messages, because reward functions receive it unchanged."""
+    """Return the prompt in the row's own form, a string or messages, because reward functions receive it unchanged."""
     value = example.payload.get(field)
     return value if isinstance(value, str) else list(example.messages)
 
 
 def opened_with(system_prompt: str | None) -> list[Message]:
-    """The opening messages that come before the prompt: the system message, or nothing."""
+    """Return the opening messages that come before the prompt: the system message, or none."""
     return [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

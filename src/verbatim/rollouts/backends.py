@@ -1,4 +1,4 @@
-"""The rollout backends by name. A backend decides in which processes episodes run, and has its own settings."""
+"""The rollout backends, by name. A backend decides in which processes episodes run, and has settings of its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from verbatim.rollouts.workers.episodes import RemoteSetup
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunnerInputs:
-    """Inputs of a rollout backend, in addition to its own settings."""
+    """What a rollout backend gets in addition to its own settings."""
 
     setups: Mapping[tuple[str, str], RemoteSetup]
-    """Environments whose episodes run in other processes, by purpose ("train" or "eval") and label."""
+    """The environments whose episodes run in other processes, keyed by purpose ("train" or "eval") and label."""
     sampler: Sampler
     """Samples the tokens of every episode."""
     renderer: Renderer
@@ -28,13 +28,13 @@ class RunnerInputs:
     workers: int
     """Number of workers: `orchestrator.rollout.workers`."""
     logs: Path | None = None
-    """Folder for the output that environments print; None: it is discarded."""
+    """Folder for the output that environments print; None to discard it."""
 
 
 def local_backend(
     inputs: RunnerInputs, settings: BackendSettings
 ) -> contextlib.AbstractAsyncContextManager[EpisodeRunner]:
-    """Episodes run in this process."""
+    """Backend that runs the episodes in this process."""
     return contextlib.nullcontext(LocalRunner())
 
 
@@ -43,6 +43,7 @@ RUNNERS: Mapping[str, str | Callable[[RunnerInputs, Any], contextlib.AbstractAsy
     "processes": "verbatim.rollouts.processes.runner:process_runner",
     "ray": "verbatim.rollouts.ray.runner:ray_runner",
 }
-"""Functions `backend(inputs: RunnerInputs, settings)` by name, or their import paths. Each returns an async context
-manager that yields an `EpisodeRunner`. The annotation of `settings`, a subclass of `BackendSettings`, defines the keys
-of [orchestrator.rollout.NAME]. A backend's module must be cheap to import, because configurations import it."""
+"""Functions `backend(inputs: RunnerInputs, settings)` by name, or the import paths of such functions. Each returns an
+async context manager whose value is an `EpisodeRunner`. The annotation of `settings`, a subclass of `BackendSettings`,
+defines the keys of [orchestrator.rollout.NAME]. The module of a backend must be cheap to import, because configurations
+import it."""

@@ -1,4 +1,4 @@
-"""Runs episodes of environments with a model behind a chat-completions server, to evaluate it."""
+"""Runs episodes of environments with a model behind a chat-completions server, in order to evaluate the model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from verbatim.rollouts.seeds import derive_seed
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatRunner(EpisodeRunner):
-    """An `EpisodeRunner` that samples from a chat server; tools and environment run on this event loop.
+    """An `EpisodeRunner` that samples from a chat server. Tools and the environment run on this event loop.
 
-    Every request gets its own seed, derived from the episode's; `extra_body={"seed": None}` sends none.
+    Every request gets its own seed, derived from the episode's seed; with `extra_body={"seed": None}` none is sent.
     """
 
     connection: ChatConnection
     """Connection to the server."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Merged into every request; a value of None removes the key."""
+    """Keys that are merged into every request; a value of None removes the key."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run the episode; return its trajectory."""
+        """Run the episode, and return its trajectory."""
         loop = ChatLoop(
             connection=self.connection,
             params=setup.params,
@@ -60,8 +60,8 @@ def chat_setup(
     slots: asyncio.Semaphore,
     episode_stats: EpisodeStats,
 ) -> RolloutSetup:
-    """Build the setup of an environment's episodes on a chat server, which does its own rendering and sampling. The
-    sampler is a placeholder: only its vocabulary size and context length are read."""
+    """Build the setup for an environment's episodes with a chat server, which renders and samples itself. The setup's
+    sampler is only a placeholder, of which the vocabulary size and the context length are read."""
     unused: Any = None
     return RolloutSetup(
         env=env,

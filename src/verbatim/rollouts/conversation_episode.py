@@ -18,16 +18,17 @@ from verbatim.rollouts.rollout import Opening
 logger = logging.getLogger(__name__)
 
 Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
-"""One manager for all conversations, or a list with one for each. None: every call is answered with an error."""
+"""One tool manager for all conversations, or a list with one for each. If a manager is None, every call is answered
+with an error."""
 Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
-"""Returns a reward from a finished trajectory and its task's own fields (see `Opening.task`)."""
+"""Function that returns a reward, given a finished trajectory and the task's own fields (see `Opening.task`)."""
 User: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any], Counter[str]], Awaitable[str | None]]
-"""`UserSimulator.answer` over an open connection."""
+"""`UserSimulator.answer` with an open connection already bound to it."""
 
 
 class ConversationEpisode(Episode):
-    """An episode that ends when the model answers without a tool call, or, with a simulated user, when the user ends
-    it. The scorer gives the reward."""
+    """An episode that ends when the model answers without a tool call or, if there is a simulated user, when the user
+    ends it. The scorer gives the reward."""
 
     def __init__(self, opening: Opening, tools: ToolManager, user: User | None, scorer: Scorer | None) -> None:
         self.messages = opening.messages
@@ -36,7 +37,7 @@ class ConversationEpisode(Episode):
         self._spoken = [message for message in opening.messages if message["role"] in ("user", "assistant")]
         self._usage: Counter[str] = Counter()
         self.info = {} if user is None else {"user_usage": self._usage}
-        # After the last turn a simulated user is not called: it costs a request, and the model could not answer.
+        # A simulated user is not asked after the last turn: that would cost a request, and the model could not answer.
         self.hears_last_turn = user is None
 
     async def start(self) -> Episode:
@@ -55,7 +56,7 @@ class ConversationEpisode(Episode):
     async def score(self, trajectory: Trajectory) -> Score:
         if self._scorer is None:
             return None
-        # A sync function runs on a thread, because it may block on a judge or on computation.
+        # A function that is not async runs on a thread, because it may block on a judge or on computation.
         if inspect.iscoroutinefunction(self._scorer):
             found: Score = await self._scorer(trajectory, self._task)
         else:
@@ -64,10 +65,10 @@ class ConversationEpisode(Episode):
 
 
 def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
-    """The tools that each conversation offers: its own schemas, executed by the manager's tools of the same names; or
-    the manager's tools if it has no schemas.
+    """Return the tools that each conversation offers. If the conversation has schemas of its own, these are offered,
+    and the manager's tools of the same names execute the calls. Otherwise the manager's tools are offered.
 
-    A schema without a tool in the manager is offered too, because it belongs to the conversation; calls to it are
+    A schema for which the manager has no tool is offered too, because it belongs to the conversation. Calls to it are
     answered with an error.
     """
     managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)
@@ -93,7 +94,7 @@ def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolMana
 
 
 class _Shown:
-    """A tool with its schema from the conversation and its function from the manager."""
+    """A tool with the conversation's schema and the function of the manager's tool."""
 
     def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
         self.name: str = schema["function"]["name"]

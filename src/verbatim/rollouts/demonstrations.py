@@ -1,4 +1,4 @@
-"""Converts conversations to trajectories, so that supervised training uses the same code path as rollouts."""
+"""Converts conversations to trajectories, so that supervised training uses the same code as training on rollouts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def trajectory_from_messages(
     trajectory_id: str = "",
     env: str = "",
 ) -> Trajectory:
-    """Convert each assistant message to a turn. Its ids are the difference between rendering the conversation with the
-    message and rendering the prompt alone.
+    """Convert a conversation to a trajectory, in which each assistant message is a turn. The completion's ids are those
+    that rendering the conversation with the message adds to rendering the prompt alone.
 
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens. The close token
-    belongs to the completion. Logprobs are missing, since nothing was sampled. A message is rendered together with the
-    tool results that follow it, because templates render the last message specially (Qwen3 puts an empty thinking block
-    before it); but without a following user message, which may strip its thinking. Calls at the end of the conversation
-    get placeholder results.
+    belongs to the completion. Logprobs are missing, since nothing was sampled. Templates render the last message of a
+    conversation specially (Qwen3 puts an empty thinking block before it). Therefore a message is rendered together with
+    the tool results that follow it, but without a user message that follows, because that may strip the message's
+    thinking. Calls at the end of the conversation get placeholder results.
 
     Raises:
-        UsageError: there is no assistant message, the rendering of one does not begin with its prompt, one contains a
-            stop token inside its text, or its calls are not parsed back: the model would learn something else.
+        UsageError: there is no assistant message; or the rendering of an assistant message does not begin with its
+            prompt, has a stop token inside the text, or has calls that are not parsed back, so that the model would
+            learn something else.
         ModelError: the chat template drops the tools, a call, or a tool's result.
     """
     turns: list[Turn] = []
@@ -89,11 +90,11 @@ def trajectory_from_messages(
 def _refuse_cut(
     renderer: Renderer, rest: Int32, completion: Int32, read: ParsedResponse, message: Message, which: str
 ) -> None:
-    """Refuse a message that continues after its first stop token. This happens if generation_config.json lists an
-    ordinary text token as a stop token.
+    """Refuse a message whose rendering continues after its first stop token. This happens if generation_config.json
+    lists an ordinary text token as a stop token.
 
     Args:
-        rest: The ids rendered after the completion.
+        rest: The ids that were rendered after the completion.
     """
     if message.get("tool_calls") or not np.isin(rest, renderer.stop_token_ids).any():
         return
@@ -108,7 +109,7 @@ def _refuse_cut(
 
 
 def _calls(message: Message) -> list[ToolCall]:
-    """The calls of a message, with the ids that tool results refer to."""
+    """Return the calls of a message, with the ids to which tool results refer."""
     return [
         ToolCall(name=call["function"]["name"], arguments={}, id=str(call.get("id") or ""))
         for call in message.get("tool_calls") or ()
@@ -116,7 +117,7 @@ def _calls(message: Message) -> list[ToolCall]:
 
 
 def _stand_ins(message: Message) -> list[Message]:
-    """A placeholder result for each call of a message."""
+    """Return a placeholder result for each call of a message."""
     return [
         {"role": "tool", "content": "done", "name": call["function"]["name"], "tool_call_id": call.get("id", "call_0")}
         for call in message.get("tool_calls") or ()
@@ -124,6 +125,6 @@ def _stand_ins(message: Message) -> list[Message]:
 
 
 def _through_close_token(ids: Int32, stop_token_ids: tuple[int, ...]) -> Int32:
-    """The ids that a model would have sampled: up to and including the first stop token."""
+    """Return the ids that a model would have sampled: all ids up to and including the first stop token."""
     (closes,) = np.nonzero(np.isin(ids, stop_token_ids))
     return ids[: closes[0] + 1] if len(closes) else ids

@@ -1,5 +1,5 @@
 """Sends requests to the sampler and counts every sampled token for its episode, even if the completion is cancelled or
-its worker dies: the number of lost tokens is exact."""
+the worker dies. So the number of lost tokens is exact."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class Draws:
-    """Sends an episode's requests to a sampler. Tokens are counted in the recorder before the completion is delivered,
-    so they are counted even if it is never delivered."""
+    """Sends an episode's requests to a sampler. The recorder counts the tokens before the completion is delivered, so
+    that they are counted even if it is never delivered."""
 
     def __init__(self, recorder: Recorder, session: str = "") -> None:
         self._recorder, self.session = recorder, session
         self._under_way: set[asyncio.Task[Completion]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._caller: asyncio.Task[Any] | None = None
-        """The task that is inside `draw_alone`."""
+        """The task that is inside `draw_alone`, or None."""
         self._left: asyncio.Future[None] | None = None
-        """Future that is done when that call has ended. Created only if `end` has to wait for the call."""
+        """Future that is done when the call of `draw_alone` has ended. Created only if `end` has to wait for that
+        call."""
         self.over = False
         """True once the episode has ended; further requests are refused."""
         self.num_delivered = 0
-        """Number of tokens in completions returned to the caller. They may still be lost on the way to another
-        process."""
+        """Number of tokens in completions that were returned to the caller. They may still be lost on their way to
+        another process."""
         self.num_cancelled = 0
         """Number of tokens in completions that were cancelled or failed."""
 
     async def draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None = None) -> Completion:
-        """Sample a completion; a sampler that streams shows its tokens to `watch`. A call that is cancelled, by its
-        caller or by `end`, returns only after the engine has reported how many tokens it sampled."""
+        """Sample a completion. A sampler that streams also passes its tokens to `watch`. A call that is cancelled, by
+        its caller or by `end`, returns only after the engine has reported how many tokens it sampled."""
         if self.over:
             raise asyncio.CancelledError
         drawing = asyncio.create_task(self._draw(sampler, request, watch))
@@ -45,13 +46,13 @@ class Draws:
         return await drawing
 
     async def draw_alone(self, sampler: Sampler, request: SampleRequest) -> Completion:
-        """Like `draw`, for one call at a time and without a separate task, which is faster. `end` cancels the caller's
-        task."""
+        """Sample a completion as `draw` does, but faster: without a separate task. Only one call at a time is
+        permitted, and `end` cancels the caller's task."""
         if self.over:
             raise asyncio.CancelledError
         assert self._caller is None
         self._loop = self._loop or asyncio.get_running_loop()
-        # The loop is passed in because looking up the running one makes Python ask the system for the process id.
+        # The loop is passed in, because Python asks the system for the process id when it looks up the running loop.
         self._caller = asyncio.current_task(self._loop)
         try:
             return await self._draw(sampler, request, None)
@@ -83,7 +84,7 @@ class Draws:
 
     async def end(self) -> bool:
         """Cancel the requests in flight. When this returns, all of their tokens are counted. Returns True if there were
-        any."""
+        any requests in flight."""
         self.over = True
         drawing: list[asyncio.Future[Any]] = list(self._under_way)
         for task in drawing:
@@ -98,8 +99,8 @@ class Draws:
 
 
 class CountingSampler(SamplerProxy):
-    """A `Sampler` that serves episodes in other processes, and counts their tokens here: a worker that dies cannot
-    report them. Only requests of registered attempts are served."""
+    """A `Sampler` that serves episodes in other processes. It counts their tokens in this process, because a worker
+    that dies cannot report them. Only requests of registered attempts are served."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
@@ -107,8 +108,8 @@ class CountingSampler(SamplerProxy):
         self._numbers = itertools.count()
 
     def open(self, recorder: Recorder) -> Draws:
-        """Register a new attempt at an episode. Its requests must carry the returned session. Call `close_attempt` once
-        no more requests can arrive."""
+        """Register a new attempt to run an episode. The requests of the attempt must carry the session of the returned
+        `Draws`. Call `close_attempt` once no more requests can arrive."""
         found = Draws(recorder, f"attempt-{next(self._numbers)}")
         self._attempts[found.session] = found
         return found
@@ -118,8 +119,8 @@ class CountingSampler(SamplerProxy):
         del self._attempts[found.session]
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample for a registered attempt. After the attempt has ended this returns an empty, cancelled completion;
-        after it was closed, it raises a SamplerFault."""
+        """Sample for a registered attempt. After the attempt has ended, return an empty completion that is marked as
+        cancelled. After the attempt was closed, raise a SamplerFault."""
         found = self._attempts.get(request.session.partition("/")[0])
         if found is None:
             raise SamplerFault(

@@ -16,20 +16,21 @@ from verbatim.core.types import Trajectory
 logger = logging.getLogger(__name__)
 
 TRACEBACK = "traceback"
-"""Key of `Trajectory.info`: the last lines of a traceback."""
+"""Key of `Trajectory.info` under which are the last lines of a traceback."""
 TOOL_FAULTS = "tool_faults"
-"""Key of `Trajectory.info`: tools that raised or timed out, as a count and the first message for each failure kind."""
+"""Key of `Trajectory.info` for tools that raised or timed out: a count and the first message for each failure kind."""
 NO_TURNS = "no_turns"
-"""Failure kind of an episode in which the policy sampled nothing. Logged once per example and not only once per run,
-because the example's prompt is usually the cause."""
+"""Failure kind of an episode in which the policy sampled nothing. It is logged once per example and not only once per
+run, because the example's prompt is usually the cause."""
 MOST_SAID = 50
-"""Maximum number of failures logged individually, so that failures whose messages all differ do not fill the log."""
+"""Maximum number of failures that are logged individually, so that failures with different messages cannot fill the
+log."""
 _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
 
 
 class EpisodeStats:
-    """Counts episodes and their failures. A failure is logged when it happens, not only in the metrics, and a run that
-    trains nothing is explained from these counts."""
+    """Counts episodes and their failures. A failure is logged when it happens, and not only counted in the metrics. If
+    a run trains nothing, these counts explain why."""
 
     def __init__(self, purpose: str = "train") -> None:
         self.purpose = purpose
@@ -37,13 +38,13 @@ class EpisodeStats:
         self.num_episodes = 0
         """Number of episodes that have ended, including failed ones."""
         self.failures: Counter[str] = Counter()
-        """Number of failed episodes by kind; see `failure_kind`."""
+        """Number of failed episodes by kind (see `failure_kind`)."""
         self.tool_faults: Counter[str] = Counter()
         """Number of tool calls that raised or timed out, by kind."""
         self.unmeasured: Counter[str] = Counter()
-        """Number of evaluations skipped because the environment failed to provide their examples, by kind."""
+        """Number of evaluations that were skipped because the environment failed to provide their examples, by kind."""
         self._said: set[tuple[str, str]] = set()
-        """Failures already logged: the kind, and for `NO_TURNS` also the example's id."""
+        """The failures that are already logged: (kind, ""), but for `NO_TURNS` (kind, example id)."""
         self._lock = threading.Lock()
 
     @property
@@ -70,7 +71,7 @@ class EpisodeStats:
 
     def failed(self, trajectory: Trajectory) -> None:
         """Count an episode as failed. Also called for episodes that fail only after their end: in the group's score, or
-        because of an invalid reward or advantage."""
+        because their reward or advantage is invalid."""
         assert trajectory.error is not None
         column = f"errors/{trajectory.error.partition(':')[0]}"
         said = f"{trajectory.error} (its tokens are not trained; counted in {column})"
@@ -100,8 +101,8 @@ class EpisodeStats:
             )
 
     def summary(self) -> list[str]:
-        """One line each for failed episodes, failed tools and skipped evaluations, if there are any. Example: `["3 of 8
-        train episodes failed: 3 x environment: score raised KeyError"]`."""
+        """Return one line each about failed episodes, failed tools and skipped evaluations, if there are any. Example:
+        `["3 of 8 train episodes failed: 3 x environment: score raised KeyError"]`."""
         lines = []
         if self.failures:
             lines.append(
@@ -121,7 +122,7 @@ class EpisodeStats:
 
 
 def failure_kind(error: str) -> str:
-    """The kind of a failure: the first two parts of its message, with numbers and quoted values masked.
+    """Return the kind of a failure: the first two parts of its message, with numbers and quoted values masked.
 
     >>> failure_kind("environment: score raised KeyError: 'question 17'")
     'environment: score raised KeyError'
@@ -133,7 +134,7 @@ def failure_kind(error: str) -> str:
 
 
 def traceback_tail(error: BaseException | None) -> str:
-    """The last lines of a traceback; "" without an exception."""
+    """Return the last lines of an exception's traceback; "" if there is no exception."""
     if error is None:
         return ""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()

@@ -21,8 +21,8 @@ from verbatim.core.types import Trajectory
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """Shows the remaining time once half of the rollouts have ended: they run concurrently, so the first ones to end
-    are the shortest and give a wrong estimate."""
+    """Shows the remaining time once half of the rollouts have ended. Rollouts run concurrently, so the first ones to
+    end are the shortest, and an estimate from them would be wrong."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if 2 * task.completed >= (task.total or 0) else Text("-:--:--")
@@ -30,11 +30,11 @@ class _TimeLeft(TimeRemainingColumn):
 
 @contextlib.contextmanager
 def progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
-    """Show a progress bar during the block; yields a function to call with each finished trajectory.
+    """Context manager that shows a progress bar. Its value is a function to call with each finished trajectory.
 
     Args:
         total: Number of rollouts.
-        shown: True to show the bar; None: show it if standard error is a terminal.
+        shown: True to show the bar, False to show none; None shows it if standard error is a terminal.
     """
     console = PlainConsole(stderr=True)
     num_failed = 0

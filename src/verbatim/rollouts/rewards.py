@@ -14,12 +14,12 @@ from verbatim.environments.environment import AgentScores
 LARGEST = 3.4028234663852886e38
 """The largest float32. Advantages are float32, so a larger reward would become infinite."""
 MOST_PARTS = 1000
-"""Maximum number of parts in a score. Limited because each part becomes a metric."""
+"""Maximum number of parts in a score. There is a limit because each part becomes a metric."""
 
 
 def checked_reward(reward: Any, who: str) -> float | None:
-    """Return a turn's reward as a float, or None if it has none. Raises EnvironmentFault if the reward is not a finite
-    number in float32; `who` names its source in the error."""
+    """Return a turn's reward as a float, or None if the turn has no reward. Raises EnvironmentFault if the reward is
+    not a finite number in float32; `who` names the reward's source in the error."""
     if reward is None:
         return None
     try:
@@ -32,8 +32,8 @@ def checked_reward(reward: Any, who: str) -> float | None:
 
 
 def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
-    """Add a tool call's reward to the sum of the turn's calls so far; None if no call has given a reward. The sum is
-    checked too, since it may overflow float32."""
+    """Add the reward of a tool call to the sum over the turn's earlier calls, and return the new sum; None if no call
+    has given a reward. The sum is checked too, since it may overflow float32."""
     more = checked_reward(reward, who)
     if more is None or so_far is None:
         return so_far if more is None else more
@@ -41,8 +41,8 @@ def add_reward(so_far: float | None, reward: Any, who: str) -> float | None:
 
 
 def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
-    """Read the result of `score`: the reward, and its named parts if it has any. Raises EnvironmentFault if any of
-    these is not a finite number in float32, or if there are too many parts."""
+    """Read the result of `score`. Return (reward, named parts). Raises EnvironmentFault if any of these is not a finite
+    number in float32, or if there are too many parts."""
     if score is None:
         return None, {}
     if isinstance(score, Mapping) and len(score) > MOST_PARTS:
@@ -67,7 +67,7 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
 
 
 def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, float], dict[str, float]]:
-    """Read the result of `score`: the reward, its parts, and the rewards of single agents. Raises EnvironmentFault as
+    """Read the result of `score`. Return (reward, named parts, rewards of single agents). Raises EnvironmentFault as
     `read_score` does."""
     if not isinstance(score, AgentScores):
         return (*read_score(score, who), {})
@@ -79,7 +79,7 @@ def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, flo
 
 
 def checked_number(value: Any, who: str) -> float:
-    """Return a required reward as a float. Raises EnvironmentFault if it is missing, or as `read_score` does."""
+    """Return a required reward as a float. Raises EnvironmentFault if it is missing, and also as `read_score` does."""
     reward, _ = read_score(shown(value, 80) if isinstance(value, Mapping) else value, who)
     if reward is None:
         raise EnvironmentFault(f"{who} returned None; expected a finite number")
@@ -87,7 +87,7 @@ def checked_number(value: Any, who: str) -> float:
 
 
 def _one_number(value: Any) -> float:
-    """Convert any kind of number to a float, including numpy's and torch's. Strings are refused, even "1.0", because
+    """Convert a number of any kind, also numpy's and torch's, to a float. Strings are refused, even "1.0", because
     `float()` would accept them silently."""
     if isinstance(value, str | bytes):
         raise TypeError(f"{shown(value, 80)} is a string: write float(...) around it if it is meant as a number")

@@ -1,4 +1,4 @@
-"""Episode tasks, the setup that the episodes of one environment share, and the local runner."""
+"""Defines episode tasks, the setup that the episodes of one environment share, and the local runner."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from verbatim.rollouts.turn_limiter import turn_limiter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeTask:
-    """One episode, as picklable values."""
+    """One episode to run, as picklable values."""
 
     purpose: str
-    """"train" or "eval"."""
+    """The purpose of the episode: "train" or "eval"."""
     example: Example
     """The example to play."""
     session: str
-    """Session id of the episode's requests, by which a sampler may keep its prefix cache."""
+    """Session id of the episode's requests. A sampler may keep its prefix cache by session id."""
     identity: RolloutIdentity
-    """Identity of the rollout. Its seed is used for sampling and for the environment."""
+    """Identity of the rollout. The identity's seed is used for the sampling and for the environment."""
 
     @property
     def seed(self) -> int:
-        """The identity's seed, which every episode has."""
+        """The seed in `identity`, which every episode has."""
         assert self.identity.seed is not None
         return self.identity.seed
 
 
 class EpisodeRunner(Protocol):
-    """Runs episodes."""
+    """Runs episodes in some process."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run one episode; return its trajectory, which also records its failures. The recorder counts every token as
-        it is sampled."""
+        """Run one episode, and return its trajectory, in which failures are recorded too. The recorder counts every
+        token as it is sampled."""
 
     def metrics(self) -> Mapping[str, float]:
-        """The runner's own metrics of a step; none by default."""
+        """Return the runner's own metrics of a step. The default has none."""
         return {}
 
 
@@ -62,8 +62,8 @@ class LocalRunner(EpisodeRunner):
     """Runs episodes on the running event loop."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run one episode; return its trajectory."""
-        # Many slots may free up at once; the limiter spreads the starts over passes of the event loop.
+        """Run one episode, and return its trajectory."""
+        # Many slots may become free at once. The limiter spreads the starts over passes of the event loop.
         await turn_limiter().enter()
         return await run_episode(
             environment=setup.environment,
@@ -90,8 +90,9 @@ def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Episode
         renderer=setup.renderer,
         limits=setup.limits,
         recorder=recorder,
-        # The teacher ends its own turns. Stop tokens are ids of the student, not of the teacher. A text cut at a stop
-        # string would be rendered with a close token, so the student would learn to end the turn there.
+        # The teacher ends its turns itself: stop tokens are ids of the student and not of the teacher. Stop strings are
+        # not used either: text that was cut at one would be rendered with a close token, and the student would learn to
+        # end the turn there.
         params=dataclasses.replace(setup.params, stop_token_ids=(), stop=()),
         seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
     )
@@ -99,7 +100,7 @@ def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Episode
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutSetup:
-    """The setup that all episodes of one environment share."""
+    """The settings and objects that all episodes of one environment share."""
 
     env: str
     """The environment's label."""
@@ -109,14 +110,15 @@ class RolloutSetup:
     params: SamplingParams
     limits: EpisodeLimits
     slots: asyncio.Semaphore
-    """Limits the episodes in flight over all environments."""
+    """Limits the number of episodes in flight, over all environments together."""
     teacher: ChatConnection | None = None
-    """Chat server that generates the turns instead of the sampler; None: the sampler does."""
+    """Chat server that generates the turns, or None if the sampler does."""
     runner: EpisodeRunner = field(default_factory=LocalRunner)
-    """Decides where the episodes run."""
+    """Runs the episodes, and so decides in which process they run."""
     episode_stats: EpisodeStats = field(default_factory=EpisodeStats)
-    """Counts ended episodes and logs failures."""
+    """Counts the episodes that have ended, and logs failures."""
     run_id: str = ""
-    """Id of the run that the episodes belong to; empty outside a run."""
+    """Id of the run to which the episodes belong; "" outside a run."""
     routing: Routing | None = None
-    """Routing of the model in training, to check the experts that the sampler returns; None: it returns none."""
+    """Routing of the model in training, for checking the experts that the sampler returns; None if it returns no
+    experts."""

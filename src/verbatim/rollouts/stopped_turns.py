@@ -1,8 +1,8 @@
-"""Cuts turns at stop strings: the ids after the token that completes the string, the text before the string.
+"""Cuts turns at stop strings. The ids are cut after the token that completes the string, the text before the string.
 
-Example with `stop = ["</answer>"]`: of the tokens `<answer>`, `4`, `</`, `answer>\\n`, `Next` the turn keeps the
-first four with their logprobs, and all four are trained. The message's content is `<answer>4`. The next prompt extends
-the four tokens with the chat format's close token, which was not sampled and is not trained.
+Example with `stop = ["</answer>"]`: of the tokens `<answer>`, `4`, `</`, `answer>\\n`, `Next` the turn keeps the first
+four with their logprobs, and all four are trained. The message's content is `<answer>4`. In the next prompt, the four
+tokens are followed by the chat format's close token, which was not sampled and is not trained.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from verbatim.models.renderers.renderer import ParsedResponse
 
 
 def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequence[str], decode: Decode) -> Completion:
-    """Cut a completion after the token that completes the first stop string; its stop reason becomes "stop".
+    """Cut a completion after the token that completes the first stop string. Its stop reason becomes "stop".
 
-    A sampler that does not stream its tokens may have sampled more. Those tokens are cut off here; the caller has
+    A sampler that does not stream its tokens may have sampled more tokens. These are cut off here; the caller has
     already counted them.
     """
     found = find_stop(completion.ids, stops, decode)
@@ -29,7 +29,7 @@ def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequenc
     size, experts = found[0], completion.routed_experts
     versions, logprobs = completion.policy_versions, completion.logprobs
     if experts is not None:
-        # Minus 1: the last sampled token never went through the model, so it has no experts.
+        # Minus 1, because the model has not processed the last sampled token, so there are no experts for it.
         experts = experts[: len(request.prompt_ids) + size - 1 - request.routed_experts_start]
     return dataclasses.replace(
         completion,
@@ -43,6 +43,6 @@ def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequenc
 
 
 def said_before_stop(parsed: ParsedResponse, ids: Int32, stops: Sequence[str], decode: Decode) -> ParsedResponse:
-    """Cut a parsed completion's texts before the stop string that ends it."""
+    """Cut the strings of a parsed completion before the stop string that ends the completion."""
     found = find_stop(ids, stops, decode)
     return parsed if found is None else before_stop(parsed, found[1], decode(ids))

@@ -1,5 +1,5 @@
-"""Runs user code on its own task. Anything it raises fails only its episode, and if it is still running after its
-deadline, it is abandoned."""
+"""Runs user code on a task of its own. An exception in user code fails only its episode. User code that is still
+running after its deadline is abandoned."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from verbatim.core.user_code import is_running
 from verbatim.rollouts.loop import EpisodeOver
 
 GRACE = 10.0
-"""Seconds that user code has to end after its cancellation. A task that is still running then is abandoned."""
+"""Seconds that user code has to end after its cancellation. A task that is still running after that is abandoned."""
 
 T = TypeVar("T")
 
 left_behind: set[asyncio.Task[Any]] = set()
-"""Abandoned tasks of this process that are still running. Kept here because the event loop only holds weak references
-to tasks."""
+"""The abandoned tasks of this process that are still running. They are kept here because the event loop holds only weak
+references to tasks."""
 
 
 class LeftBehind(Exception):
-    """The task ignored its cancellation and was abandoned. It may still be running; its result is not used."""
+    """Raised when the task ignored its cancellation and was abandoned. It may still be running; its result is not
+    used."""
 
 
 class UserCalls:
-    """The calls into user code on one task, which is abandoned after `seconds` (see `within`)."""
+    """The calls into user code that are made on one task. The task is abandoned after `seconds` (see `within`)."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -39,41 +40,43 @@ class UserCalls:
         self.over: asyncio.Future[None] = self._loop.create_future()
         """Future that is done when the task is to be abandoned."""
         self.told_to_end = False
-        """True once the supervisor has cancelled the task: a CancelledError in it does not come from user code."""
+        """True once the supervisor has cancelled the task. A CancelledError in the task then does not come from user
+        code."""
         self.may_not_be_cancelled = False
-        """True while the task cleans up under its own deadline: the supervisor then waits and does not cancel it."""
+        """True while the task cleans up under a deadline of its own. The supervisor then waits, and does not cancel
+        it."""
         self.deadline: asyncio.Timeout | None = None
-        """The timeout of the current call, which cancels the task."""
+        """The timeout of the current call, which cancels the task; None if there is none."""
         self.now = "start"
-        """Name of the current or last call, for messages."""
+        """Name of the current call, or of the last one, for messages."""
         self.within(seconds)
 
     def within(self, seconds: float) -> None:
-        """Abandon the task `seconds` from now; never if infinite. Replaces the limit set before."""
+        """Abandon the task `seconds` from now, or never if `seconds` is infinite. Replaces the limit set before."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle = self._loop.call_later(seconds, self._end) if math.isfinite(seconds) else None
 
     def task_ended(self) -> None:
-        """Stop the timer: the task has ended, or was abandoned."""
+        """Stop the timer, because the task has ended or was abandoned."""
         if self._handle is not None:
             self._handle.cancel()
         self.over.cancel()
 
     def guard(self, what: str) -> UserCallGuard:
-        """A `with` block around user code.
+        """Return a context manager for a block of user code.
 
         Raises:
-            EnvironmentFault: the code raised any exception, including SystemExit, KeyboardInterrupt, GeneratorExit and
-                a CancelledError that it caused itself. A real Ctrl-C and the supervisor's cancellation pass through.
+            EnvironmentFault: the code raised any exception, including SystemExit, KeyboardInterrupt, GeneratorExit, and
+                a CancelledError that it caused itself. A real Ctrl-C, and the supervisor's cancellation, pass through.
             TimeoutError: the code swallowed its cancellation and returned after its deadline.
         """
         self.now = what
         return UserCallGuard(self, what)
 
     def is_over(self) -> bool:
-        """True if the task was cancelled or is past its deadline: then a CancelledError does not come from user code,
-        and a result is too late."""
+        """Return True if the task was cancelled or is past its deadline. A CancelledError then does not come from user
+        code, and a result comes too late."""
         return self.told_to_end or (self.deadline is not None and self.deadline.expired())
 
     def _end(self) -> None:
@@ -82,7 +85,7 @@ class UserCalls:
 
 
 class UserCallGuard:
-    """The `with` block of `UserCalls.guard`."""
+    """The context manager that `UserCalls.guard` returns."""
 
     __slots__ = ("_calls", "_what")
 
@@ -90,7 +93,7 @@ class UserCallGuard:
         self._calls, self._what = calls, what
 
     def __enter__(self) -> None:
-        """Enter the block; all work is done in `__exit__`."""
+        """Enter the block. Does nothing; all work is done in `__exit__`."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         what = self._what
@@ -98,30 +101,31 @@ class UserCallGuard:
             if self._calls.is_over():
                 raise TimeoutError
             return
-        # Already classified. A ModelError concerns every episode (the chat template cannot render tools, for example),
-        # so it ends the run.
+        # The error is classified already. A ModelError concerns every episode (for example, the chat template cannot
+        # render tools), so it ends the run.
         if isinstance(error, EpisodeOver | RolloutError | ModelError):
             return
         if isinstance(error, asyncio.CancelledError):
             if self._calls.is_over():
                 return
             raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
-        # Python also raises GeneratorExit in a coroutine that is garbage-collected; that must pass through.
+        # Python also raises GeneratorExit in a coroutine that is garbage-collected; that one must pass through.
         if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(self._calls.task)):
             return
         raise EnvironmentFault(f"{what} raised {error_text(error)}") from error
 
 
 async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
-    """Run a coroutine on its own task; return its result.
+    """Run a coroutine on a task of its own, and return its result.
 
-    If the caller is cancelled, the task is cancelled too, and gets `GRACE` seconds to end, or the time that it sets
-    itself with `calls.within`.
+    If the caller is cancelled, the task is cancelled too. It then has `GRACE` seconds to end, or the time that it has
+    set itself with `calls.within`.
 
     Raises:
         LeftBehind: the task was still running when its time was over.
-        asyncio.CancelledError: the caller was cancelled; or the task cancelled itself (`calls.told_to_end` is False).
-        BaseException: any exception of the coroutine.
+        asyncio.CancelledError: the caller was cancelled, or the task cancelled itself (`calls.told_to_end` is then
+        False).
+        BaseException: the coroutine raised it.
     """
     task = asyncio.create_task(work)
     calls.task = task

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFolder:
-    """Stores trajectories as they end. Thread-safe; callbacks are called one at a time, so that they need no locks."""
+    """Stores trajectories as they end. Thread-safe. Callbacks are called one at a time, so that they need no locks."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class TraceFolder:
         folder.mkdir(parents=True, exist_ok=True)
 
     def store(self, trajectory: Trajectory) -> Path | None:
-        """Write a trajectory's trace if it is wanted; return its path, or None if it was not written. A failure is
-        logged and not raised: losing a trace is better than losing the episode. If a callback raises, the trace is
-        kept; without a success verdict it is named `fail-`."""
+        """Write a trajectory's trace if the callback wants it. Return the path, or None if it was not written. A
+        failure to write is logged and not raised, because losing a trace is better than losing the episode. If a
+        callback raises, the trace is kept; if the one for success raises, the file's name begins with `fail-`."""
         errors: list[str] = []
         with self._one_at_a_time:
             if not self._ask("trace_callback", self._wanted, trajectory, errors, otherwise=True):
@@ -91,7 +91,7 @@ def _ended_well(trajectory: Trajectory) -> bool:
 
 
 def _file_name(trajectory: Trajectory, success: bool) -> str:
-    """A file name that is readable, safe on any file system, and unique, even if several runs write into the same
-    folder."""
+    """Return a file name that is readable, safe on any file system, and unique, even if several runs write into the
+    same folder."""
     label = re.sub(r"[^A-Za-z0-9_.-]+", "_", trajectory.trajectory_id or trajectory.example_id)[:80]
     return f"{'ok' if success else 'fail'}-{label}-{uuid.uuid4().hex[:16]}.json"

@@ -11,13 +11,14 @@ from verbatim.core.texts import shown
 from verbatim.core.user_values import as_atom
 
 LONGEST_STATE_KEY = 10_000
-"""Maximum length of a state key in characters. Limited because every turn stores one."""
+"""Maximum length of a state key in characters. There is a limit because every turn stores a state key."""
 LONGEST_NAME = 200
-"""Maximum length of an agent's name in characters. Limited because it is part of the session id sent to a server."""
+"""Maximum length of an agent's name in characters. There is a limit because the name is part of the session id that is
+sent to a server."""
 
 
 def checked_name(agent: Any) -> str:
-    """Return an agent's name as a plain `str`. `AgentScores` and the trajectory identify agents by it.
+    """Return an agent's name as a plain `str`. `AgentScores` and the trajectory identify agents by their names.
 
     Raises:
         EnvironmentFault: the name is not a string, is empty, or is longer than `LONGEST_NAME`.
@@ -34,7 +35,7 @@ def checked_state_key(key: Any, said: str) -> str | None:
     """Return the key of the state in which a turn begins, as a plain `str`.
 
     Args:
-        key: The environment's value, not yet checked.
+        key: The environment's value, which is not yet checked.
         said: Start of the error message, such as "state_key returned".
 
     Raises:
@@ -57,7 +58,7 @@ def checked_trained(trained: Any) -> bool:
     """Return `trained` as a plain `bool`.
 
     Raises:
-        EnvironmentFault: it is not a bool. Truthiness is not used: the string "no" is truthy.
+        EnvironmentFault: the value is not a bool. Truthiness is not used, because the string "no" is truthy.
     """
     if not isinstance(trained, bool | np.bool_):
         raise EnvironmentFault(f"trained = {shown(trained, 80)}; expected True or False")

@@ -7,12 +7,12 @@ import weakref
 from collections import deque
 
 AT_A_TIME = 32
-"""Maximum number of turns and episode starts in one pass of the event loop: about 5 ms of work. A count and not a time,
-so that the order of events does not depend on the machine's speed."""
+"""Maximum number of turns and episode starts in one pass of the event loop; together they are about 5 ms of work. It is
+a count and not a time, so that the order of events does not depend on the speed of the machine."""
 
 
 class TurnLimiter:
-    """Admits `AT_A_TIME` callers in each pass of one event loop, first come, first served."""
+    """Admits at most `AT_A_TIME` callers in each pass of one event loop, in the order in which they came."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # weak: a limiter is a value of `_turn_limiters`, whose weak key is the loop
@@ -21,7 +21,7 @@ class TurnLimiter:
         self._is_turning = False
 
     async def enter(self) -> None:
-        """Return at once if this pass of the loop has room, otherwise wait for a later pass."""
+        """Return at once if there is room in this pass of the loop, otherwise wait for a later pass."""
         if self._left and not self._waiting:
             self._left -= 1
             self._turn()
@@ -42,7 +42,7 @@ class TurnLimiter:
         self._is_turning, self._left = False, AT_A_TIME
         while self._waiting and self._left:
             waiter = self._waiting.popleft()
-            if not waiter.done():  # done: its caller was cancelled, and takes no place
+            if not waiter.done():  # otherwise its caller was cancelled, and takes no place
                 waiter.set_result(None)
                 self._left -= 1
         if self._waiting or self._left < AT_A_TIME:
@@ -53,7 +53,7 @@ _turn_limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, TurnLimiter
 
 
 def turn_limiter() -> TurnLimiter:
-    """The turn limiter of the running event loop."""
+    """Return the turn limiter of the running event loop."""
     loop = asyncio.get_running_loop()
     found = _turn_limiters.get(loop)
     if found is None:

@@ -1,4 +1,4 @@
-"""Simulates the user of a conversation with a model behind a chat server."""
+"""Simulates the user of a conversation, with a model behind a chat server."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from verbatim.inference.chat.client import ChatConnection, OpenAI
 from verbatim.inference.chat.request import chat_body
 
 STOP = "###STOP###"
-"""Marks the end of the conversation in the simulated user's answer."""
+"""The text with which the simulated user ends the conversation."""
 PROMPT = (
     "You are a person who talks with an assistant. Stay in your role, write one short message at a time, and do not "
     f"help the assistant. Once you have what you want, or see that you will not get it, answer with {STOP} alone."
 )
-"""The simulated user's system prompt; the task's own `user` text follows it."""
+"""The simulated user's system prompt. The text in the task's field `user` is appended to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserSimulator:
-    """A model that replies whenever the assistant answers without a tool call, until it writes `STOP`.
+    """A model that plays the user: it replies whenever the assistant answers without a tool call, until it writes
+    `STOP`.
 
-    It sees the conversation with the roles swapped: the assistant's messages as the user's, and its own as the
-    assistant's. It sees neither tools nor the assistant's system message. A task's field `user` is added to its prompt.
+    It sees the conversation with the roles swapped: the assistant's messages as those of the user, and its own as those
+    of the assistant. It sees neither tools nor the assistant's system message. If the task has a field `user`, the
+    field's text is appended to its system message.
 
     Example: `UserSimulator(api=OpenAI(model="qwen3.5-32b", base_url="http://localhost:8000/v1"))`.
 
@@ -36,11 +38,11 @@ class UserSimulator:
     """
 
     api: OpenAI
-    """The model and its server."""
+    """The model, and the server on which it runs."""
     prompt: str = PROMPT
-    """The system message."""
+    """The simulated user's system message."""
     sampling_params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=512))
-    """Sampling parameters."""
+    """Sampling parameters of the simulated user's messages."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.api, OpenAI):
@@ -49,13 +51,13 @@ class UserSimulator:
     async def answer(
         self, connection: ChatConnection, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]
     ) -> str | None:
-        """Return the user's next message, or None if it ends the conversation.
+        """Return the user's next message, or None if the user ends the conversation.
 
         Args:
-            connection: Open connection to the server, shared by any number of conversations.
-            spoken: The messages of user and assistant so far.
-            task: The task's own fields; `user` is added to the prompt.
-            usage: The server's token counts, and the number of retries by error, are added to this counter.
+            connection: An open connection to the server. Any number of conversations may share it.
+            spoken: The messages of the user and the assistant so far.
+            task: The task's own fields. The field `user`, if there is one, is appended to the system message.
+            usage: Counter to which the server's token counts, and the number of retries by error, are added.
 
         Raises:
             SamplerFault: the server failed, and retries did not help.

@@ -1,7 +1,7 @@
 """Limits the memory of a process and its descendants with a Linux control group (cgroup), if one can be created.
 
-Unlike polling, the kernel enforces the limit at every moment. Root can create a group, and so can a user who owns the
-folder of their own group (systemd: `Delegate=yes`). Both cgroup versions are supported.
+The kernel enforces this limit at every moment, which polling cannot do. Root can create a control group, and so can a
+user who owns the folder of their own control group (systemd: `Delegate=yes`). Both cgroup versions are supported.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _NAME = "verbatim-{pid}-{number}"
-"""Name of a group's folder. The pid tells a later process whether the owner is still alive (`_remove_left`)."""
+"""Name of a group's folder. From the pid, a later process knows whether the owner is still alive (`_remove_left`)."""
 _NUMBERS = itertools.count()
 
 
 class MemoryGroup:
-    """A control group with a memory limit; `MemoryGroup.make` creates one.
+    """A control group with a memory limit, created by `MemoryGroup.make`.
 
     Args:
         folder: The group's folder.
@@ -31,11 +31,12 @@ class MemoryGroup:
 
     @classmethod
     def make(cls, memory_mb: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
-        """Create a group inside this process's own group; None if the system has no cgroups or does not allow it.
+        """Create a group inside this process's own group. Return None if the system has no cgroups or does not permit
+        it.
 
         Args:
-            memory_mb: Limit in MiB on the memory of all processes in the group. The page cache counts too, but the
-                kernel reclaims it before it kills a process.
+            memory_mb: Limit in MiB on the total memory of the processes in the group. The page cache counts too, but
+                the kernel reclaims that before it kills a process.
             proc: The proc file system.
         """
         parent, is_first = _own_group(proc)
@@ -56,7 +57,8 @@ class MemoryGroup:
         except OSError:  # the parent group does not delegate the memory controller, so the file does not exist
             group.remove()
             return None
-        # Version 1 limits memory and swap together, version 2 swap alone: both values mean no swap.
+        # The file limits memory and swap together in version 1, and swap alone in version 2. Both values permit no
+        # swap.
         with contextlib.suppress(OSError):  # a kernel without swap accounting has no such file
             _write(folder / limits[1], memory_mb << 20 if is_first else 0)
         with contextlib.suppress(OSError):  # kill the whole group, not one process; version 1 cannot
@@ -64,8 +66,8 @@ class MemoryGroup:
         return group
 
     def take(self, pids: Iterable[int]) -> bool:
-        """Move processes into the group, with all children that they start from then on. Returns False if that is not
-        permitted."""
+        """Move processes into the group; the children that they start from then on belong to it too. Returns False if
+        that is not permitted."""
         try:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -76,7 +78,7 @@ class MemoryGroup:
 
     @property
     def has_killed(self) -> bool:
-        """True if the kernel has killed a process of the group because it was out of memory."""
+        """True if the kernel has killed a process of the group because the group was out of memory."""
         try:
             lines = self._kills.read_text(encoding="ascii").splitlines()
         except OSError:
@@ -84,7 +86,7 @@ class MemoryGroup:
         return any(line.split()[0] == "oom_kill" and int(line.split()[1]) > 0 for line in lines if line)
 
     def remove(self) -> bool:
-        """Remove the group; False while it still has a process."""
+        """Remove the group. Returns False if it cannot be removed yet, because it still has a process."""
         try:
             self.folder.rmdir()
         except FileNotFoundError:
@@ -95,7 +97,7 @@ class MemoryGroup:
 
 
 def _own_group(proc: Path) -> tuple[Path | None, bool]:
-    """The folder of this process's memory group, or None, and whether it is cgroup version 1."""
+    """Return (folder, is_first): the folder of this process's memory group, or None; True for cgroup version 1."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
         mounts = (proc / "self" / "mounts").read_text(encoding="utf-8").splitlines()
@@ -114,7 +116,7 @@ def _own_group(proc: Path) -> tuple[Path | None, bool]:
 
 
 def _remove_left(parent: Path, proc: Path) -> None:
-    """Remove groups whose owner was killed before it could remove them."""
+    """Remove the groups whose owner was killed before it could remove them."""
     for folder in parent.glob(_NAME.format(pid="[0-9]*", number="[0-9]*")):
         if not (proc / folder.name.split("-")[1]).exists():
             with contextlib.suppress(OSError):  # it still has a process
@@ -122,7 +124,8 @@ def _remove_left(parent: Path, proc: Path) -> None:
 
 
 def _inside(mounts: Iterable[Path], path: str) -> Path | None:
-    """The folder of a group. In a container, /proc may give the path on the host, and the mount is the group itself."""
+    """Return the folder of a group, or None. In a container, /proc may give the group's path on the host, although the
+    mount is the group itself; so the mount is tried too."""
     for mount in mounts:
         for folder in (mount / path.lstrip("/"), mount):
             if (folder / "cgroup.procs").is_file():
@@ -131,6 +134,6 @@ def _inside(mounts: Iterable[Path], path: str) -> Path | None:
 
 
 def _write(path: Path, value: int) -> None:
-    # Without O_CREAT: if the folder is not a control group, this fails instead of creating a plain file.
+    # Opened without O_CREAT, so that this fails and creates no plain file if the folder is not a control group.
     with open(os.open(path, os.O_WRONLY), "w", encoding="ascii") as file:
         file.write(str(value))

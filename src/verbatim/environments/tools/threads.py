@@ -1,4 +1,4 @@
-"""Calls functions that may block on threads outside the event loop's pool."""
+"""Calls functions that may block, on threads that do not belong to the event loop's pool."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 KEPT_SECONDS = 10.0
-"""Seconds that an idle thread waits for another call before it ends: starting a thread takes 0.2 to 0.5 ms."""
+"""Seconds that an idle thread waits for another call before it ends. It waits because starting a thread takes 0.2 to
+0.5 ms."""
 MOST_KEPT = 256
-"""Maximum number of idle threads. After a burst of calls the others end: a worker process with 1,000 threads would be
-replaced (`MOST_THREADS` in `rollouts.processes`)."""
+"""Maximum number of idle threads. Threads beyond this number end after a burst of calls, because a worker process with
+1,000 threads would be replaced (`MOST_THREADS` in `rollouts.processes`)."""
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Run a function that may block in a thread of its own, with the caller's context variables.
+    """Run a function that may block, in a thread of its own, with the caller's context variables.
 
-    There is a thread for each call in progress. A call that hangs occupies only its own thread: neither other calls nor
-    the end of the process wait for it.
+    Each call in progress has a thread to itself. So a call that hangs occupies only that thread: neither other calls
+    nor the end of the process wait for it.
 
     Raises:
-        BaseException: the function's exception; StopIteration as a RuntimeError, because coroutines cannot raise it.
+        BaseException: the function raised it. StopIteration becomes a RuntimeError, because coroutines cannot raise it.
     """
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()  # cancelling it is refused from here on, so that `set_result` cannot fail
@@ -38,8 +39,8 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     try:
         return await asyncio.wrap_future(result)
     finally:
-        # The future holds the exception, whose traceback holds this frame: break the cycle, which keeps the call's
-        # objects alive.
+        # The future holds the exception, and the exception's traceback holds this frame. Break this cycle, because it
+        # keeps the call's objects alive.
         del result
 
 
@@ -49,8 +50,8 @@ class _ToolThread:
     def __init__(self) -> None:
         _forgotten_in_copies()
         self.calls: SimpleQueue[tuple[Future[Any], contextvars.Context, Callable[[], Any]]] = SimpleQueue()
-        # A daemon thread, because a call that hangs must not keep the process from ending; not the event loop's pool,
-        # because it would occupy one of that pool's few threads forever.
+        # A daemon thread, because a call that hangs must not keep the process from ending. Not a thread of the event
+        # loop's pool, because such a call would occupy one of that pool's few threads forever.
         threading.Thread(target=self._main, daemon=True, name="verbatim-tool").start()
 
     def _main(self) -> None:
@@ -68,7 +69,7 @@ class _ToolThread:
             del given
 
     def _answer(self, result: Future[Any], context: contextvars.Context, call: Callable[[], Any]) -> bool:
-        """Run a call; True if the thread waits for the next one."""
+        """Run a call, and pass its outcome to `result`. Returns True if this thread then waits for the next call."""
         try:
             value = context.run(call)
         except StopIteration as stop:
@@ -85,7 +86,8 @@ class _ToolThread:
         return waits
 
     def _wait(self) -> bool:
-        """Become idle; False if there are enough idle threads. Called before the caller gets its result (`_idle`)."""
+        """Become idle. Returns False if there are enough idle threads. Called before the caller gets its result
+        (`_idle`)."""
         if len(_idle) >= MOST_KEPT:
             return False
         _idle.append(self)
@@ -93,14 +95,15 @@ class _ToolThread:
 
 
 _idle: list[_ToolThread] = []
-"""Idle threads; the last one is taken first, so that the others can time out. `pop`, `remove` and `append` are atomic
-in CPython: no lock is needed. A thread is added before its caller gets the result, so that the caller's next call finds
-it."""
+"""The idle threads. The last one is taken first, so that the others can time out. No lock is needed, because `pop`,
+`remove` and `append` are atomic in CPython. A thread is added before its caller gets the result, so that the caller's
+next call finds the thread here."""
 
 
 @cache
 def _forgotten_in_copies() -> None:
-    """After a fork, empty the list in the child: threads are not copied. Registered once, with the first thread."""
+    """Empty the list in the child after a fork, because threads are not copied. Registered once, with the first
+    thread."""
     os.register_at_fork(after_in_child=_forget)
 
 

@@ -1,4 +1,4 @@
-"""Defines the `Tool` protocol: a schema for the model, and an async call."""
+"""Defines the protocol `Tool`: a schema for the model, and an async call."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from verbatim.core.errors import RolloutError
 
 
 class ToolArgumentsError(RolloutError, ValueError):
-    """A call's arguments do not fit the tool; the error's text tells the model how to correct them."""
+    """Raised when a call's arguments do not fit the tool. The error's text tells the model how to correct them."""
 
 
 class ToolFailed(RolloutError):
-    """A tool could not carry out a call; the model reads the error's full text."""
+    """Raised when a tool could not carry out a call. The model reads the full text of the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """The result of a tool call; a tool may also return a plain string."""
+    """The result of a tool call. A tool may return a plain string instead."""
 
     content: str
-    """The text the model reads."""
+    """The text that the model reads."""
     done: bool = False
-    """True if the episode ends here: nothing more is sampled."""
+    """True if the episode ends here, so that nothing more is sampled."""
     reward: float | None = None
-    """The reward of the turn that made the call."""
+    """The reward of the turn that made the call, or None."""
 
 
 @runtime_checkable
@@ -36,7 +36,8 @@ class Tool(Protocol):
     name: str
     """The tool's name for the model."""
     schema: Mapping[str, Any]
-    """OpenAI's function schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    """The tool's schema, in OpenAI's format for functions: `{"type": "function", "function": {"name", "description",
+    "parameters"}}`."""
 
     async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Validate the arguments and run the tool.

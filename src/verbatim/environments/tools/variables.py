@@ -9,16 +9,17 @@ from verbatim.core.errors import UsageError
 from verbatim.core.redaction import hide, hide_in
 
 EnvFrom = Sequence[str] | Mapping[str, str]
-"""Variables to copy from this process to another one: their names, or `{name there: name here}`."""
+"""Variables to copy from this process to another process: a list of names, or `{name there: name here}`."""
 
 
 def further_variables(env: Mapping[str, str] | None, env_from: EnvFrom, where: str) -> dict[str, str]:
-    """The variables that a process gets in addition to the usual ones. Secrets among them are redacted from now on.
+    """Return the variables that a process gets in addition to the usual ones. Secrets among them are redacted from now
+    on.
 
     Args:
         env: Variables with their values.
         env_from: Names of variables to copy from this process, so that a secret need not be in the configuration.
-        where: The process to start, for errors.
+        where: Name of the process to be started, for errors.
 
     Raises:
         UsageError: a variable is in both `env` and `env_from`, or is not set in this process.

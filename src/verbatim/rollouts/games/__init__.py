@@ -1,1 +1,1 @@
-"""Plays the games of the package `textarena`, against the policy itself or other opponents."""
+"""Plays the games of the package `textarena`, in which the policy plays against itself or against other opponents."""

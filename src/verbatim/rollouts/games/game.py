@@ -11,14 +11,14 @@ from verbatim.environments.global_random import OwnRandom
 from verbatim.rollouts.games.package import GameSpec, make_game
 
 MOST_PLAYERS = 15
-"""Maximum number of players of any game in the package."""
+"""Maximum number of players in any game of the package."""
 YOUR_TURN = "It is your turn."
-"""The observation of a player if the game has nothing new to show."""
+"""What a player observes if the game has nothing new to show."""
 
 
 class Game:
-    """A game with its own random state, which depends on its seed only. The package draws from the global generators,
-    so these are swapped for the game's own during each call (`OwnRandom`).
+    """A game whose random state depends on its seed only. The package draws from the global random generators, so
+    their states are replaced by the game's own state during each call (`OwnRandom`).
 
     Args:
         spec: The game.
@@ -34,7 +34,8 @@ class Game:
         self._random = OwnRandom(seed)
         self.spec, self.num_players, self.done = spec, num_players, False
         with self._random.lent():
-            # Without wrappers: they fold the whole game into each observation, but here players have conversations.
+            # Without wrappers, because they put the whole game into each observation; here each player has a
+            # conversation.
             self.env, self._changes = make_game(spec, options)
             try:
                 self.env.reset(num_players=num_players, seed=seed)
@@ -51,8 +52,9 @@ class Game:
         return self.env.state
 
     def observe(self) -> tuple[int, str]:
-        """Return the player to act, and everything shown to it since its last action. Its own actions are left out,
-        because its conversation already has them."""
+        """Return (player, text): the player to act, and everything that the game has shown to the player since the
+        player's last action. The player's own actions are left out, because they are already in the player's
+        conversation."""
         import textarena
 
         with self._random.lent():
@@ -65,7 +67,7 @@ class Game:
         return player, "\n".join(lines) or YOUR_TURN
 
     def act(self, text: str) -> None:
-        """Perform the current player's action. Raises EnvironmentFault if the game raises."""
+        """Perform the current player's action. Raises EnvironmentFault if the game raises an exception."""
         for change in self._changes:
             text = change(text)
         with self._random.lent():
@@ -77,8 +79,8 @@ class Game:
                 ) from error
 
     def rewards(self) -> dict[int, float] | None:
-        """The package's reward for each player, or None if the game has not ended. Raises EnvironmentFault if a reward
-        is not a number."""
+        """Return the package's reward for each player, or None if the game has not ended. Raises EnvironmentFault if a
+        reward is not a number."""
         if not self.done:
             return None
         with self._random.lent():
@@ -91,7 +93,7 @@ class Game:
             ) from error
 
     def why(self) -> str:
-        """The reason that the package gives for the end of the game, or ""."""
+        """Return the reason that the package gives for the end of the game, or ""."""
         return next((str(info["reason"]) for info in self.state.game_info.values() if info.get("reason")), "")
 
     def _name(self, sender: int) -> str:
@@ -101,7 +103,7 @@ class Game:
 
 
 SWAPPED = ("Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte")
-"""Games of textarena 0.7 with a bug: they pass the reward and the reason of an invalid move in the wrong order."""
+"""Games of textarena 0.7 that have a bug: they pass the reward and the reason of an invalid move in the wrong order."""
 
 
 def _swap_back(state: Any) -> None:
@@ -117,14 +119,14 @@ def _swap_back(state: Any) -> None:
 
 
 FEWEST = {"MarketEntryGame": 2, "PublicGoodsGame": 2, "QuantumTicTacToe": 2, "SpiteAndMalice": 2}
-"""Minimum number of players of games that start with fewer players but cannot then be played, by game."""
+"""Minimum number of players by game, for the games that start with fewer players but then cannot be played."""
 
 
 def fewest_players(spec: GameSpec, options: Mapping[str, Any]) -> int:
-    """The smallest number of players with which the game starts, found by trying.
+    """Find the smallest number of players with which the game starts, by trying.
 
     Raises:
-        ComponentError: the game does not start with any number from 1 to 15; the message is the game's last error.
+        ComponentError: the game starts with no number of players from 1 to 15; the message is the game's last error.
     """
     for num_players in range(FEWEST.get(spec.kind, 1), MOST_PLAYERS + 1):
         try:

@@ -1,4 +1,4 @@
-"""Makes random legal moves, for the weakest opponent and for demonstrations of a game's format."""
+"""Makes random legal moves, for the weakest opponent and for demonstrations that show a game's format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from verbatim.rollouts.games.game import Game
 
 Moves = Callable[[Game], list[str]]
-"""Returns the legal moves of the player to act, in the game's format."""
+"""Function that returns the legal moves of the player to act, in the game's format."""
 
 
 def random_move(game: Game, rng: random.Random) -> str:
-    """A legal move of the player to act, sampled uniformly."""
+    """Return a legal move of the player to act, sampled uniformly."""
     return rng.choice(MOVES[game.spec.kind](game))
 
 
@@ -98,4 +98,4 @@ MOVES: Mapping[str, Moves] = {
     "TicTacToe": _free_cells,
     "TowerOfHanoi": _disks,
 }
-"""The games that support random moves, by their folder in the package."""
+"""The games that support random moves, keyed by their folder in the package."""

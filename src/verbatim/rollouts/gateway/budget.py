@@ -1,4 +1,4 @@
-"""Limits the bytes of request bodies held in memory, per session and in total."""
+"""Limits the number of bytes of request bodies in memory, per session and in total."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verbatim.inference.http.refused import Refused
 
 
 class ByteBudget:
-    """A byte budget. A request body holds its bytes while it is received and parsed.
+    """A budget of bytes. A request body holds its bytes while it is received and parsed.
 
     Args:
-        each: Maximum number of bytes that one owner may hold at a time. A request beyond that is refused.
-        most: Maximum number of bytes held in total. A request beyond that waits.
+        each: Maximum number of bytes that one owner may hold at a time. A request that exceeds it is refused.
+        most: Maximum number of bytes that all owners together may hold. A request that exceeds it waits.
     """
 
     def __init__(self, each: int, most: int) -> None:
@@ -27,12 +27,13 @@ class ByteBudget:
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: object, size: int, seconds: float) -> AsyncIterator[Callable[[int], None]]:
-        """Hold bytes inside the block. Yields a function that holds more, for bodies of unknown length.
+        """Context manager that holds bytes. Its value is a function that holds more bytes, for bodies of unknown
+        length.
 
         Args:
-            owner: The session whose budget the bytes count against.
-            size: Number of bytes, as far as known in advance.
-            seconds: How long to wait for room, in seconds.
+            owner: The session against whose budget the bytes count.
+            size: Number of bytes, as far as it is known in advance.
+            seconds: Maximum time to wait for room, in seconds.
 
         Raises:
             Refused: the owner holds too many bytes, or there was no room in time.
@@ -52,8 +53,8 @@ class ByteBudget:
             raise too_many
         try:
             async with asyncio.timeout(seconds), self._freed:
-                # `not self._of`: if nothing else is held, even a body larger than the whole budget is admitted, because
-                # waiting would not help.
+                # `not self._of` is True if nothing else is held. Then even a body that is larger than the whole budget
+                # is admitted, because waiting would not help.
                 await self._freed.wait_for(lambda: not self._of or self.held + size <= self._most)
                 grow(size)
         except TimeoutError:

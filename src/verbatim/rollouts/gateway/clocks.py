@@ -1,8 +1,8 @@
-"""Recognises changes of a system prompt that come from a clock, a counter or a random id.
+"""Recognises those changes of a system prompt that come from a clock, a counter or a random id.
 
-There are two rules. Two separate conversations are attributed to one agent only if their prompts differ in nothing but
-dates and times (`without_moments`). If a conversation continues under a changed prompt, that is already strong
-evidence, so numbers, dates and random ids may differ too (`frame_words`).
+There are two rules. Two separate conversations are attributed to one agent only if their system prompts differ in
+nothing but dates and times (`without_moments`). If one conversation continues under a changed system prompt, that is
+already strong evidence for the same agent, so numbers, dates and random ids may differ too (`frame_words`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 _TIME = r"\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?(?: ?[AaPp][Mm]\b)?(?:Z|[+-]\d\d:?\d\d)?"
 _SECONDS = r"\d{10,19}\b"
-"""A Unix time in seconds, milli-, micro- or nanoseconds."""
+"""Matches a Unix time in seconds, milliseconds, microseconds or nanoseconds."""
 _NOW = (
     r"(?i:\bit's|\bas of|\b(?:it|today|now|time|date|clock|timestamp|epoch|currently)(?:[ \t](?:is|now))?)"
     r"(?:[ \t]\([\w ]{1,20}\))?[ \t]{0,2}[:=]?[ \t]{0,2}"
@@ -25,8 +25,8 @@ _MOMENT = re.compile(
     rf"|(?P<now>{_NOW})(?:{_TIME}|{_SECONDS})"
     rf"|(?m:^)[^\w\n]{{0,3}}(?:{_TIME}|{_SECONDS})[^\w\n]{{0,3}}(?m:$)"
 )
-"""Matches a date; an unambiguous time of day; and an ambiguous time or Unix time after words such as "now is", or alone
-on a line."""
+"""Matches a date; an unambiguous time of day; and an ambiguous time, or a Unix time, that follows words such as "now
+is" or stands alone on a line."""
 
 _UUID = re.compile(r"(?i:(?<![^\W_])[a-f\d]{8}(?:-[a-f\d]{4}){3}-[a-f\d]{12}(?![^\W_]))")
 _HEX = re.compile(r"(?i:(?<![^\W_])[a-f\d]{4,}(?![^\W_]))")
@@ -41,9 +41,9 @@ _DATE = re.compile(rf"(?:{_DATE_WORD}{_BETWEEN}){{0,6}}\0(?:{_BETWEEN}(?:{_DATE_
 _TODAY = re.compile(rf"((?i:\b(?:today|it)(?:'s|[ \t]is)|\bday:)[ \t]){_DATE_WORD}")
 _COUNTED = re.compile(r"(?:\b(?:is|are)\s{1,3})?\0((?:[ \t][^\W\d_]+){0,2})")
 _BAR = re.compile(r"[\[(|][^\w\n\[(|]{1,200}[\])|]|[=#\-.*>~\u2500-\u25ff\u2b1b\u2b1c]{3,}")
-"""Matches a progress bar drawn in text."""
+"""Matches a progress bar that is drawn in text."""
 _WORD = re.compile(r"""[^\W\d_]+[+#]*|(?<![^\s"'`(])[+\-*/<>=&|^~%](?=[\s"'`).,;:!?]|\Z)""")
-"""Matches a word, including the plus and hash signs that end it, as in C++; or a standalone operator."""
+"""Matches a word, including plus and hash signs at its end as in C++; or an operator that stands alone."""
 
 
 def without_moments(text: str) -> str:
@@ -56,8 +56,9 @@ def without_moments(text: str) -> str:
 
 
 def frame_words(texts: Sequence[str]) -> list[str]:
-    """The parts of a system prompt that stay the same while a clock or counter in it advances: its words in order,
-    without numbers, dates, random ids and most punctuation, and without the plural s of words after a number.
+    """Return the parts of a system prompt that stay the same while a clock or counter in the prompt advances. These are
+    its words in order, without numbers, dates, random ids and most punctuation, and without the plural s of a word that
+    follows a number.
 
     >>> frame_words(["Mon Nov 26, 9:59 AM. There are 2 steps left (#..) in run_3f2a91, in C++."])
     ['there', 'step', 'left', 'in', 'run', 'in', 'c++']
@@ -76,8 +77,9 @@ def _singular(found: re.Match[str]) -> str:
 
 
 def _is_random(digits: str) -> bool:
-    """True if hexadecimal digits look random: not a number, a word, a word followed by a number (`dead4`), or a letter
-    followed by a number (`a100`). Misses 1 in 2,500 random ids of 8 digits, 1 in 70 of 6, and 3 in 8 of 4."""
+    """Return True if hexadecimal digits look random. They do not if they are a number, a word, a word followed by a
+    number (`dead4`), or a letter followed by a number (`a100`). The function misses 1 in 2,500 random ids of 8 digits,
+    1 in 70 of 6, and 3 in 8 of 4."""
     if digits.isdecimal() or digits.isalpha():
         return False
     if len(digits) >= 8:

@@ -1,4 +1,4 @@
-"""Tracks a session's answers on their way to clients: the progress of each, and which were never received."""
+"""Tracks a session's answers on their way to clients: the progress of each answer, and which were never received."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from verbatim.rollouts.recorder import Recorder
 
 
 class AnswerProgress(LiveAnswer):
-    """The progress of one answer, shared by all clients that wait for it.
+    """The progress of one answer. All clients that wait for the answer share this object.
 
     Args:
-        stamp: Identifies the answer in each of its streams.
+        stamp: Identifies the answer in each stream that sends it.
         num_replies: Number of replies in the answer.
     """
 
@@ -22,7 +22,7 @@ class AnswerProgress(LiveAnswer):
         super().__init__(num_replies)
         self.stamp = stamp
         self.turns: list[int] = []
-        """Indices of the replies' turns, appended as they are recorded."""
+        """Indices of the turns of the replies, appended as the turns are recorded."""
         self.num_waiting = 0
         """Number of clients that are waiting for the answer."""
 
@@ -30,7 +30,7 @@ class AnswerProgress(LiveAnswer):
 class Delivery:
     """Keeps track of the turns whose answers have not arrived yet.
 
-    An answer has arrived once it was sent in full, or once a later request continues it.
+    An answer has arrived when it was sent in full, or when a later request continues it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Delivery:
 
     def sends(self, turn: int, progress: AnswerProgress | None) -> None:
         """Register a recorded turn whose answer is being sent. Without `progress`, the answer is returned to a caller
-        in this process and cannot be lost."""
+        in this process, and cannot be lost."""
         if progress is not None:
             progress.turns.append(turn)
             self._under_way.add(turn)
@@ -48,19 +48,20 @@ class Delivery:
         self._under_way.difference_update(turns)
 
     def went_on(self, turns: Sequence[Turn]) -> None:
-        """Register that the last turn was recorded: its client must have received the answers of the turns that it
-        extends."""
+        """Register that the last turn was recorded. Its client must have received the answers of the earlier turns that
+        it extends."""
         self.arrived(*[turn for turn in self._under_way if turns[-1].extends(turns[turn])])
 
     def settle(self, recorder: Recorder, *, trained: bool) -> dict[str, int]:
-        """End the session: answers that are still on their way count as undelivered.
+        """End the session. Answers that are still on their way count as undelivered.
 
         Args:
-            recorder: The recorder of the turns; undelivered ones become untrained context.
-            trained: True to leave them trained.
+            recorder: The recorder of the turns. The undelivered turns become untrained context.
+            trained: True to leave the undelivered turns trained.
 
         Returns:
-            The number of undelivered answers as "undelivered", and of the tokens in them as "undelivered_tokens".
+            The number of undelivered answers as "undelivered", and of the tokens in these answers as
+            "undelivered_tokens".
         """
         lost = sorted(self._under_way)
         self._under_way.clear()

@@ -11,8 +11,8 @@ from verbatim.models.renderers.messages import is_deep
 
 
 def readable(message: Message) -> Message:
-    """Convert a message to a form that templates can render: malformed calls become text after the content. Calls with
-    too deeply nested arguments are left as they are: the renderer refuses them, and its error names the field.
+    """Convert a message to a form that templates can render. A malformed call becomes text after the content. A call
+    whose arguments are nested too deeply stays as it is; the renderer refuses it with an error that names the field.
 
     >>> call = {"function": {"name": "add", "arguments": "{1"}}
     >>> readable({"role": "assistant", "content": "so", "tool_calls": [call]})
@@ -34,7 +34,7 @@ def _is_call(arguments: str | Mapping[str, Any]) -> bool:
 
 
 def _text(name: str, arguments: str | Mapping[str, Any]) -> str:
-    """The text of a malformed call: name and arguments. The raw text of a call sampled here already contains its name,
-    which is not repeated."""
+    """Return the text of a malformed call: its name and its arguments. If the call was sampled here, its raw text
+    already contains the name, which is then not repeated."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False) if arguments else ""
     return text if name in text else f"{name} {text}".rstrip()

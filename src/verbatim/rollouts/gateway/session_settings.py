@@ -1,4 +1,4 @@
-"""Settings of a gateway session, and the observer interface."""
+"""Settings of a gateway session, and the interface of its observer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """How a session treats its requests."""
+    """Settings that say how a session treats its requests."""
 
     sampling: Literal["run", "client"] = "run"
-    """Source of temperature, top_p, top_k, min_p and seed. With "run", those of requests are ignored and counted."""
+    """Which values of temperature, top_p, top_k, min_p and seed apply: "run" for those of the run's configuration
+    (those of requests are then ignored and counted), "client" for those of the requests."""
     restores_reasoning: bool | None = None
-    """True to treat an answer that a client sends back without its reasoning as the original answer. None: True if the
-    renderer continues answers as sampled, and so decides itself what to do with the reasoning."""
+    """True to treat an answer that a client sends back without its reasoning as the original answer. None means True if
+    the renderer keeps earlier answers exactly as they were sampled, and so decides itself what happens to the
+    reasoning."""
     train_undelivered: bool = False
-    """True to train answers that no client received in full and that no later request continued."""
+    """True to train also those answers that no client received in full and that no later request continued."""
     patience: float = 2.0
-    """How long generation continues after the client has disconnected, in seconds."""
+    """Seconds for which generation continues after the client has disconnected."""
     max_requests: int = 10_000
-    """Maximum number of requests of one session in total."""
+    """Maximum total number of requests of one session."""
     max_open: int = 256
-    """Maximum number of open requests of one session."""
+    """Maximum number of requests of one session that are open at the same time."""
 
 
 class AnswerWatch(Protocol):
@@ -35,10 +37,10 @@ class AnswerWatch(Protocol):
         """Called when a request has been matched to its conversation.
 
         Args:
-            request: The request, parsed.
+            request: The parsed request.
             body: The request's JSON.
-            turns: Indices of recorded turns, by the index of the message in which each was recognised.
+            turns: Indices of recorded turns, keyed by the index of the message in which the turn was recognised.
         """
 
     def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
-        """Called when a reply has been sampled and recorded as `turn`."""
+        """Called when a reply has been sampled and recorded as the turn with the index `turn`."""

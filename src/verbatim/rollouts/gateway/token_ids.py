@@ -1,4 +1,4 @@
-"""Answers requests in token ids, in vLLM's format: for clients that do their own rendering."""
+"""Answers requests in token ids, in vLLM's format, for clients that render prompts themselves."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.wire import headers_of
 
 ROUTE = GENERATE.strip("/")
-"""The route, without the key."""
+"""The route for requests in token ids, without the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadIds:
-    """A request in token ids after parsing; its body has been freed."""
+    """A request in token ids after parsing. Its body has been freed."""
 
     asked: SampleRequest
     logprobs: LogprobStyle
     request_id: str
     sender: Sender
     digest: bytes
-    """Digest of everything that the answer depends on."""
+    """Digest of everything on which the answer depends."""
 
 
 async def read_ids(session: Session, request: Request, body: bytearray) -> ReadIds:
-    """Parse the body of a request, a large one on a thread.
+    """Parse the body of a request; a large body is parsed on a thread.
 
     Raises:
         UsageError: the body is not a JSON object, or has too many values.
-        RecordError: invalid token ids; the message names the position.
+        RecordError: the token ids are invalid; the message names the position.
         Refused: a field or a header is invalid or cannot be honoured.
     """
     loop, sender = session.loop, sender_of(headers_of(request))
@@ -69,14 +69,14 @@ async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: Re
 
     Args:
         session: Samples and records the turn.
-        request: The HTTP request, for its headers.
+        request: The HTTP request, whose headers are read.
         ids: The parsed body.
         reply: Writes the answer.
 
     Raises:
         ConnectionError: the client disconnected while the answer was being written.
         Refused: no turns are left, or the prompt leaves no room in the context.
-        Exception: any other error of `Session.complete`.
+        Exception: `Session.complete` raised it.
     """
     key, is_retry = sent_before(headers_of(request))
     asked, sender = ids.asked, ids.sender

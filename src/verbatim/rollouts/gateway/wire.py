@@ -17,8 +17,8 @@ _LONGEST_MESSAGE = 2000
 
 
 def headers_of(request: Request) -> dict[str, str]:
-    """Return the headers by lower-case name. Values that are not UTF-8 are decoded as Latin-1, the older encoding of
-    headers, which `fetch` and requests send."""
+    """Return the headers, keyed by lower-case name. Values that are not UTF-8 are decoded as Latin-1, the older
+    encoding of headers, which `fetch` and the package requests send."""
     return {name.decode("latin-1"): _readable(value) for name, value in request.headers.raw}
 
 
@@ -35,7 +35,7 @@ def _readable(value: bytes) -> str:
 
 
 def told(error: Exception) -> Refused:
-    """Convert an error to the response for the client. Unexpected errors are logged."""
+    """Convert an error to the response that the client gets. Unexpected errors are logged."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, OtherRequest):

@@ -1,4 +1,4 @@
-"""Wraps an environment so that a judge gives the reward; everything else is the environment's own."""
+"""Wraps an environment so that a judge gives the reward. Everything else stays as in the environment."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from verbatim.rollouts.rewards import read_score
 
 @runtime_checkable
 class Grades(Protocol):
-    """The interface of a judge for `Judged`: `Judge`, `RewardModel`, or your own class."""
+    """The interface that `Judged` needs: a `Judge`, a `RewardModel`, or a class of your own."""
 
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> Mapping[str, float]:
-        """Return the named parts of the reward; see `Judge.grade`."""
+        """Return the named parts of the reward, as for `Judge.grade`."""
 
 
 class Judged:
     """An environment whose episodes are scored by a judge or a reward model.
 
     Args:
-        environment: An environment, or its id or import path.
-        judge: A `Judge`, a `RewardModel`, or the settings of either as a mapping (with `url`: of a `RewardModel`).
-        args: Arguments of the environment, if it is given by name.
-        own_reward: Weight of the environment's own reward, which becomes a part named `own`; 0: not used.
+        environment: An environment object, or the id or import path of an environment.
+        judge: A `Judge`, a `RewardModel`, or the settings of either as a mapping. A mapping with the key `url` has the
+            settings of a `RewardModel`.
+        args: Arguments of the environment, if `environment` is an id or import path.
+        own_reward: Weight of the environment's own reward, which becomes a part named `own`; 0 if it is not used.
 
     Raises:
         UsageError: the environment or the judge cannot be created; the message says what was found and expected.
@@ -63,18 +64,18 @@ class Judged:
         self._own_reward = own_reward
 
     def __getattr__(self, name: str) -> Any:
-        """Forward optional attributes of the environment, such as `demonstrations` and `is_success`. Not `score_group`,
-        which would replace the judge's reward."""
+        """Forward optional attributes of the environment, such as `demonstrations` and `is_success`. `score_group` is
+        not forwarded, because it would replace the judge's reward."""
         if name.startswith("_") or name == "score_group":
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The environment's examples."""
+        """Return the examples of the environment."""
         return self._inner.examples(split)
 
     async def start(self, example: Example, seed: int) -> Episode:
-        """The environment's episode, scored by the judge."""
+        """Start the environment's episode, wrapped so that the judge scores it."""
         episode = await self._inner.start(example, seed)
         return _JudgedEpisode(episode, self._judge, example, self._own_reward)  # type: ignore[return-value]
 
@@ -91,16 +92,16 @@ class _JudgedEpisode:
 
     @property
     def turn_rewards_sum_to_reward(self) -> bool:
-        """Always False: the judge's parts come on top of the turns' rewards."""
+        """Always False, because the judge's parts are added to the rewards of the turns."""
         return False
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The episode's own `info`, and the judge's usage."""
+        """The episode's own `info`, plus the judge's usage."""
         return {**getattr(self._inner, "info", {}), JUDGE_USAGE: dict(self._usage)}
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The judge's parts, and the episode's own reward if it has a weight."""
+        """Return the judge's parts, plus the episode's own reward if it has a weight."""
         own: dict[str, float] = {}
         if self._own_reward:
             reward, _ = read_score(await self._inner.score(trajectory), "score")

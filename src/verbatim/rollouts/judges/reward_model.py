@@ -1,4 +1,4 @@
-"""A reward model behind an HTTP endpoint, which returns a number for a conversation."""
+"""A reward model behind an HTTP endpoint. The endpoint returns a number for a conversation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from verbatim.rollouts.judges.endpoint import Answer, EndpointSettings
 class RewardModel(EndpointSettings):
     """Posts `{"model": ..., "messages": [...]}` to a URL and reads a number from the answer.
 
-    Example: vLLM serves a reward model with `RewardModel(url="http://localhost:8000/classify", model="my/reward-model",
-    path="data.0.probs.0")`.
+    Example: for a reward model that vLLM serves, `RewardModel(url="http://localhost:8000/classify",
+    model="my/reward-model", path="data.0.probs.0")`.
 
     Raises:
         UsageError: a setting is invalid, the variable `api_key_env` is empty, or the extra `api` is not installed.
@@ -32,11 +32,11 @@ class RewardModel(EndpointSettings):
     url: str
     """The full URL of the endpoint."""
     model: str | None = None
-    """Sent as `model`; None: not sent."""
+    """The value that is sent as `model`; None to send none."""
     path: str = "reward"
     """Path to the number in the answer: keys and list indices, separated by dots."""
     name: str = "reward_model"
-    """Name of the reward's part in metrics."""
+    """Name of the part of the reward, in metrics."""
     weight: float = 1.0
     """Factor by which the number is multiplied."""
     _client: HttpClient = field(init=False, repr=False, compare=False)
@@ -63,7 +63,7 @@ class RewardModel(EndpointSettings):
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """Return the reward under `name`; arguments and errors as for `Judge.grade`."""
+        """Return the reward as a part called `name`. Arguments and errors are the same as for `Judge.grade`."""
         body = {
             **({} if self.model is None else {"model": self.model}),
             "messages": [dict(message) for message in messages],

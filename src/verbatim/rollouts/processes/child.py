@@ -1,4 +1,4 @@
-"""The main program of a worker process: runs episodes for the run, which it reaches over a socket."""
+"""The main program of a worker process: runs episodes for the run, with which it communicates over a socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verbatim.rollouts.workers.worker import WorkerContext, loaded
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Run episodes until the other end of the socket closes. `parent` is the run's process id."""
+    """Run episodes until the other end of the socket closes. `parent` is the process id of the run."""
     end_with_parent(parent)
     _prepare_process()
     faulthandler.enable()
@@ -50,16 +50,16 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _be_a_copy(connection: socket.socket, selector: selectors.BaseSelector) -> None:
-    """Detach a forked copy of this process from the run, and restore its signal handlers. Both processes share one
-    epoll instance: a copy that kept using it would consume or change the events of the original."""
+    """Detach a forked copy of this process from the run, and restore the copy's signal handlers. Both processes share
+    one epoll instance: if the copy went on using it, it would consume or change the events of the original process."""
     connection.close()
     selector.close()
     end_at_presses()
 
 
 def _prepare_process() -> None:
-    """Make the kernel kill workers before trainer and sampler when memory runs out (a score adjustment of 800, of at
-    most 1000), and raise the limit of open files for environments."""
+    """Set `oom_score_adj` to 800 (the maximum is 1000), so that the kernel kills workers before trainer and sampler
+    when memory runs out. Raise the limit of open files, for environments."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800")
     raise_descriptor_limit()
@@ -69,13 +69,13 @@ async def _serve(connection: socket.socket) -> None:
     child = _RpcServer()
     await asyncio.get_running_loop().create_unix_connection(lambda: child.rpc, sock=connection)
     await child.rpc.closed
-    # Cancelled and awaited, so that running episodes close their environments.
+    # Cancelled and then awaited, so that running episodes close their environments.
     await asyncio.gather(*child.rpc.cancel(), return_exceptions=True)
     await child.open.aclose()
 
 
 class ParentSampler:
-    """A `Sampler` that forwards to the run's sampler through `call`. Its policy version is that of the last
+    """A `Sampler` that forwards requests to the run's sampler through `call`. Its policy version is that of the last
     completion."""
 
     def __init__(
@@ -87,22 +87,22 @@ class ParentSampler:
         self.policy_version = policy_version
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample a completion in the run's process. Cancelling the call cancels it there."""
+        """Sample a completion in the run's process. If this call is cancelled, the request there is cancelled too."""
         completion: Completion = await self._call("generate", request)
         if completion.policy_versions is not None and len(completion.ids):
             self.policy_version = int(completion.policy_versions[-1])
         return completion
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it: float32 [L]; the first is NaN."""
+        """Return the logprob of each token given the tokens before it: float32 [L]. The first logprob is NaN."""
         return np.asarray(await self._call("prompt_logprobs", token_ids, temperature), dtype=np.float32)
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Raise a SamplerFault: only the run updates weights."""
+        """Raise a SamplerFault, because only the run updates weights."""
         raise SamplerFault("only the run updates weights")
 
     async def close(self) -> None:
-        """Do nothing: the sampler belongs to the run."""
+        """Do nothing, because the sampler belongs to the run."""
 
 
 class _RpcServer:
@@ -111,11 +111,11 @@ class _RpcServer:
     def __init__(self) -> None:
         self.rpc = RpcConnection({"begin": self._begin, "run": self._run})
         self.open = contextlib.AsyncExitStack()
-        """Resources of the environments, released at the end."""
+        """The resources of the environments, which are released at the end."""
         self._run_episode: RunEpisode | None = None
 
     async def _begin(self, context: WorkerContext, facts: Mapping[str, int], packed: bytes) -> int:
-        """Create everything that episodes need. Returns the id of this process."""
+        """Create everything that episodes need, and return the id of this process."""
         with users_errors(lambda error: UsageError(error_text(error)), UsageError, asyncio.CancelledError):
             context.apply_exactly()
             sampler = ParentSampler(self.rpc.call, **facts)
@@ -123,7 +123,7 @@ class _RpcServer:
         return os.getpid()
 
     async def _run(self, label: str, packed: bytes) -> bytes:
-        """Run an episode; return it packed."""
+        """Run an episode, and return the packed trajectory."""
         assert self._run_episode is not None
         task: EpisodeTask = loaded(packed)
         try:

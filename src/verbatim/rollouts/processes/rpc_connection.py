@@ -1,6 +1,6 @@
-"""RPC between two processes over a socket: each end calls methods of the other, any number concurrently.
+"""RPC between two processes over a socket. Each end can call methods of the other end, any number of them concurrently.
 
-A message is its length in 8 bytes, followed by a pickled tuple: its kind, the number of its call, and its arguments.
+A message is its length in 8 bytes, followed by a pickled tuple: the message's kind, the call's number, the arguments.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from verbatim.rollouts.workers.worker import CannotBeSent
 
 _HEAD = 8
 LARGEST = 2**30
-"""Maximum size of one message in bytes. A larger length means damaged data."""
+"""Maximum size of one message in bytes. A length above this means that the data is damaged."""
 
 
 class RpcConnection(asyncio.Protocol):
     """One end of the socket. The other end may call `methods` by name. A method must itself handle every error that is
-    not a `VerbatimError`: such an error is not sent back, so the caller would wait forever."""
+    not a `VerbatimError`, because such an error is not sent back, and the caller would wait forever."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
         self._methods = methods
@@ -32,16 +32,17 @@ class RpcConnection(asyncio.Protocol):
         self._calling: dict[int, asyncio.Future[Any]] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self.broken: str | None = None
-        """Why received bytes could not be read; None: no error."""
+        """The reason why received bytes could not be read; None if there was no error."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that is done when either end has closed the connection."""
 
     async def call(self, method: str, *given: Any) -> Any:
-        """Call a method of the other end; return its result. Cancelling the call cancels it there.
+        """Call a method of the other end, and return its result. If this call is cancelled, the method is cancelled
+        too.
 
         Raises:
             VerbatimError: the method raised it.
-            Exception: an argument cannot be pickled; or the error passed to `fail`.
+            Exception: an argument cannot be pickled, or the error was passed to `fail`.
         """
         number = next(self._numbers)
         answer = self._calling[number] = asyncio.get_running_loop().create_future()
@@ -55,13 +56,13 @@ class RpcConnection(asyncio.Protocol):
             del self._calling[number]
 
     def fail(self, error: Exception) -> None:
-        """Make all pending calls of this end raise this error."""
+        """Make all calls of this end that wait for a result raise this error."""
         for answer in self._calling.values():
             if not answer.done():
                 answer.set_exception(error)
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel the calls that the other end has made; return the tasks that answer them."""
+        """Cancel the calls that the other end has made. Return the tasks that answer these calls."""
         answering = list(self._answering.values())
         for task in answering:
             task.cancel()
@@ -73,7 +74,7 @@ class RpcConnection(asyncio.Protocol):
             self._transport.close()
 
     def _send(self, *message: Any) -> None:
-        """Send one message; does nothing if the connection is closed."""
+        """Send one message. Does nothing if the connection is closed."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(len(body).to_bytes(_HEAD, "big") + body)
@@ -109,7 +110,7 @@ class RpcConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes of one or several messages."""
+        """Receive bytes, which may be part of a message or several messages, and handle each complete message."""
         self._buffer += data
         while self.broken is None and len(self._buffer) >= _HEAD:
             end = _HEAD + int.from_bytes(self._buffer[:_HEAD], "big")

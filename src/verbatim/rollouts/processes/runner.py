@@ -1,4 +1,4 @@
-"""Runs episodes in child processes of this machine; each process serves one environment."""
+"""Runs episodes in child processes on this machine. Each process serves one environment."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ProcessSettings(BackendSettings):
     """[orchestrator.rollout.processes]: child processes of this machine, also for environments with `isolated`."""
 
     worker_memory_mb: PositiveInt | None = None
-    """Maximum memory of one process in MB (2**20 bytes). A process that uses more is replaced, and its episodes run
-    again. No limit by default."""
+    """Maximum memory of one process in MiB (2**20 bytes). A process that uses more is replaced, and its episodes run
+    again. By default there is no limit."""
 
 
 @contextlib.asynccontextmanager
@@ -39,10 +39,10 @@ async def process_runner(
     inputs: RunnerInputs,
     settings: ProcessSettings = ProcessSettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[ProcessRunner]:
-    """Context manager for an `EpisodeRunner` on worker processes, `inputs.workers` for each environment. The sampler,
-    and the episodes of environments that are not in `inputs.setups`, stay in this process. The output of environments
-    is in `{label}.log`. Raises UsageError if the processes of an environment cannot be started; the message names it
-    and says why."""
+    """Context manager for an `EpisodeRunner` on worker processes, of which each environment has `inputs.workers`. The
+    sampler stays in this process, and so do the episodes of environments that are not in `inputs.setups`. What an
+    environment prints is written to `{label}.log`. Raises UsageError if the processes of an environment cannot be
+    started; the message names the environment and says why."""
     counted, context = CountingSampler(inputs.sampler), WorkerContext.current()
     by_label: dict[str, dict[tuple[str, str], RemoteSetup]] = {}
     for (purpose, label), setup in inputs.setups.items():
@@ -70,7 +70,7 @@ async def process_runner(
 
 
 def log_names(labels: list[str]) -> list[str]:
-    """A unique file name for each environment.
+    """Return a unique file name for the log of each environment.
 
     >>> log_names(["guess_number", "my env", "my/env", "my_env_2"])
     ['guess_number.log', 'my_env.log', 'my_env_2.log', 'my_env_2_2.log']
@@ -82,11 +82,12 @@ def log_names(labels: list[str]) -> list[str]:
 
 
 class ProcessRunner:
-    """An `EpisodeRunner` that sends each episode to its environment's workers, or runs it here if there are none."""
+    """An `EpisodeRunner` that sends each episode to the workers of its environment, or runs it here if there are
+    none."""
 
     def __init__(self, pools: Mapping[tuple[str, str], WorkerPool]) -> None:
         self.pools = pools
-        """Worker pools by purpose and label."""
+        """Worker pools, keyed by purpose and label."""
         self._here = LocalRunner()
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
@@ -95,7 +96,7 @@ class ProcessRunner:
         return await runner.run(setup, task, recorder)
 
     def metrics(self) -> Mapping[str, float]:
-        """Sums over all environments, and the number of lost workers per environment."""
+        """Return sums over all environments, and the number of lost workers for each environment."""
         total: Counter[str] = Counter()
         lost: dict[str, float] = {}
         for label, pool in {label: pool for (_, label), pool in self.pools.items()}.items():

@@ -15,7 +15,8 @@ from verbatim.rollouts.workers.worker import WorkerContext
 
 
 def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    """Start an actor that holds one rollout engine; return its handle. Errors as for `MultiTurnRollout.remote`."""
+    """Start an actor that holds one rollout engine, and return its handle. Errors are as for
+    `MultiTurnRollout.remote`."""
     ray = import_ray()
     try:
         inspect.signature(kind).bind(**settings)
@@ -44,12 +45,13 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
 
 
 _MADE_THERE = {"sampler": "generate", "template": "render_ids"}
-"""Settings that may be a factory function, with a method that distinguishes the object from the factory. It is looked
-up on the type, because `isinstance` would read properties for which a sampler over HTTP calls its server."""
+"""Settings that may be given as a factory function. Each has the name of a method by which the object is told apart
+from a factory. The method is looked up on the type, because `isinstance` would read properties, and for those a sampler
+over HTTP calls its server."""
 
 
 class RolloutActor:
-    """A rollout engine in a Ray process. Calls run concurrently on its event loop."""
+    """A rollout engine in a Ray process. Its calls run concurrently on the event loop of that process."""
 
     def __init__(self, context: WorkerContext, packed: Mapping[str, bytes]) -> None:
         context.apply()
@@ -57,7 +59,7 @@ class RolloutActor:
         self._rollout: Any = None
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
-        """Run the engine; return its trajectories."""
+        """Run the engine, and return its trajectories."""
         if self._rollout is None:  # created here, not in __init__: its parts may need a running event loop
             settings = {name: _unpack(name, value) for name, value in self._packed.items()}
             self._rollout = settings.pop("kind")(**settings)

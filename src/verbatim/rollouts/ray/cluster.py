@@ -13,7 +13,8 @@ from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Object store size of a Ray started here: the smallest that Ray accepts, because trajectories travel in messages."""
+"""Size of the object store of a Ray that is started here. It is the smallest that Ray accepts, because trajectories
+travel in messages and not through the object store."""
 
 
 def import_ray() -> Any:
@@ -26,8 +27,8 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Any]:
-    """Context manager for a connection to Ray; `address` and `num_cpus` as for `connect`. If this process is already
-    connected, that connection is used and stays open."""
+    """Context manager for a connection to Ray. `address` and `num_cpus` are as for `connect`. If this process is
+    already connected, that connection is used, and stays open."""
     ray = import_ray()
     if ray.is_initialized():
         yield ray
@@ -40,19 +41,19 @@ def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> I
 
 
 def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None) -> None:
-    """Connect this process to a cluster, without output.
+    """Connect this process to a cluster, without Ray's output.
 
     Args:
-        ray: The package.
-        address: "auto" for the cluster that this host belongs to, or an address such as "10.0.0.1:6379"; None starts a
-            cluster on this machine.
-        num_cpus: CPUs of a cluster started here; by default all.
+        ray: The package `ray`.
+        address: "auto" for the cluster that this host belongs to, or an address such as "10.0.0.1:6379". With None, a
+            cluster is started on this machine.
+        num_cpus: Number of CPUs of a cluster that is started here. By default all CPUs.
 
     Raises:
         UsageError: there is no cluster at this address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by the processes that Ray starts
-    # Leave the visible devices as they are with num_gpus = 0, which is also Ray's future default; without it Ray warns.
+    # With num_gpus = 0, Ray leaves the visible devices as they are. This is Ray's future default; without it Ray warns.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
@@ -75,7 +76,7 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
 
 
 def _knock(address: str) -> None:
-    """Check that the address answers; Ray would retry a missing cluster for minutes."""
+    """Check that a server answers at the address, because Ray would retry a missing cluster for minutes."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise ValueError('expected "auto", or an address such as "10.0.0.1:6379"')

@@ -31,27 +31,27 @@ LARGEST = 512 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSetup:
-    """Settings shared by the episodes of one environment, in picklable values."""
+    """The settings that the episodes of one environment have in common, as picklable values."""
 
     env: str
     """The environment's label."""
     name: str
-    """A bundled id, or an import path."""
+    """The id of a bundled environment, or an import path."""
     args: Mapping[str, Any]
     """The environment's keyword arguments."""
     params: SamplingParams
     limits: EpisodeLimits
     teacher: OpenAI | None = None
-    """Chat server that generates the turns instead of the sampler; None: the sampler does."""
+    """Chat server that generates the turns, or None if the sampler does."""
 
 
 def packed_plan(
     setups: Mapping[tuple[str, str], RemoteSetup], renderer: Renderer, dumps: Callable[[Any], bytes]
 ) -> bytes:
-    """Pickle the setups (by purpose and label) and the renderer with `dumps`: `pickle.dumps`, or Ray's.
+    """Pickle the setups (keyed by purpose and label) and the renderer. `dumps` is `pickle.dumps`, or that of Ray.
 
     Raises:
-        ComponentError: a worker cannot create an environment; the message names it.
+        ComponentError: a worker cannot create an environment; the message names the environment.
         UsageError: the renderer cannot be pickled.
     """
     for setup in setups.values():
@@ -69,7 +69,8 @@ def packed_plan(
 def refuse_unpicklable(
     label: str, name: str, args: Mapping[str, Any], dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> None:
-    """Check that each worker can create the environment from its name and arguments. Raises ComponentError if not."""
+    """Check that a worker can create the environment from its name and arguments. Raises ComponentError if it
+    cannot."""
     if name.replace(":", ".").startswith("__main__."):
         raise ComponentError(
             f"environment {label!r}: {name} is defined in the main program, from which worker processes cannot import; "
@@ -86,14 +87,14 @@ def refuse_unpicklable(
 
 
 RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
-"""Runs an episode of the environment with this label; returns the result of `pack`."""
+"""Function that runs an episode of the environment with this label, and returns the result of `pack`."""
 
 
 @contextlib.asynccontextmanager
 async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
-    """Context manager that creates the environments of a `packed_plan`; yields a function that runs an episode. Raises
-    UsageError if an environment cannot be imported or created here, or if the renderer differs."""
-    raise_descriptor_limit()  # Ray starts its processes itself, so this is not done for them yet
+    """Context manager that creates the environments of a `packed_plan`. Its value is a function that runs an episode.
+    Raises UsageError if an environment cannot be imported or created here, or if the renderer differs."""
+    raise_descriptor_limit()  # not yet done in a process that Ray has started
     plans: Mapping[tuple[str, str], RemoteSetup]
     plans, renderer = pickle.loads(packed)  # noqa: S301  (from the run's process)
     if isinstance(renderer, RendererSpec):
@@ -127,8 +128,8 @@ async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpi
 
 
 def pack(trajectory: Trajectory, late: RecordError | None) -> bytes:
-    """Pickle an episode's record for the run's process. If values of the environment in `info` or messages cannot be
-    pickled, the rest is packed as a failed episode."""
+    """Pack the record of an episode for the run's process. If values that the environment put into `info` or messages
+    cannot be pickled, the rest is packed as a failed episode."""
     try:
         return _dumped(trajectory, late)
     except CannotBeSent as why:
@@ -148,7 +149,7 @@ def _dumped(trajectory: Trajectory, late: RecordError | None) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[Trajectory, RecordError | None]:
-    """Read the result of `pack`. The objects are copies, so they do not pin memory in Ray's object store."""
+    """Read the result of `pack`. The returned objects are copies, so they do not pin memory in Ray's object store."""
     trajectory, late = loaded(packed)
     assert isinstance(trajectory, Trajectory)
     return trajectory, late

@@ -1,1 +1,2 @@
-"""Runs environments of the package `verifiers` with its tasks, programs and rewards, and our sampler and recorder."""
+"""Runs environments of the package `verifiers`, with its tasks, programs and rewards, and with our sampler and
+recorder."""

@@ -1,7 +1,8 @@
-"""Serves verifiers' episodes while they run: verifiers' own servers in front of a gateway in front of our sampler.
+"""Serves verifiers' episodes while they run. Requests go to verifiers' own servers, then to a gateway, then to our
+sampler.
 
-A request goes from verifiers through its train client to the gateway's token id route, and there to the session of its
-trace, which samples and records the turn. So a trajectory has exactly the served tokens, with their policy versions.
+verifiers' train client sends a request to the gateway's route for token ids. There the session of the request's trace
+samples and records the turn. So a trajectory has exactly the tokens that were served, with their policy versions.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from verbatim.rollouts.gateway.session_settings import SessionSettings
 logger = logging.getLogger(__name__)
 
 _STOPS = {"max_turns": "max_turns", "max_total_completion_tokens": "max_output_tokens"}
-"""verifiers' stop condition for each kind of refusal."""
+"""verifiers' stop condition for each kind of limit for which a request is refused."""
 
 
 class TraceSession(Session):
-    """The session of one of verifiers' traces: one agent of an episode.
+    """The session of one of verifiers' traces. A trace belongs to one agent of an episode.
 
     Args:
         loop: Samples and records the turns of all traces of the episode.
@@ -46,7 +47,7 @@ class TraceSession(Session):
         self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: AnswerProgress | None = None
     ) -> Completion:
         """Sample a turn of the trace's agent. If no turns or tokens are left, the trace is stopped, so that verifiers
-        scores it. Routed experts are recorded but not returned: verifiers expects them in another format."""
+        scores it. Routed experts are recorded but not returned, because verifiers expects a different format."""
         own = self._trace.agent
         try:
             completion = await super().complete(
@@ -63,8 +64,8 @@ class TraceSession(Session):
 
 @dataclass(eq=False)
 class Reception:
-    """The address for verifiers' client. All traces share one key, because the client keeps a connection pool for each
-    URL; requests name their trace in a header."""
+    """The address to which verifiers' client sends requests. All traces share one key, because the client keeps a
+    connection pool for each URL; a header of each request names the trace."""
 
     service: Service
     key: str
@@ -72,17 +73,17 @@ class Reception:
 
     @property
     def base_url(self) -> str:
-        """The base URL for verifiers' client; it contains the key."""
+        """The base URL for verifiers' client. It contains the key."""
         return f"{self.service.url}/s/{self.key}/v1"
 
     def connect(self, trace: Any, loop: AgentLoop) -> None:
-        """Record the requests of this trace as turns of this episode from now on."""
+        """From now on, record the requests of this trace as turns of this episode."""
         session = self._traces.setdefault(loop, {})[trace.id] = TraceSession(loop, trace)
         self.service.join(self.key, trace.id, session)
 
     async def disconnect(self, loop: AgentLoop) -> RolloutError | None:
-        """End the episode's sessions: cancel requests in flight and refuse later ones. Returns the first sampler or
-        record fault with which a request was answered, or None."""
+        """End the episode's sessions: cancel their requests in flight, and refuse later ones. Returns the first sampler
+        or record fault that was the answer to a request, or None."""
         sessions = self._traces.pop(loop, {})
         for name in sessions:
             self.service.leave(self.key, name)
@@ -92,12 +93,12 @@ class Reception:
 
 @dataclass(eq=False)
 class VerifiersServing:
-    """verifiers' servers and the gateway of one event loop, which run while any episode uses them. One task enters and
-    leaves the servers' contexts: their cancel scopes require the same task, but the first and the last episode run on
-    different ones."""
+    """verifiers' servers and the gateway of one event loop, which run as long as an episode uses them. One task of its
+    own enters and leaves the contexts of the servers: their cancel scopes require that both happen on the same task,
+    but the first and the last episode run on different tasks."""
 
     env: Any
-    """verifiers' environment."""
+    """The environment object of verifiers."""
     _users: int = 0
     _task: asyncio.Task[None] | None = None
     _end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,7 +106,7 @@ class VerifiersServing:
 
     @contextlib.asynccontextmanager
     async def use(self, context_length: int) -> AsyncIterator[Reception]:
-        """Context in which the servers run; the first user starts them and the last one stops them.
+        """Context manager in which the servers run. The first user starts the servers, and the last user stops them.
 
         Args:
             context_length: The sampler's context length in tokens.

@@ -1,8 +1,9 @@
-"""Compares verifiers' traces with the turns that our sampler served: both must have each sampled token in the same
-context.
+"""Compares verifiers' traces with the turns that our sampler served: both must have the same sampled tokens, and each
+of these tokens in the same context.
 
-verifiers stores a rollout as a graph of messages, each with the ids that it adds. The prompt of a sampled message is
-all ids on the path to it, and its own ids that are not masked as sampled; the masked ones are the completion.
+verifiers stores a rollout as a graph of messages. Each message has the ids that it adds, and a mask of those that were
+sampled. The prompt of a sampled message consists of all ids on the path to it and of its own ids outside the mask; its
+ids inside the mask are the completion.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _STOPS = {
 }
 
 Served = tuple[bytes, bytes, bytes]
-"""Prompt ids (int32), completion ids (int32) and logprobs (float32), as bytes."""
+"""(prompt ids as int32, completion ids as int32, logprobs as float32), each as bytes."""
 
 
 def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
-    """Check that the traces have exactly the served completions in the same contexts, no more and no fewer.
+    """Check that the traces have exactly the completions that were served, each in the same context.
 
     Raises:
-        EnvironmentFault: they differ.
+        EnvironmentFault: the traces differ from the turns.
     """
     recorded = Counter(message for trace in traces for message in _sampled(trace))
     served = Counter(
@@ -43,7 +44,7 @@ def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
         )
         for turn in turns
     )
-    # An engine may return no logprobs; verifiers' logprobs of those turns are then not compared.
+    # An engine may return no logprobs. For such turns, verifiers' logprobs are not compared.
     context = {key[:2] for key in served if not key[2]}
     recorded = Counter({(*key[:2], b"") if key[:2] in context else key: n for key, n in recorded.items()})
     if recorded == served:
@@ -62,7 +63,7 @@ def _told(key: Served) -> str:
 
 
 def _sampled(trace: Any) -> Iterator[Served]:
-    """Yield each sampled message of a trace with its context."""
+    """Yield each sampled message of a trace, with its context."""
     for node in trace.nodes:
         if not node.sampled:
             continue
@@ -86,13 +87,13 @@ def _sampled(trace: Any) -> Iterator[Served]:
 
 
 def errors_of(episode: Any) -> str | None:
-    """verifiers' first three error messages, or None if there were none."""
+    """Return verifiers' first three error messages, joined, or None if there were no errors."""
     found = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
     return "; ".join(f"{error.type}: {error.message}" for error in found[:3]) or None
 
 
 def rewards_of(episode: Any) -> dict[str, float]:
-    """The weighted rewards of the trained agents, by name; rewards with the same name are summed."""
+    """Return the weighted rewards of the trained agents by name. Rewards with the same name are summed."""
     parts: dict[str, float] = {}
     for trace in episode.traces:
         if trace.agent is not None and not trace.agent.trainable:
@@ -104,7 +105,7 @@ def rewards_of(episode: Any) -> dict[str, float]:
 
 
 def metrics_of(episode: Any) -> dict[str, float]:
-    """verifiers' metrics, by name; with several agents, each name is prefixed with the agent's."""
+    """Return verifiers' metrics by name. If there are several agents, each name is prefixed with the agent's name."""
     return {
         f"{trace.agent.name}/{name}" if len(episode.traces) > 1 and trace.agent is not None else name: float(value)
         for trace in episode.traces
@@ -114,7 +115,7 @@ def metrics_of(episode: Any) -> dict[str, float]:
 
 
 def stop_reason_of(episode: Any) -> StopReason:
-    """Why the episode ended, from the traces' stop conditions."""
+    """Return why the episode ended, according to the stop conditions of the traces."""
     for trace in episode.traces:
         if trace.stop_condition in _STOPS:
             return _STOPS[trace.stop_condition]
@@ -124,7 +125,7 @@ def stop_reason_of(episode: Any) -> StopReason:
 
 
 def messages_of(episode: Any) -> list[Message]:
-    """The messages of the first trace's last branch, in OpenAI's format."""
+    """Return the messages of the last branch of the first trace, in OpenAI's format."""
     from verifiers.v1.dialects.chat import message_to_wire
 
     found: list[Message] = []

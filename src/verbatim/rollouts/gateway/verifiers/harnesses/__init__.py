@@ -1,1 +1,2 @@
-"""Harnesses that play verifiers' tasks. `verifiers.environment` adds this folder to verifiers' own harnesses."""
+"""Harnesses that play verifiers' tasks. `verifiers.environment` adds this folder to those with verifiers' own
+harnesses."""

@@ -1,8 +1,8 @@
-"""Runs verifiers' chat loop in this process. verifiers' own `null` harness would first install a program from the
-network.
+"""Runs verifiers' chat loop in this process, because verifiers' own harness `null` would first install a program from
+the network.
 
-The model takes a turn, its calls of the task's MCP tools are run, and so on until it makes no call. Every request goes
-through verifiers' interception server, as with any harness.
+The model takes a turn, its calls of the task's MCP tools are run, and so on until it takes a turn without a call. Every
+request goes through verifiers' interception server, as with any other harness.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from verifiers.v1.trace import Trace
 from verbatim.inference.chat.answer import read_arguments
 
 CONTEXT_LENGTH = "context_length"
-"""The stop condition of a conversation that no longer fits the model's context."""
+"""The stop condition of a conversation that no longer fits into the model's context."""
 _OVERLONG = "maximum context length"
 
 
 class VerbatimChatConfig(HarnessConfig):  # type: ignore[misc]
-    """verifiers' harness settings, unchanged."""
+    """The settings of verifiers' harnesses, with the id of this harness as the default."""
 
     id: str = "verbatim-chat"
 
 
 class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
-    """A chat loop in this process; see the module."""
+    """A harness that runs the chat loop in this process (see the module's docstring)."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -53,7 +53,7 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """Play the task to its end. On failure, `stderr` of the result has the model server's error."""
+        """Play the task to its end. If it fails, `stderr` of the result has the error of the model server."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -62,7 +62,7 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
             messages += [message_to_wire(message) for message in prompt or ()]
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with contextlib.AsyncExitStack() as stack:
-            # Requests stay on this machine, so no proxy. No timeout, because the rollout has its own.
+            # Requests stay on this machine, so no proxy is used. There is no timeout, because the rollout has its own.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
                     base_url=endpoint, headers={"Authorization": f"Bearer {secret}"}, timeout=None, trust_env=False
@@ -101,7 +101,8 @@ async def _run(call: dict[str, Any], dispatch: dict[str, Any], connections: dict
 
 
 def _refused(trace: Trace, answer: httpx.Response) -> ProgramResult:
-    """The result for a refused request. A full context ends the trace normally; any other refusal is a failure."""
+    """Return the result for a refused request. If the context was full, the trace ends normally; any other refusal is a
+    failure."""
     if answer.status_code == 400 and _OVERLONG in answer.text:
         trace.stop(CONTEXT_LENGTH)
     return ProgramResult(exit_code=1, stdout="", stderr=f"status {answer.status_code}: {answer.text[:500]}")
