@@ -1,11 +1,11 @@
-"""`verbatim.run`: runs a bundled recipe with other settings, with a monitor attached, without a network."""
+"""Example of `verbatim.run`: runs a bundled recipe with changed settings and with a monitor. Needs no network."""
 
 import verbatim
 from verbatim.logs.monitors import Monitor
 
 
 class Best(Monitor):
-    """Remembers the best mean reward of a step."""
+    """A monitor that remembers the best mean reward of any step."""
 
     def __init__(self):
         self.reward = 0.0

@@ -1,4 +1,5 @@
-"""`verbatim.train`: trains a new, small model on your own environment. Takes under a minute, without a network."""
+"""Example of `verbatim.train`: trains a new, small model on your own environment. Takes under a minute, and needs no
+network."""
 
 import random
 
@@ -10,7 +11,7 @@ RIGHT = {"lost": "refund", "late": "wait", "damaged": "replace", "delivered": "c
 
 
 class Case(Episode):
-    """A customer asks for a parcel: the agent looks up what happened to it, then acts."""
+    """A customer asks for a parcel. The agent looks up what happened to the parcel, and then acts."""
 
     def __init__(self, status):
         self.status, self.right = status, False
@@ -38,7 +39,7 @@ class ParcelDesk:
         return Case(example.payload["status"])
 
     def demonstrations(self, count, seed):
-        """Demonstrations show how to call the tools, not which action is right."""
+        """Return demonstrations. They show how to call the tools, but not which action is right."""
         rng, shown = random.Random(seed), []
         for status in rng.choices(list(RIGHT), k=count):
             case = Case(status)

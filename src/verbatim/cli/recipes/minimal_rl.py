@@ -1,8 +1,8 @@
 """The whole synchronous training loop in one file: every stage by its name, nothing hidden.
 
-An agent with a tool learns to guess a number. `python recipes/minimal_rl.py --steps 60` trains it; the default is a
-short run that shows how the parts work together. `verbatim rl recipes/guess_number.toml` has the same stages, with
-processes, checkpoints and metrics.
+An agent with a tool learns to guess a number. `python recipes/minimal_rl.py --steps 60` trains it. Without `--steps`
+the run is short, and only shows how the parts work together. `verbatim rl recipes/guess_number.toml` has the same
+stages, and also processes, checkpoints and metrics.
 
     Example -> Environment -> [Renderer -> Sampler -> parse -> Tools -> bridge] x turns -> Trajectory
             -> Group -> credit -> filters -> strategy -> TrainingSample -> packing -> MicroBatch
@@ -47,7 +47,7 @@ SEQ_LEN = 512
 
 
 def make_model(folder: Path, environment: GuessNumber) -> Path:
-    """Build a small model with random weights, and a tokenizer trained on the task's own text."""
+    """Build a small model with random weights, and a tokenizer that is trained on text of the task itself."""
     texts = corpus(environment.demonstrations(500, SEED))
     build_model(folder, BuildConfig(hidden_size=128, num_layers=3, vocab_size=1024), texts, seed=SEED)
     return folder
@@ -74,7 +74,7 @@ def teach_the_format(model: Path, folder: Path, environment: GuessNumber, render
 
 
 def to_samples(groups: Sequence[Group], ledger: Ledger, first_index: int) -> list[TrainingSample]:
-    """Apply credit, filters and the strategy. Tokens that are not trained are counted by reason."""
+    """Apply credit, filters and the strategy to the groups. Tokens that are not trained are counted by reason."""
     samples: list[TrainingSample] = []
     filters = {"zero_advantage": ZeroAdvantage()}
     for index, group in enumerate(groups, start=first_index):
@@ -96,7 +96,7 @@ def to_samples(groups: Sequence[Group], ledger: Ledger, first_index: int) -> lis
 
 
 async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: int, groups_per_step: int) -> float:
-    """Run the training loop. Returns the mean reward of the last step."""
+    """Run the training loop, and return the mean reward of the last step."""
     tokenizer = load_tokenizer(model)
     renderer = create_renderer("auto", tokenizer)
     sampler = TorchSampler(model, config=TorchSettings(max_batch_size=128), context_length=SEQ_LEN)
@@ -153,7 +153,7 @@ async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: 
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Build, warm-start and reinforce a model. Returns the mean reward of the last step."""
+    """Build a model, warm-start it and train it by reinforcement learning. Return the mean reward of the last step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=10, help="steps: batches trained and published")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="supervised optimizer steps before that")

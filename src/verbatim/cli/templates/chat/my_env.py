@@ -1,7 +1,7 @@
-"""A conversation of several user turns: the user says a word, the model answers with its opposite, three times.
+"""A conversation of three user turns. In each, the user says a word, and the model must answer with its opposite.
 
-An environment is messages and a reward, never token ids. Replace the words by your own conversation, and run
-`verbatim env check my_env:MyEnv` after each change.
+An environment consists of messages and a reward, never of token ids. Replace the words by your own conversation, and
+run `verbatim env check my_env:MyEnv` after each change.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ ROUNDS = 3
 class MyEpisode(Episode):
     """One conversation. Everything that changes while it runs belongs here, so that episodes do not share it."""
 
-    # The rewards of the turns (in `reply`) add up to the score, so credit per turn counts them once.
+    # The rewards of the turns (see `reply`) add up to the score. This tells Verbatim not to count them twice.
     turn_rewards_sum_to_reward = True
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words, self.right = words, list[bool]()
-        # What the model reads first.
+        # The messages that the model reads first.
         self.messages = [
             {"role": "system", "content": "Answer with the opposite."},
             {"role": "user", "content": words[0]},
         ]
 
     async def reply(self, message: Message) -> Reply:
-        """The user's reply to a message of the model: the next word, or the end of the episode."""
+        """Return the user's reply to a message of the model: the next word, or the end of the episode."""
         answer = self.answer(message["content"])
         share = self.right[-1] / ROUNDS
         return Reply(messages=answer, reward=share) if answer else Reply(done=True, reward=share)
 
     def answer(self, text: str) -> list[Message]:
-        """Record whether the text was right, and return the next user turn, if there is one."""
+        """Record whether the answer was right. Return the next user message, or no message after the last word."""
         self.right.append(text.strip() == OPPOSITES[self.words[len(self.right)]])
         return [{"role": "user", "content": word} for word in self.words[len(self.right) :][:1]]
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The reward of the episode: a number, or named parts, which are summed. 1 counts as a success."""
+        """Return the reward of the episode: a number, or named parts, whose sum is the reward. 1 counts as a
+        success."""
         return {f"round_{n + 1}": float(n < len(self.right) and self.right[n]) / ROUNDS for n in range(ROUNDS)}
 
     def solution(self) -> list[Message]:
-        """The messages of a perfect agent. `verbatim env check` plays them to make sure that success is possible."""
+        """Return the messages of a perfect agent. `verbatim env check` plays them, to make sure that success is
+        possible."""
         return [{"role": "assistant", "content": OPPOSITES[word]} for word in self.words]
 
 
@@ -55,21 +57,22 @@ class MyEnv:
     """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
-        """The tasks of "train" and "eval": they differ, so that evaluations use tasks that were not trained on."""
+        """Return the tasks of "train" or "eval". They differ, so that evaluations use tasks that were not trained
+        on."""
         drawn = [list(words) for words in itertools.permutations(OPPOSITES, ROUNDS)]
         random.Random(0).shuffle(drawn)
         chosen = drawn[:16] if split == "train" else drawn[16:]
         return [Example(id="-".join(words), payload={"words": words}) for words in chosen]
 
     async def start(self, example: Example, seed: int) -> MyEpisode:
-        """A new episode. If anything in it is random, draw it from random.Random(seed)."""
+        """Start a new episode. If anything in it is random, draw it from random.Random(seed)."""
         return MyEpisode(example.payload["words"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
+        """Return conversations to imitate before reinforcement learning. Only a model made by [model.build] needs them.
 
-        They show what an answer looks like, but not good play: this speaker says the right word half of the time, and
-        any of the opposites otherwise.
+        They show what an answer looks like, but not good play: half of the time the answer is the right word, and
+        otherwise it is any of the opposites.
         """
         rng = random.Random(seed)
         return [Demonstration(messages=list(self._demonstration(rng))) for _ in range(count)]

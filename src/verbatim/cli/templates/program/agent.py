@@ -1,8 +1,8 @@
-"""An agent that looks after plants with two tools, written with OpenAI's SDK. It knows nothing of Verbatim.
+"""An agent that looks after plants with two tools, written with OpenAI's SDK. It needs no knowledge of Verbatim.
 
-The program is started once. Each line of its input is one episode: a plant, with the base URL and the API key to use.
-For each line it prints a line with the reward. Replace the plants by your own task: everything that the model is asked
-through this URL is trained.
+The program is started once. Each line of its input is one episode: it has a plant, and the base URL and API key to use.
+For each such line the program prints a line with the reward. Replace the plants by your own task. What the model
+answers to requests at this URL is trained.
 """
 
 import json
@@ -20,7 +20,7 @@ TOOLS = [
 
 
 def play(client: OpenAI, state: str) -> float:
-    """Play one episode. Returns 1 for the right care, else 0."""
+    """Play one episode. Returns 1 if the plant got the right care, else 0."""
     messages: list = [{"role": "user", "content": TASK}]
     for _ in range(4):
         answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
@@ -35,7 +35,7 @@ def play(client: OpenAI, state: str) -> float:
 
 
 def main() -> None:
-    """Play one episode per line until the input ends."""
+    """Play one episode for each line of the input, until the input ends."""
     for line in sys.stdin:
         order = json.loads(line)
         client = OpenAI(base_url=order["base_url"], api_key=order["api_key"])

@@ -1,4 +1,4 @@
-"""Run with `pytest`: the program works. Scripted responses take the place of a model."""
+"""Tests, run with `pytest`, that the program works. Scripted responses take the place of a model."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import agent
 
 
 def playing(*answers: tuple[str, dict]) -> SimpleNamespace:
-    """A client whose model makes these calls, one per response."""
+    """Return a client whose model makes these calls, one call per response."""
     left = iter(answers)
 
     def create(**request: object) -> SimpleNamespace:

@@ -1,7 +1,8 @@
-"""Two agents: a gardener decides, and asks a scout, who alone sees the plant. The model plays both; both are trained.
+"""An environment with two agents, a gardener and a scout. Only the scout sees the plant; the gardener asks the scout,
+and decides what to do. The model plays both agents, and both are trained.
 
-An environment is messages, tools and a reward, never token ids. Replace the plants by your own task, and run
-`verbatim env check my_env:MyEnv` after each change.
+An environment consists of messages, tools and a reward, never of token ids. Replace the plants by your own task, and
+run `verbatim env check my_env:MyEnv` after each change.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from verbatim import Example, Message, Trajectory
 from verbatim.environments import Agent, Demonstration, Episode, FunctionTool, tool_call, tool_exchange
 
 SIGNS = {"cracked soil": "dry", "yellow leaves": "pale", "hanging stems": "wilting", "roots outside": "crowded"}
-"""What the scout sees, and the word for it."""
+"""What the scout sees, and the word that describes it."""
 RIGHT_CARE = {"dry": "water", "pale": "feed", "wilting": "shade", "crowded": "repot"}
-"""The word, and the gardener's right answer."""
+"""The scout's word, and the gardener's right answer to it."""
 
 
 def ask() -> str:
@@ -28,16 +29,16 @@ class MyEpisode(Episode):
 
     def __init__(self, sign: str) -> None:
         self.sign, self.answer, self.num_asked = sign, "", 0
-        # What the first agent reads first. The other agents get their own messages in `run`.
+        # The messages that the first agent reads first. The other agents get their own messages in `run`.
         self.messages = [{"role": "user", "content": f"What to do? {', '.join(RIGHT_CARE.values())}."}]
         self.ask = FunctionTool(ask)
 
     def for_the_scout(self) -> list[Message]:
-        """The scout's own conversation, which stays separate from the gardener's."""
+        """Return the messages that the scout reads. Its conversation is separate from the gardener's."""
         return [{"role": "user", "content": f"You see {self.sign}. {', '.join(RIGHT_CARE)}?"}]
 
     async def run(self, agent: Agent) -> None:
-        """The episode's own control flow: each `agent.sample` is a turn of the named agent."""
+        """Run the episode. This is the episode's own control flow: each `agent.sample` is a turn of the named agent."""
         messages = list(self.messages)
         while True:
             said = await agent.sample(messages, [self.ask], agent="gardener")
@@ -53,14 +54,14 @@ class MyEpisode(Episode):
                 messages.append({"role": "tool", "content": heard["content"], "tool_call_id": call["id"], "name": name})
 
     async def score(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The reward of all agents: named parts, which are summed. 1 counts as a success."""
+        """Return the reward of all agents as named parts, whose sum is the reward. A sum of 1 counts as a success."""
         return {
             "right": 0.9 * (self.answer == RIGHT_CARE[SIGNS[self.sign]]),
             "asked": 0.1 * (self.num_asked > 0),
         }
 
     def solution(self) -> list[Message]:
-        """The messages of perfect agents, in the order of their turns. `verbatim env check` plays them."""
+        """Return the messages of perfect agents, in the order of their turns. `verbatim env check` plays them."""
         word = SIGNS[self.sign]
         return [
             tool_call("ask", {}),
@@ -73,17 +74,18 @@ class MyEnv:
     """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
-        """The tasks of "train" and "eval". With many tasks, hold some out for "eval"."""
+        """Return the tasks of "train" or "eval". If you have many tasks, hold some out for "eval"."""
         return [Example(id=sign.replace(" ", "-"), payload={"sign": sign}) for sign in SIGNS]
 
     async def start(self, example: Example, seed: int) -> MyEpisode:
-        """A new episode. If anything in it is random, draw it from random.Random(seed)."""
+        """Start a new episode. If anything in it is random, draw it from random.Random(seed)."""
         return MyEpisode(example.payload["sign"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
+        """Return conversations to imitate before reinforcement learning. Only a model made by [model.build] needs them.
 
-        They show each agent's format, but not good play: the gardener asks half of the time, and both often guess.
+        They show the format of each agent's messages, but not good play: the gardener asks half of the time, and both
+        agents often guess.
         """
         rng = random.Random(seed)
         return [self._of_the_gardener(rng) if n % 2 == 0 else self._of_the_scout(rng) for n in range(count)]

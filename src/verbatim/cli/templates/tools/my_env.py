@@ -1,7 +1,7 @@
-"""An agent looks after plants with two tools: it looks at a plant, then does what the plant needs.
+"""An environment in which an agent looks after plants with two tools: it looks at a plant, and then cares for it.
 
-An environment is messages, tools and a reward, never token ids. Replace the plants by your own task, and run
-`verbatim env check my_env:MyEnv` after each change.
+An environment consists of messages, tools and a reward, never of token ids. Replace the plants by your own task, and
+run `verbatim env check my_env:MyEnv` after each change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class MyEpisode(Episode):
 
     def __init__(self, state: str) -> None:
         self.state, self.is_right = state, False
-        # What the model reads first.
+        # The messages that the model reads first.
         self.messages = [{"role": "user", "content": f"Look after the plant. Ways to care: {', '.join(CARES)}."}]
         # A tool is a typed function; its docstring is the description that the model reads.
         self.tools = [FunctionTool(self.look), FunctionTool(self.care)]
@@ -35,11 +35,12 @@ class MyEpisode(Episode):
         return ToolResult(content="done", done=True)  # done=True ends the episode
 
     async def score(self, trajectory: Trajectory) -> float:
-        """The reward, computed when the episode has ended. 1 counts as a success."""
+        """Return the reward. Called when the episode has ended. A reward of 1 counts as a success."""
         return float(self.is_right)
 
     def solution(self) -> list[Message]:
-        """The messages of a perfect agent. `verbatim env check` plays them to make sure that success is possible."""
+        """Return the messages of a perfect agent. `verbatim env check` plays them, to make sure that success is
+        possible."""
         return [tool_call("look", {}), tool_call("care", {"way": RIGHT_CARE[self.state]}, call_id="call_1")]
 
 
@@ -47,18 +48,18 @@ class MyEnv:
     """The environment: provides examples, and starts an episode for each."""
 
     def examples(self, split: str) -> list[Example]:
-        """The tasks of "train" and "eval". With many tasks, hold some out for "eval"."""
+        """Return the tasks of "train" or "eval". If you have many tasks, hold some out for "eval"."""
         return [Example(id=state, payload={"state": state}) for state in RIGHT_CARE]
 
     async def start(self, example: Example, seed: int) -> MyEpisode:
-        """A new episode. If anything in it is random, draw it from random.Random(seed)."""
+        """Start a new episode. If anything in it is random, draw it from random.Random(seed)."""
         return MyEpisode(example.payload["state"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Conversations to imitate before reinforcement learning: only a model made by [model.build] needs them.
+        """Return conversations to imitate before reinforcement learning. Only a model made by [model.build] needs them.
 
-        They show how a tool is called, but not good play: this gardener looks half of the time, and is then right half
-        of the time.
+        They show how a tool is called, but not good play: this gardener looks half of the time, and even then does the
+        right thing only about half of the time.
         """
         rng = random.Random(seed)
         shown = []
