@@ -77,7 +77,7 @@ class Episode:
     messages: Sequence[Message] = ()
     """The opening messages."""
     tools: Sequence[Tool] = ()
-    """The episode's tools, bound to its state."""
+    """The episode's tools, bound to the episode's state."""
     info: Mapping[str, Any] = {}
     """Further facts about the finished episode, as JSON values. They are copied to the trajectory's `info`."""
     turn_rewards_sum_to_reward: bool = False

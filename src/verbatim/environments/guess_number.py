@@ -95,7 +95,7 @@ class GuessNumberEpisode(Episode):
         self.tools = (FunctionTool(self.guess, description="", inline=True),)
 
     def guess(self, number: int) -> ToolResult:
-        """The answer to one guess."""
+        """Answer one guess."""
         if self.found or self.guesses_left == 0:
             return ToolResult(content="the game is over", done=True)
         self.guesses_left -= 1

@@ -126,7 +126,7 @@ class Rewards:
 
     @classmethod
     def of(cls, given: Any, weights: Sequence[float] | None = None) -> Rewards:
-        """Create it from a function or import path, or from a list of these; None for no functions.
+        """Create `Rewards` from a function or import path, or from a list of these; None for no functions.
 
         Raises:
             ComponentError: an item is not a reward function, or there are more or fewer weights than functions.
@@ -161,7 +161,7 @@ class Rewards:
     async def score(
         self, trajectory: Trajectory, example: Example, prompt: Any, *, num_opening: int, environment: object = None
     ) -> float | Mapping[str, float] | None:
-        """Return the reward of one rollout. If a function returns None, it does not apply to the rollout and adds no
+        """Return the reward of one rollout. A function that returns None does not apply to the rollout, and adds no
         part.
 
         Args:

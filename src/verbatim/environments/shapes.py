@@ -40,8 +40,8 @@ def taskset_of(make: object) -> str | None:
 
 
 def adapter_of(given: object) -> Adapter | None:
-    """Return the adapter for a class, an object or a function. None if it already is an environment, or no adapter
-    fits.
+    """Return the adapter for a class, an object or a function. Return None if it already is an environment, or if no
+    adapter fits.
 
     >>> def exact(completion, answer): ...
     >>> adapter_of(exact).__name__

@@ -21,7 +21,7 @@ INSTALL = "Hugging Face data sets need the datasets package: pip install 'verbat
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Names of the fields of a row that have a meaning. All other fields become the payload.
+    """Names of those fields of a row that have a fixed meaning. All other fields become the payload.
 
     Example:
         The row `{"id": 7, "messages": [{"role": "user", "content": "2 + 2?"}], "answer": 4}` becomes

@@ -251,8 +251,8 @@ class AgentLoop(EpisodeLoop):
         seed: int | None = None,
         watch: Watch | None = None,
     ) -> Completion:
-        """Sample one completion within the remaining token budget. Without `seed`, the seed is derived from the agent's
-        name and its number of turns."""
+        """Sample one completion within the remaining token budget. By default its seed is derived from the
+        episode's seed, the agent's name and the number of turns that the agent has had."""
         room = self.room_for(len(prompt_ids))
         if room <= 0:
             self._end(StopReason.LENGTH)

@@ -93,8 +93,8 @@ class ChatLoop(EpisodeLoop):
         counted = said.usage.get("completion_tokens", 0) if said.completion_ids is None else len(said.completion_ids)
         self._num_completion_tokens += counted
         calls = tuple(map(self._identify, said.tool_calls))
-        # By default vLLM reports logprobs of the unmodified distribution. The tokens were sampled from that
-        # distribution only if no parameter (top_p, penalties, ...) changes it. Servers may also report processed
+        # By default vLLM reports logprobs of the unmodified distribution. The logprobs are those of the sampled tokens
+        # only if no parameter (top_p, penalties, ...) changes the distribution, or if the server reports processed
         # logprobs.
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         return SampledAnswer(

@@ -107,8 +107,8 @@ class ConversationRollout(abc.ABC):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
-        # Validates the limits. Calls the base class's `_limits`, because a subclass's reads the sampler, which is not
-        # checked yet.
+        # Validates the limits. Calls the base class's `_limits`, because that of a subclass reads the sampler, which
+        # is not checked yet.
         ConversationRollout._limits(self)
         managers = self.tool_manager
         if not isinstance(self.sampling_params, SamplingParams):
@@ -150,9 +150,9 @@ class ConversationRollout(abc.ABC):
     async def run_each(
         self, trajectories: Sequence[Conversation], finished: Callable[[int, Trajectory], object], **overrides: Any
     ) -> None:
-        """Like `run`, but instead of collecting the trajectories, call `finished` with the index and the trajectory as
-        soon as each one ends. An exception in `finished` is raised here; then the episodes still in flight are
-        cancelled, and `finished` is called with their trajectories too."""
+        """Like `run`, but instead of collecting the trajectories, call `finished(index, trajectory)` for each
+        trajectory as soon as it ends. An exception in `finished` is raised here; then the episodes still in flight
+        are cancelled, and `finished` is called with their trajectories too."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
         offered = offered_tools(openings, settings.tool_manager)

@@ -22,8 +22,8 @@ def trajectory_from_messages(
     trajectory_id: str = "",
     env: str = "",
 ) -> Trajectory:
-    """Convert a conversation to a trajectory, in which each assistant message is a turn. The completion's ids are those
-    that rendering the conversation with the message adds to rendering the prompt alone.
+    """Convert a conversation to a trajectory, in which each assistant message is a turn. The completion of a turn
+    consists of the ids that follow the prompt's ids when the conversation is rendered with the message.
 
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens. The close token
     belongs to the completion. Logprobs are missing, since nothing was sampled. Templates render the last message of a

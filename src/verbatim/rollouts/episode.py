@@ -43,8 +43,8 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode and score it.
 
-    A failure ends the episode, whether of the environment, of the engine, or of a tool that the environment itself
-    calls. The message of the failure is stored in the trajectory's `error`, and the turns so far are kept. Any
+    A failure of the environment, of the engine, or of a tool that the environment itself calls ends the episode. The
+    message of the failure is stored in the trajectory's `error`, and the turns so far are kept. Any
     exception of the environment is a failure, including SystemExit and KeyboardInterrupt. An episode in which the
     policy sampled nothing fails too, and is not scored. At the episode's deadline the environment's code is cancelled.
     If the code is still running `supervised.GRACE` seconds later, the episode fails, its task is abandoned, and the run
@@ -240,7 +240,8 @@ class EpisodeRun:
 
     def _note(self, fault: RolloutError) -> None:
         """Set the trajectory's error to the kind and message of the fault, and keep the traceback of the user's
-        exception: the log quotes it, and the log may be written on another host, which has only the trajectory."""
+        exception. The log quotes the traceback, and may be written on a different host, which has only the
+        trajectory."""
         kinds = {
             EnvironmentFault: "environment",
             JudgeFailed: "judge",

@@ -98,8 +98,8 @@ class SampledAnswer:
         self.conversation = self.kept_sets = None
 
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
-        """Return the fields of the `Turn` other than its ids. Without ids because `TeacherLoop` records the same turn
-        with the ids of a student."""
+        """Return the fields of the `Turn` other than its ids. The ids are left out, because `TeacherLoop` records the
+        same turn with the ids of a student."""
         parse_status: ParseStatus = "ok"
         for call in self.tool_calls:
             if call.status != "ok":

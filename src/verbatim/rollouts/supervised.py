@@ -124,7 +124,7 @@ async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
     Raises:
         LeftBehind: the task was still running when its time was over.
         asyncio.CancelledError: the caller was cancelled, or the task cancelled itself (`calls.told_to_end` is then
-        False).
+            False).
         BaseException: the coroutine raised it.
     """
     task = asyncio.create_task(work)

@@ -43,9 +43,9 @@ class TraceFolder:
         folder.mkdir(parents=True, exist_ok=True)
 
     def store(self, trajectory: Trajectory) -> Path | None:
-        """Write a trajectory's trace if the callback wants it. Return the path, or None if it was not written. A
+        """Write a trajectory's trace if `trace_callback` wants it. Return the path, or None if it was not written. A
         failure to write is logged and not raised, because losing a trace is better than losing the episode. If a
-        callback raises, the trace is kept; if the one for success raises, the file's name begins with `fail-`."""
+        callback raises, the trace is kept; if `success_callback` raises, the file's name begins with `fail-`."""
         errors: list[str] = []
         with self._one_at_a_time:
             if not self._ask("trace_callback", self._wanted, trajectory, errors, otherwise=True):

@@ -176,7 +176,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _without_dialects(schema: Any) -> Any:
-    """Remove every `$schema`, because jsonschema would check a part that names a dialect with validators of its own."""
+    """Remove every `$schema`, because jsonschema would use validators of its own for a part that names a dialect."""
     if isinstance(schema, Mapping):
         return {
             name: _without_dialects(inner)

@@ -131,7 +131,7 @@ class ToolManager(Mapping[str, Tool]):
             output_limit: Maximum length of the answer in characters, including the note that it was cut; None for no
                 limit.
 
-            Never raises, except CancelledError if the caller is cancelled, and KeyboardInterrupt.
+        Never raises, except CancelledError if the caller is cancelled, and KeyboardInterrupt.
         """
         refusal = self._refuse(call)
         if refusal is not None:
@@ -218,7 +218,7 @@ async def _awaited(value: Awaitable[Any]) -> ToolResult:
 
 
 def _called(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Call, and return the return value and the exception. One of the two is None."""
+    """Call the function. Return (return value, None), or (None, exception) if it raised one."""
     try:
         return call(), None
     except BaseException as error:  # noqa: BLE001  `_settled` raises again what is not the tool's failure

@@ -117,7 +117,7 @@ class ApiPlays:
 
 
 Plays = PolicyPlays | RandomPlays | FrozenPlays | ApiPlays
-"""The setting for the players other than the policy's."""
+"""The setting that says who plays against the policy."""
 
 
 def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:

@@ -92,8 +92,8 @@ class Session:
 
     @property
     def fault(self) -> RolloutError | None:
-        """The fault that makes the episode fail, or None: the first RecordError, or else a sampler fault that was sent
-        to a client as the answer to a prompt that was not answered later."""
+        """The fault that makes the episode fail, or None: the first RecordError, or else a sampler fault that a client
+        got as the answer to a prompt, unless a later request with the same prompt succeeded."""
         return self._record_fault or next(iter(self._sampler_faults.values()), None)
 
     @property
@@ -109,7 +109,7 @@ class Session:
 
     @contextlib.contextmanager
     def arriving(self, kind: str = "requests") -> Iterator[None]:
-        """Count a request as open while its body is being read; call `admit` afterwards.
+        """Context manager that counts a request as open while its body is being read. Call `admit` afterwards.
 
         Raises:
             Refused: as for `admit`, but before the body is read.
@@ -271,7 +271,7 @@ class Session:
             self._num_open -= 1
 
     def delivered(self, exchange: RequestExchange[Any]) -> None:
-        """Mark an answer as received in full by a client."""
+        """Mark an answer as sent in full to a client."""
         exchange.delivered = True
         self._delivery.arrived(*exchange.progress.turns)
 

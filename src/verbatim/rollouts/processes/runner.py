@@ -27,7 +27,8 @@ from verbatim.rollouts.workers.worker import WorkerContext
 
 
 class ProcessSettings(BackendSettings):
-    """[orchestrator.rollout.processes]: child processes of this machine, also for environments with `isolated`."""
+    """[orchestrator.rollout.processes]: runs episodes in child processes of this machine. The settings also apply to
+    environments with `isolated`."""
 
     worker_memory_mb: PositiveInt | None = None
     """Maximum memory of one process in MiB (2**20 bytes). A process that uses more is replaced, and its episodes run

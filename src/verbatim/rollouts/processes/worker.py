@@ -46,8 +46,8 @@ each other down."""
 
 
 class ProcessWorker:
-    """A `Worker` in a process that ends together with this process, for whatever reason this one ends. It has its own
-    process group, so a Ctrl-C at the terminal does not reach it.
+    """A `Worker` in a child process that ends together with this process, no matter why this process ends. The child
+    has its own process group, so a Ctrl-C at the terminal does not reach it.
 
     Args:
         label: The environment's label.
@@ -157,7 +157,7 @@ class ProcessWorker:
             raise
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
-        """Monitor the process until it has ended. The episodes that run in it then are lost."""
+        """Monitor the process until it has ended. The episodes that it is running then are lost."""
         exited, closed = asyncio.create_task(process.wait()), self._peer.closed
         either: set[asyncio.Future[Any]] = {exited, closed}
         try:

@@ -85,7 +85,7 @@ class _TimeLimit:
 
     @contextlib.asynccontextmanager
     async def of_waiting(self, why: str) -> AsyncIterator[None]:
-        """Context manager in which to wait for a place. `why` names the limit that causes the wait. Raises
+        """Context manager in which to wait for a free place. `why` names the limit that causes the wait. Raises
         EnvironmentFault if the episode's time runs out first."""
         seconds = self.left
         try:

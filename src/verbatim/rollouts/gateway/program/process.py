@@ -33,8 +33,8 @@ SCORE_SECONDS = 60.0
 VARIABLE = "VERBATIM_PROGRAM_ID"
 """Environment variable that marks the processes of one program. All descendants inherit it, including daemons."""
 _MOST_ROUNDS = 100
-"""Maximum number of passes over all processes in `kill_marked`. Without a maximum, a fork bomb could keep it busy
-forever."""
+"""Maximum number of passes over all processes in `kill_marked`. Without a maximum, a fork bomb could keep the function
+busy forever."""
 _TAIL = 64 * 2**10
 """Number of bytes kept from the end of each output."""
 

@@ -134,7 +134,7 @@ class VerifiersEpisode(Episode):
 
         Raises:
             SamplerFault, RecordError: one of the episode's requests failed with this error, and then the episode
-            failed.
+                failed.
             EnvironmentFault: the episode failed for a different reason, or its trace differs from the sampled turns.
             EpisodeOver: the episode was cut off.
         """
