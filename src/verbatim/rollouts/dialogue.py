@@ -26,7 +26,7 @@ from verbatim.rollouts.supervised import UserCalls
 from verbatim.rollouts.turn_arguments import checked_state_key
 
 TIMELINE = "timeline"
-"""Key of `Trajectory.info` under which are the start and the duration, in seconds, of each generation and tool call."""
+"""Key of `Trajectory.info`. Its value has the start and the duration, in seconds, of each generation and tool call."""
 
 
 class Dialogue:

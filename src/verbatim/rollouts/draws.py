@@ -16,7 +16,7 @@ from verbatim.rollouts.recorder import Recorder
 
 class Draws:
     """Sends an episode's requests to a sampler. The recorder counts the tokens before the completion is delivered, so
-    that they are counted even if it is never delivered."""
+    that they are counted even if the completion is never delivered."""
 
     def __init__(self, recorder: Recorder, session: str = "") -> None:
         self._recorder, self.session = recorder, session

@@ -16,7 +16,7 @@ from verbatim.core.types import Trajectory
 logger = logging.getLogger(__name__)
 
 TRACEBACK = "traceback"
-"""Key of `Trajectory.info` under which are the last lines of a traceback."""
+"""Key of `Trajectory.info` whose value is the last lines of a traceback."""
 TOOL_FAULTS = "tool_faults"
 """Key of `Trajectory.info` for tools that raised or timed out: a count and the first message for each failure kind."""
 NO_TURNS = "no_turns"

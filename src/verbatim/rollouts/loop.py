@@ -31,7 +31,7 @@ from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, ch
 JUDGE_USAGE = "judge_usage"
 """Key of `Trajectory.info` under which a judge's usage for the episode is stored (requests, tokens, cost)."""
 RENDERED_AGAIN = "rendered_again"
-"""Key of `Trajectory.info` under which are listed the turns whose prompts were rendered from scratch and do not extend
+"""Key of `Trajectory.info`. Its value is a list of the turns whose prompts were rendered from scratch and do not extend
 the turn before them. An entry has the turn's index as "turn", the index of the turn before it as "after", and a
 `BreakReason` as "reason"."""
 TOOLS_OFFERED = "tools_offered"

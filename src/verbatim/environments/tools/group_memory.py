@@ -19,7 +19,7 @@ from verbatim.environments.tools.control_groups import MemoryGroup
 logger = logging.getLogger(__name__)
 
 INTERVAL = 0.25
-"""Seconds between two checks."""
+"""Seconds between two checks of the memory of watched processes."""
 OF_KERNEL_MB = 32
 """MiB that are added to the limit of a control group, for the memory that the kernel itself needs for the processes.
 With this allowance, a single process that allocates too much hits RLIMIT_DATA first: its allocation fails, and the
@@ -71,7 +71,7 @@ class WatchedProcess:
     pid: int
     """The process's id."""
     most_kb: int
-    """Limit in KiB on the memory of all of them together."""
+    """Limit in KiB on the total memory of the process and its descendants."""
     on_too_much: Callable[[], None]
     """Called once, from the watching thread, when the limit is exceeded."""
     group: MemoryGroup | None
@@ -91,7 +91,7 @@ class WatchedProcess:
 
 
 class MemoryWatch:
-    """Polls the memory of watched processes, in a thread that runs as long as there are any.
+    """Polls the memory of watched processes, in a thread that runs as long as any process is watched.
 
     Args:
         interval: Seconds between two checks.
@@ -112,9 +112,9 @@ class MemoryWatch:
         Args:
             pid: Id of the process. It must be a child of this process that has not been waited for, so that its id
                 cannot be reused.
-            memory_mb: Limit in MiB on the memory of all of them together.
-            on_too_much: Called once, from a different thread, when they exceed the limit.
-            files_mb: MiB of files that they may keep in memory (tmpfs). A control group counts these files too.
+            memory_mb: Limit in MiB on the total memory of the process and its descendants.
+            on_too_much: Called once, from a different thread, when their memory exceeds the limit.
+            files_mb: MiB of files that these processes may keep in memory (tmpfs). A control group counts these files too.
         """
         group = MemoryGroup.make(memory_mb + files_mb + OF_KERNEL_MB)
         if group is not None and not group.take(descendants(pid)):

@@ -99,8 +99,8 @@ class ShellProtocol:
 
     def line(self, command: str, number: int) -> bytes:
         """Return the bytes to send for one command. The command runs in `eval`, so that a stray `break` or `return` has
-        no effect. Its processes have access neither to later commands (stdin) nor to the descriptor of the marks
-        (4)."""
+        no effect. Its processes have access neither to later commands (stdin) nor to file descriptor 4, to which the
+        marks are written."""
         quoted = shlex.quote(command.replace("\0", ""))
         done = f"builtin printf '\\0{self._token} {number} %s\\0' $? >&4"
         return f"eval {quoted} </dev/null 4>&-; {done}\n".encode(errors="replace")

@@ -48,7 +48,7 @@ class Game:
 
     @property
     def state(self) -> Any:
-        """The package's state object."""
+        """The state object of `textarena` for this game."""
         return self.env.state
 
     def observe(self) -> tuple[int, str]:

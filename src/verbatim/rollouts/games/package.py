@@ -41,7 +41,7 @@ package's observation wrappers are not used."""
 
 @dataclass(frozen=True, kw_only=True)
 class GameSpec:
-    """One game of the package."""
+    """One game of the package `textarena`."""
 
     id: str
     """The game's id in the package, such as "TicTacToe-v0"."""

@@ -102,7 +102,7 @@ class ReadChat:
 
     asked: ChatRequest
     given: Mapping[str, object]
-    """The body's JSON."""
+    """The JSON of the request's body."""
     sender: Sender
     digest: bytes
     """Digest of everything on which the answer depends."""

@@ -74,7 +74,7 @@ class Exchanges(Generic[T]):
     """The requests of one session.
 
     Args:
-        patience: Seconds for which generation continues after the client has disconnected, because it may retry.
+        patience: Seconds for which generation continues after the client has disconnected, since the client may retry.
     """
 
     def __init__(self, patience: float) -> None:

@@ -49,7 +49,7 @@ class Gateway:
         restores_reasoning: True to treat an answer that a client sends back without its reasoning as the original
             answer. None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
         train_undelivered: True to train also the answers that no client received in full.
-        patience: Seconds for which generation continues after a client has disconnected, because it may reconnect.
+        patience: Seconds for which generation continues after a client has disconnected, since the client may return.
         options: Request fields that are accepted but have no effect.
         service_limits: Limits on connections and request bodies.
     """

@@ -254,8 +254,8 @@ class Session:
             self._num_open -= 1
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Count the tokens of a request's prompt. Renders it from scratch, since clients may ask before they send
-        it."""
+        """Count the tokens of a request's prompt. Renders the prompt from scratch, since clients may ask for
+        the count before they send the request itself."""
         prompt = Prompt(
             agent="",
             messages=tuple(map(readable, request.messages)),

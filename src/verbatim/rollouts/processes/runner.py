@@ -83,8 +83,8 @@ def log_names(labels: list[str]) -> list[str]:
 
 
 class ProcessRunner:
-    """An `EpisodeRunner` that sends each episode to the workers of its environment, or runs it here if there are
-    none."""
+    """An `EpisodeRunner` that sends each episode to the workers of its environment, or runs the episode in this process
+    if the environment has none."""
 
     def __init__(self, pools: Mapping[tuple[str, str], WorkerPool]) -> None:
         self.pools = pools

@@ -77,7 +77,7 @@ class WorkerContext:
 
     @classmethod
     def current(cls) -> WorkerContext:
-        """Return the context of this process."""
+        """Return the working directory and the search path of this process."""
         return cls(folder=str(Path.cwd()), search_path=tuple(os.path.abspath(entry) for entry in sys.path))
 
     def apply(self) -> None:

@@ -53,7 +53,7 @@ socket.send_fds(own, [b"x"], [listening.fileno()])
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramEnd:
-    """How a program ended."""
+    """The way in which a program ended, and its output."""
 
     status: int | None
     """The exit status (128 + n if signal n ended the program), or None if the shell around the program died before it
