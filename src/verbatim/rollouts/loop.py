@@ -177,7 +177,7 @@ class EpisodeLoop(abc.ABC):
         """Sum of `max_tokens` over the requests in flight. These tokens are reserved when a request starts, so that
         concurrent agents cannot exceed the episode's budget together."""
         self.stop_reason: StopReason | None = None
-        """The reason why a limit ended the episode, or None; once it is set, every request is refused."""
+        """The reason why the episode ended, or None if it has not ended. Once it is set, every request is refused."""
         self.in_order = False
         """True if the turns are sequential and none follows a failed turn. Then the arrays of a turn are freed as soon
         as the next prompt is built."""

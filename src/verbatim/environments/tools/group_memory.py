@@ -114,7 +114,7 @@ class MemoryWatch:
                 cannot be reused.
             memory_mb: Limit in MiB on the total memory of the process and its descendants.
             on_too_much: Called once, from a different thread, when their memory exceeds the limit.
-            files_mb: MiB of files that these processes may keep in memory (tmpfs). A control group counts these files too.
+            files_mb: MiB of files that these processes may keep in memory (tmpfs). A control group counts files too.
         """
         group = MemoryGroup.make(memory_mb + files_mb + OF_KERNEL_MB)
         if group is not None and not group.take(descendants(pid)):

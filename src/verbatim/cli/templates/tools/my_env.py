@@ -58,8 +58,8 @@ class MyEnv:
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Return conversations to imitate before reinforcement learning. Only a model made by [model.build] needs them.
 
-        They show how a tool is called, but not good play: this gardener looks half of the time, and even then does the
-        right thing only about half of the time.
+        They show how a tool is called, but not good play: this gardener looks half of the time, then does the right
+        thing half of the time, and otherwise does anything.
         """
         rng = random.Random(seed)
         shown = []
