@@ -28,21 +28,21 @@ from verbatim.logs.checkpoints.stored_config import CONFIG
 RUNS = Path("runs")
 LATEST = "latest"
 BEST, TEMPORARY_BEST = "best", ".best.tmp"
-"""The only symbolic link in a run folder, which points to the weights of the best evaluation's checkpoint, and its name
-while it is being created."""
+"""`BEST` is the only symbolic link in a run folder; it points to the weights in the checkpoint of the best evaluation.
+`TEMPORARY_BEST` is the name of this link while it is being created."""
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 """The roles of a run's processes. Each role has its own lock and log, such as `orchestrator.lock` and
 `logs/orchestrator.log`."""
 LOCKS = (f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock")
 _ATTEMPTS = 20
-"""Number of attempts to hold a new folder while other processes keep creating and removing it."""
+"""Maximum number of attempts to hold a new folder while other processes keep creating and removing it."""
 _LEAVING = 10.0
 """Seconds to wait for the trainer of a killed run, which exits once it notices that its orchestrator has ended."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Held:
-    """A folder that is locked for this process. Nothing but the lock and the marker has been written into it."""
+    """A folder that is locked for this process. So far, only the lock file and the marker are in it."""
 
     path: Path
     """The folder."""
@@ -51,7 +51,7 @@ class Held:
     made: tuple[Path, ...] = ()
     """The folder and its parents that did not exist before, the innermost first."""
     is_new: bool = False
-    """True if the folder did not belong to a run before, so that `give_up` removes the marker."""
+    """True if the folder did not belong to a run before; `give_up` then removes the marker."""
     _is_taken: bool = False
 
     def take(self) -> FolderLock:
@@ -60,7 +60,8 @@ class Held:
         return self.lock
 
     def give_up(self) -> None:
-        """Release the folder unless its lock was taken. A new folder is restored to its previous state."""
+        """Release the folder, unless `take` has handed over its lock. A new folder is restored to its previous
+        state."""
         if self._is_taken:
             return
         if self.is_new:  # while still locked, because afterwards another process may begin a run here
@@ -102,7 +103,8 @@ def _hold_new(path: Path, role: str) -> Held:
     _refuse_a_run(path)
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     is_new = not is_claimed(path)
-    # Accept the lock file of a process that is just giving up the folder; the lock below decides.
+    # A lock file in the folder is ignored here, because its process may be giving up the folder. `lock_of` below fails
+    # if the process still holds the lock.
     claim(path, but=[name for name in LOCKS if is_lock_file(path / name)])
     held = Held(path=path, lock=lock_of(path, role), made=made, is_new=is_new)
     try:  # check again, as another process may have begun a run in the folder, or given it up, before it was locked
@@ -158,7 +160,7 @@ def folder_to_join(config: RunConfig) -> Path:
     """Return `config.run_dir`, which a run needs if its processes are started separately.
 
     Raises:
-        UsageError: it is not set.
+        UsageError: `run_dir` is not set.
     """
     if config.run_dir is None:
         raise UsageError(

@@ -1,4 +1,5 @@
-"""Reads and writes the orchestrator's part of a checkpoint: a JSON file, and one line per example in a difficulty pool.
+"""Reads and writes the orchestrator's part of a checkpoint: a JSON file, and for each difficulty pool a file with one
+line per example.
 
 ```
 orchestrator.json      step, ledger, schedule with the state of its random generators, groups in flight
@@ -19,7 +20,7 @@ from verbatim.logs.checkpoints.json_files import read_json, read_record, write_r
 
 STATE = "orchestrator.json"
 POOLS = ("easy", "hard")
-"""The difficulty pools that have a file each. An example that is in neither of them is in the normal pool."""
+"""The difficulty pools that have a file each. An example that is in neither pool is in the normal pool."""
 
 
 def write_loop_state(folder: Path, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Seals folders with a `manifest.json` that has the size and SHA-256 of every file.
+"""Seals a folder with a `manifest.json` that lists the size and SHA-256 of every file in the folder.
 
 ```
 {"format": 1, "files": {"weights/model.safetensors": {"size": 81920, "sha256": "..."}}, ...further keys}
@@ -19,11 +19,12 @@ from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 MANIFEST = "manifest.json"
 _OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Error numbers that mean a problem of the reading process (permissions, open files, memory) instead of damage."""
+"""Error numbers (`errno`) that mean a problem of the reading process (permissions, open files, memory), not damage."""
 
 
 def write_manifest(folder: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest and sync the folder's content. The caller syncs the parent after it has renamed the folder.
+    """Write the manifest and sync the folder's content. The caller must sync the parent folder after it has renamed
+    this folder.
 
     Args:
         folder: A folder that is complete except for the manifest.
@@ -33,7 +34,7 @@ def write_manifest(folder: Path, more: Mapping[str, Any] | None = None) -> None:
     entries = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
     }
-    sync_tree(folder)  # before the manifest, which must not be on disk before the files that it lists
+    sync_tree(folder)  # first, because the manifest must not be on disk before the listed files
     write_record(folder / MANIFEST, {**(more or {}), "files": entries})
 
 
@@ -75,7 +76,7 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has a different SHA-256 than when it was written"
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(error, FormatError) and error.number is not None:  # a valid manifest of another version
+        if isinstance(error, FormatError) and error.number is not None:  # intact, but of another version
             raise
         if isinstance(cause, OSError) and cause.errno in _OF_THE_READER:
             raise CheckpointError(f"{folder} cannot be read: {describe(cause)}") from cause

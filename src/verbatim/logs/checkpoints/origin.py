@@ -1,4 +1,5 @@
-"""Reads and writes `forked_from.json`, which has the run and step that a fork comes from, and the changed keys.
+"""Reads and writes `forked_from.json`, which records the run and the step that a fork was made from, and the changed
+keys.
 
 ```
 {"format": 1, "run": "/data/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
@@ -38,7 +39,7 @@ class Origin:
     """The origin of the original run, if that is a fork too."""
 
     def in_short(self) -> dict[str, Any]:
-        """Run, step and changed keys, as plain JSON values."""
+        """The original run, its step and the changed keys, as plain JSON values."""
         return {"run": self.run, "step": self.step, "changes": list(self.changes)}
 
 

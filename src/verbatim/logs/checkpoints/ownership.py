@@ -91,7 +91,7 @@ def refuse_what_is_not_of_a_beginning(path: Path) -> None:
     configuration. Someone else has added these files, after a run was killed at its start or the marker was copied.
 
     Raises:
-        UsageError: there are such files; the message names them.
+        UsageError: the folder has such files; the message names them.
     """
     if not is_claimed(path) or (path / FORKING).exists():  # a fork lists the files that it writes
         return

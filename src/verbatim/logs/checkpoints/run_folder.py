@@ -91,26 +91,28 @@ class RunFolder:
     def __init__(self, path: Path, role: str, lock: FolderLock | None = None) -> None:
         self.path = path
         self.weights = path / "weights"
-        """Folder of published weights."""
+        """Folder of the published weights."""
         self.exchange = path / "exchange"
         """Folder in which orchestrator and trainer exchange files."""
         self.checkpoints = path / "checkpoints"
         """Folder of the run's `CheckpointStore`."""
         self.metrics = path / "metrics.jsonl"
-        """Metrics, one line per step."""
+        """File of the metrics, with one line per step."""
         self.alarms = path / "alarms.jsonl"
-        """Alarms, with one line each time an alarm is raised or cleared."""
+        """File of the alarms, with one line each time an alarm is raised or cleared."""
         self.trajectories = path / "trajectories"
-        """Trajectories with the outcomes of their tokens, one Parquet file per step."""
+        """Folder of the trajectories with the outcomes of their tokens, one Parquet file per step."""
         self.evaluations = path / "evaluations"
-        """Episodes of the evaluations, one Parquet file each, named after the last step before the evaluation."""
+        """Folder of the evaluation episodes, with one Parquet file per evaluation, named after the last step before
+        it."""
         self.learning_curve = path / "learning_curve.png"
         self.summary = path / "summary.json"
         """Final results."""
         self.summary_text = path / "summary.txt"
-        """Final results as printed, with the learning curve and an episode before and after training."""
+        """File of the final results as printed, with the learning curve and one episode each from before and after
+        training."""
         self.final = path / "final"
-        """The trained model, a Hugging Face folder."""
+        """Folder of the trained model, in the Hugging Face format."""
         self.best = path / BEST
         """A symbolic link to the weights of the best evaluation's checkpoint."""
         self._lock = lock or lock_of(path, role)
@@ -165,7 +167,8 @@ class RunFolder:
             name: Name of the folder in `root`.
             now: The time to use in the time stamp.
             root: The folder of all runs.
-            beginning: Writes initial files into the folder (for a fork: the checkpoint), and returns their names.
+            beginning: Called with the folder; writes its initial files (for a fork: the checkpoint) and returns their
+                names.
             held: As for `open`.
 
         Raises:
@@ -230,7 +233,7 @@ class RunFolder:
 
     @classmethod
     def _open(cls, path: Path, role: str, begin: Callable[[RunFolder], None], held: Held | None = None) -> RunFolder:
-        """Lock the folder, and let `begin` prepare it. The lock is released if that fails."""
+        """Lock the folder, and let `begin` prepare it. The lock is released if `begin` fails."""
         found = cls(path, role, None if held is None else held.take())
         try:
             found.remove_left_overs(role)
@@ -254,7 +257,8 @@ class RunFolder:
         return stored_tables(path)
 
     def log(self, role: str) -> Path:
-        """The log file of a role, which only its owner can read. Creates the file and its folder."""
+        """Create the log file of a role and its folder if they are missing, and return the file's path. Only the file's
+        owner can read the file."""
         folder = self.path / "logs"
         folder.mkdir(exist_ok=True)
         make_private(folder / f"{role}.log")
@@ -285,7 +289,7 @@ class RunFolder:
             logger.warning("%s could not be linked to the best checkpoint: %s", self.best, error.strerror or error)
 
     def withdraw(self) -> None:
-        """Remove a new run that failed to start, unless its warm start is done and can be resumed.
+        """Remove a new run that failed to start, unless its warm start has finished, from which it can be resumed.
 
         A time-stamped folder is deleted. In a folder that the user named, the logs are kept.
         """
@@ -418,7 +422,7 @@ def _temporary_config(role: str) -> str:
 def _make_stamped(parent: Path, now: datetime) -> Path:
     """Create `parent/{time stamp}` for this process alone. If it exists, the suffix `-2`, `-3`, ... is added."""
     require_writable(parent)
-    for left in parent.glob(f".{LATEST}-*"):  # temporary links of runs that were killed in `link_latest`
+    for left in parent.glob(f".{LATEST}-*"):  # the temporary links that `link_latest` leaves if its process is killed
         name = left.name.removeprefix(f".{LATEST}-")
         if left.is_symlink() and os.readlink(left) == name and not is_locked(parent / name / f"{ORCHESTRATOR}.lock"):
             left.unlink(missing_ok=True)

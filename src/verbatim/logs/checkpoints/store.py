@@ -55,7 +55,7 @@ class Checkpoint:
     """A complete checkpoint."""
 
     step: int
-    """Number of steps done when the checkpoint was written."""
+    """Number of steps that the run had finished when the checkpoint was written."""
     folder: Path
     """The checkpoint's folder."""
 
@@ -73,7 +73,7 @@ class CheckpointStore:
         keep_last: Number of newest checkpoints to keep.
         keep_every: If given, checkpoints whose step is a multiple of this are kept too.
         held: Steps whose checkpoints are not removed for now, because they are being uploaded.
-        read_only: True to leave incomplete checkpoints alone, because another process may be writing them.
+        read_only: True to leave incomplete checkpoints in place, because another process may be writing them.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class CheckpointStore:
         self._retire({step, best["step"]} if best is not None else {step})
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint of another run, by hard links if the file system has them. This is safe because the files
-        of a checkpoint are never modified in place."""
+        """Copy a checkpoint of another run, by hard links if the file system supports them. This is safe because the
+        files of a checkpoint are never modified in place."""
         name = f"step_{checkpoint.step:06d}"
         temporary = self.folder / f"{_WRITING}{name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -141,7 +141,8 @@ class CheckpointStore:
         _put_in_place(temporary, self.folder / name)
 
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
-        """The error for a checkpoint that could not be written. Lines of `error` after the first are put at the end."""
+        """The error for a checkpoint that could not be written. The lines of `error` after its first line are put at
+        the end of the message."""
         why, _, quoted = describe(error, self.folder).partition("\n")
         return CheckpointNotWritten(
             f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
@@ -218,7 +219,7 @@ class CheckpointStore:
                 continue
             try:
                 self.remove(step)
-            except OSError as error:  # the new checkpoint is complete, so this is no reason to fail
+            except OSError as error:  # not a reason to fail, because the new checkpoint is complete
                 logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
 
     def remove(self, step: int) -> None:

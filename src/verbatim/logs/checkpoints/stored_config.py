@@ -59,7 +59,7 @@ def damage_of_config(path: Path) -> str | None:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        if is_machine_fault(error):  # no descriptors or no memory, so the file may be intact
+        if is_machine_fault(error):  # file descriptors or memory ran out, so the file may be intact
             raise
         return f"it cannot be read: {error.strerror or error}"
     except RecursionError:
@@ -126,5 +126,5 @@ def _differences(before: str, now: str) -> list[str]:
 
 
 def _shown(key: str, values: Mapping[str, Any]) -> str:
-    """A value for messages and logs, without secrets."""
+    """The text that messages and logs show for the value of a key, without secrets."""
     return repr(redacted_at(key, values[key]) if key in values else "not set")

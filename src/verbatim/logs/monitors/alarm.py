@@ -13,7 +13,7 @@ State = Literal["raised", "cleared"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A problem of a run that was detected, or that is over."""
+    """Says that a problem of a run was detected, or that it is over."""
 
     name: str
     """Name of the alarm, such as `entropy_collapse`."""
@@ -22,7 +22,7 @@ class Alarm:
     state: State
     """"raised", or "cleared" if the problem that was raised for this name and environment is over."""
     message: str
-    """The observation, with its numbers, in one sentence."""
+    """One sentence that says what was observed, with the numbers."""
     cause: str
     """The most common cause."""
     advice: str

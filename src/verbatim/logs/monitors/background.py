@@ -20,7 +20,7 @@ from verbatim.core.redaction import without_secrets
 logger = logging.getLogger(__name__)
 
 MAX_CALLS = 1000
-"""Maximum number of calls that wait for the service. Further calls are dropped."""
+"""Maximum number of calls in the queue. Further calls are dropped."""
 OPEN_SECONDS = 30.0
 """Timeout in seconds for opening the record."""
 FINISH_SECONDS = 30.0
@@ -37,8 +37,7 @@ class Background(Generic[Handle]):
         open: Opens the run's record at the service. Called on the thread, possibly before this constructor has
             returned. If it raises, the run has no record at the service.
         finish: Closes the record.
-        how_to_recover: Returns the end of a sentence that says how the user can recover the data that was not
-            delivered.
+        how_to_recover: Returns how the user can recover the data that was not delivered, as the end of a sentence.
         retry_seconds: Seconds between attempts to open the record, during which calls wait in the queue; None for a
             single attempt.
     """
@@ -63,7 +62,8 @@ class Background(Generic[Handle]):
         self.thread.start()
 
     def put(self, call: Callable[[Handle], object]) -> None:
-        """Queue a call, which the thread will make with the open record, in order. Returns immediately."""
+        """Queue a call and return immediately. The thread makes the calls in order, with the open record as the
+        argument."""
         if self._is_lost:
             return
         if self._calls.qsize() >= MAX_CALLS:
@@ -90,8 +90,8 @@ class Background(Generic[Handle]):
         warn(self._service, message)
 
     def _opened(self) -> Handle | None:
-        """Open the record; None if the service cannot be used. After `close` there is one more attempt, in case the
-        service is back."""
+        """Open the record and return its handle; None if the service cannot be used. After `close` there is one more
+        attempt, in case the service is back."""
         was_told = False
         while True:
             is_last = self._retry_seconds is None or self._is_closing.is_set()

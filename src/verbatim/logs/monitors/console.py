@@ -31,8 +31,8 @@ COLUMNS: tuple[Column, ...] = (
     ("trainer tok/s", "tokens_per_second", ".0f"),
     ("idle s", "time/trainer_idle", ".1f"),
 )
-"""Heading, metric and number format of each column. A column is left out until it has a value. Later on, missing values
-are shown as -."""
+"""Heading, metric and number format of each column. A column is left out until its metric has a value. From then on,
+missing values are shown as -."""
 
 HEADER_EVERY = 20
 """Number of step lines between two headings."""
@@ -51,7 +51,7 @@ class Console(Monitor):
     Args:
         max_steps: Number of steps of the run.
         console: Where to print; standard output by default.
-        first_step: Number of steps done before this process started (a resumed run).
+        first_step: Number of steps done before this process started; not 0 in a resumed run.
         now: Returns the time in seconds.
         alarms: Alarms that earlier processes of the run raised and did not clear. They are printed at the start.
     """
@@ -98,7 +98,8 @@ class Console(Monitor):
         self._last_line = self._now()
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Print one line with the main metrics of the evaluation, on a terminal as many as fit."""
+        """Print one line with the main metrics of the evaluation; on a terminal, only the metrics that fit into the
+        line."""
         self._evals[env] = f"{env}  {'  '.join(_main_figures(metrics)) or 'no result'}  after step {step}"
         width = self.console.width if self.console.is_terminal else None
         self._print(eval_line(step, env, metrics, width), style="bold")
@@ -145,7 +146,7 @@ def known_columns(metrics: Metrics, shown: Sequence[Column] = ()) -> tuple[Colum
 
 
 def header(max_steps: int, columns: Sequence[Column], width: int | None = None) -> str:
-    """The names of the columns, aligned with their values, as many as fit into the width."""
+    """The line with the names of the columns that fit into the width, aligned with the values below them."""
     return _fit([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, *_ in columns)], width)
 
 
@@ -163,7 +164,8 @@ def step_line(step: int, max_steps: int, metrics: Metrics, columns: Sequence[Col
 
 
 def _fit(cells: Sequence[str], width: int | None) -> str:
-    """Join the first cells that fit into the width by two spaces, or all cells if there is no width."""
+    """Join as many of the first cells as fit into the width, with two spaces between cells; all cells if there is no
+    width."""
     line = cells[0]
     for cell in cells[1:]:
         if width is not None and len(line) + 2 + len(cell) > width:
@@ -174,7 +176,8 @@ def _fit(cells: Sequence[str], width: int | None) -> str:
 
 def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -> str:
     """The line of one evaluation: success with its interval, the reward unless it equals success, the number of
-    examples and episodes, reward parts, and turns. Missing values are left out. The metrics log has all others.
+    examples and episodes, reward parts, and turns. Missing values are left out. All other metrics are in the metrics
+    log.
 
     >>> eval_line(20, "game", {"success": 0.91, "success/low": 0.85, "success/high": 0.95, "turns": 2.5, "lr": 0.1,
     ...                        "examples": 15, "episodes": 30, "failed": 0})

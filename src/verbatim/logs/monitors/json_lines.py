@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines(Monitor):
-    """`{"kind": "step", "step": 1, "metrics": {...}}`, `{"kind": "eval", "step": 0, "env": "game", "metrics": {...}}`,
-    `{"kind": "alarm", ...}` with the alarm's fields, and `{"kind": "end", "state": "finished", ...}` with the summary
-    of `Monitor.on_end`. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as JSON has no such
-    numbers.
+    """Prints lines such as `{"kind": "step", "step": 1, "metrics": {...}}`, `{"kind": "eval", "step": 0, "env": "game",
+    "metrics": {...}}`, `{"kind": "alarm", ...}` with the alarm's fields, and `{"kind": "end", "state": "finished",
+    ...}` with the summary of `Monitor.on_end`. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as
+    JSON has no such numbers.
 
     Args:
         stream: Where to print. Each line is flushed. If the reader closes the pipe, printing stops and the run

@@ -1,5 +1,4 @@
-"""Writes JSON lines such that only the last line is incomplete if the writer is killed, and tracks the file's
-length."""
+"""Writes JSON lines so that a killed writer leaves at most the last line incomplete, and tracks the file's length."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LogMark:
-    """The length of a log at some moment. The log only grows, so the part before a mark never changes."""
+    """Length and checksum of a log at some moment. The log only grows, so the part before a mark never changes."""
 
     size: int = 0
     """Length in bytes."""
     records: int = 0
     """Length in lines."""
     crc32: int = 0
-    """CRC-32 of these bytes. It can be updated with the next line without reading the file again."""
+    """CRC-32 of the first `size` bytes. It can be updated for the next line without reading the file again."""
 
     def after(self, line: bytes) -> LogMark:
-        """The mark after one more line."""
+        """The mark that the log has after one more line."""
         return LogMark(size=self.size + len(line), records=self.records + 1, crc32=zlib.crc32(line, self.crc32))
 
 

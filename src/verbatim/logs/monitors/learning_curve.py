@@ -30,9 +30,9 @@ class Curve:
     evals: dict[str, Points] = field(default_factory=dict)
     """Success of each evaluation, by environment; step 0 is before training."""
     successes: Points = field(default_factory=list)
-    """Training success of each step; empty if it equals the reward."""
+    """Training success of each step; empty if success equals the reward."""
     eval_rewards: dict[str, Points] = field(default_factory=dict)
-    """Mean reward of each evaluation, by environment; empty if it equals success."""
+    """Mean reward of each evaluation, by environment; empty if the reward equals success."""
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -55,7 +55,7 @@ class Panel:
     evals: Mapping[str, Points]
     """Points of evaluations, by environment."""
     train_name: str = ""
-    """The metric's name in training; empty if it is `name`."""
+    """The metric's name in training; empty if that is `name` too."""
 
 
 def read_curve(metrics_path: Path) -> Curve:
@@ -85,8 +85,8 @@ def _points_by_env(evals: Mapping[str, Rows], name: str) -> dict[str, Points]:
 
 def reward_is_success(metrics: Mapping[str, Any]) -> bool:
     """True if the mean reward of a step or an evaluation equals its success, which is the case if each reward is 1 for
-    a successful episode and 0 otherwise. Failed episodes of an evaluation are unsuccessful but have no reward, so they
-    are factored out.
+    a successful episode and 0 otherwise. Failed episodes of an evaluation are unsuccessful but have no reward, so the
+    comparison corrects for them.
 
     >>> reward_is_success({"success": 0.5, "reward/mean": 0.625, "episodes": 10, "failed": 2})
     True
@@ -95,7 +95,7 @@ def reward_is_success(metrics: Mapping[str, Any]) -> bool:
     """
     reward, success = (float(metrics.get(name, "nan")) for name in ("reward/mean", "success"))
     ended = 1 - float(metrics.get("failed", 0)) / max(1.0, float(metrics.get("episodes", 1)))
-    # Also True if one of them is NaN, because then there is only one value to show.
+    # Also True if the reward or the success is NaN, because then there is only one value to show.
     return not abs(reward * ended - success) > 1e-6
 
 
@@ -114,8 +114,8 @@ def reward_parts(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None) -> None:
-    """Draw training and evaluations, with labels at the first and the last evaluation, and the best constant policy. If
-    reward and success differ, each has its own axes.
+    """Draw training, evaluations (with labels at the first and the last), and the best constant policy. If reward and
+    success differ, each has its own axes.
 
     Args:
         curve: The points; NaN leaves a gap.
@@ -155,8 +155,8 @@ class LearningCurve(Monitor):
             logger.warning("no %s for this run: matplotlib is not installed; type: %s", path.name, install)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Draw the curve from the metrics log. The `MetricsLog` comes before this monitor and has already written the
-        evaluation."""
+        """Draw the curve from the metrics log. The `MetricsLog` is called before this monitor, so the evaluation is
+        already in the log."""
         self._draw()
 
     def close(self) -> None:

@@ -18,11 +18,11 @@ from rich.text import Text
 
 _REFRESHES_PER_SECOND = 2
 _MARGIN = 5
-"""Number of columns to leave empty on the right. If a terminal echoes ^C at the end of a full line, it wraps to a new
-line, which would remain on the screen."""
+"""Number of columns to leave empty on the right. If a terminal echoes ^C at the end of a full line, the ^C wraps to a
+new line, which would remain on the screen."""
 _REMEMBERED = 50
-"""Number of latest updates over which the speed is measured. It is large, so that an evaluation between two steps does
-not change the time left by much."""
+"""Number of latest updates over which the speed is measured. The number is large, so that an evaluation between two
+steps does not change the estimated time left by much."""
 
 
 class ProgressStage:
@@ -66,7 +66,7 @@ class ProgressStage:
             self._first = (self._now(), self.done)
 
     def look(self) -> None:
-        """Update the number of items done from `count`, if there is one."""
+        """Update the number of items done, if the stage has a `count` to ask for it."""
         if self._count is not None and (done := self._count()) != self.done:
             self.update(done)
 
@@ -79,8 +79,8 @@ class ProgressStage:
     def seconds_left(self) -> float | None:
         """Estimated seconds left, at the speed of the latest updates; None if unknown.
 
-        Example: if 4 of 10 items are done and the last 3 took 2 seconds each, 12 seconds are left, and one second later
-        11.
+        Example: if 4 of 10 items are done and the last 3 took 2 seconds each, 12 seconds are left; one second later, 11
+            seconds are left.
         """
         if self.total is None or not self._marks or (self._side_by_side and 2 * self.done < self.total):
             return None
@@ -137,7 +137,7 @@ class LiveView:
         return stage
 
     def close(self, stage: ProgressStage) -> None:
-        """Remove a stage's bar. When the last one is removed, the view ends and the terminal is restored. Other stages
+        """Remove a stage's bar. When the last bar is removed, the view ends and the terminal is restored. Other stages
         may have waited for this one (the run's steps wait for the sampler to start), so their speed is measured from
         now on."""
         self._stages.remove(stage)
@@ -150,7 +150,7 @@ class LiveView:
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
     ) -> Iterator[ProgressStage]:
-        """Open a stage for the duration of the block. With `count`, its items run concurrently."""
+        """Open a stage for the duration of the block. If `count` is given, the stage's items run concurrently."""
         stage = self.open(what, total, count=count, side_by_side=count is not None)
         try:
             yield stage

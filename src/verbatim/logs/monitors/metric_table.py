@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or a family of them."""
+    """One metric, or a family of metrics whose names share a pattern."""
 
     name: str
     """The name as reported. A placeholder such as `{env}` stands for any name."""
@@ -261,7 +261,8 @@ METRICS: tuple[Metric, ...] = tuple(
     for group, metrics in _GROUPS.items()
     for metric in metrics
 )
-"""All metrics, in the order of docs/metrics.md. Losses, filters and judges of users may report others."""
+"""All metrics, in the order of docs/metrics.md. Losses, filters and judges that users write may report further
+metrics."""
 
 
 def about(name: str) -> Metric | None:
@@ -274,7 +275,7 @@ def about(name: str) -> Metric | None:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """`{name: {"unit": ..., "about": ..., "group": ...}}` for the names that are listed."""
+    """`{name: {"unit": ..., "about": ..., "group": ...}}` for those of the names that are listed in `METRICS`."""
     found = ((name, about(name)) for name in names)
     return {
         name: {"unit": metric.unit, "about": metric.about, "group": metric.group} for name, metric in found if metric

@@ -17,8 +17,8 @@ Rows = list[tuple[int, Mapping[str, Any]]]
 
 
 class MetricsLog(JsonlLog, Monitor):
-    """`{"format": 1, "step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with
-    `"env"`.
+    """Writes lines such as `{"format": 1, "step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`. The
+    lines of evaluations have `"kind": "eval"` and the key `"env"`.
 
     `time` is when the line was written, in seconds since 1970 (UTC).
     """

@@ -36,7 +36,8 @@ _BATCH, _PARAMS = 1000, 100
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
 """Maximum length of a parameter, and of a tag, in characters."""
 _MOST_TABLES = 80
-"""Maximum number of tables listed in the run's tag, the newest ones. More would exceed the length of a tag."""
+"""Maximum number of tables that are listed in the run's tag: the newest tables. More would exceed a tag's maximum
+length."""
 _TABLES = "mlflow.loggedArtifacts"
 """Name of the tag that MLflow's pages read to find a run's tables."""
 _FOREIGN = re.compile(r"[^\w\-. :/]")
@@ -64,8 +65,8 @@ class Mlflow(ServiceSettings):
     name: str | None = None
     """The name of the MLflow run; by default the name of this run."""
     tracking_uri: str | None = None
-    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`. By default MLFLOW_TRACKING_URI, or
-    else MLflow's own default, the database `mlflow.db` in the working directory."""
+    """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`. By default the value of
+    MLFLOW_TRACKING_URI, or else MLflow's own default, the database `mlflow.db` in the working directory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +128,8 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
     service = "MLflow"
     retry_seconds = 60.0
-    """Seconds between attempts to reach a server. MLflow has no offline mode, so one attempt would not be enough."""
+    """Seconds between attempts to reach a server. MLflow has no offline mode, so a single attempt would not be
+    enough."""
 
     def __init__(self, settings: Mlflow, run: RunInfo) -> None:
         self._settings = settings
@@ -226,4 +228,4 @@ def _key(name: str) -> str:
     >>> _key("errors/tool (late)")
     'errors/tool _late_'
     """
-    return _FOREIGN.sub("_", name)[:250]  # the limit of MLflow
+    return _FOREIGN.sub("_", name)[:250]  # MLflow's maximum length

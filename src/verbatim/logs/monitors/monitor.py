@@ -19,18 +19,18 @@ from verbatim.logs.monitors.alarm import Alarm
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
-"""Values by metric name. A value may be NaN (nothing to average) or infinite."""
+"""Values by metric name. A value may be infinite, or NaN if there was nothing to average."""
 
 Distributions = Mapping[str, Sequence[float]]
-"""Values for all rollouts of a batch, including filtered ones, by name."""
+"""For each name, the values of all rollouts of a batch, including filtered rollouts."""
 NO_DISTRIBUTIONS: Distributions = MappingProxyType({})
 
 
 class Monitor(Protocol):
     """Observes a run without influencing it. If a monitor fails, the run continues.
 
-    A monitor has at least one of these methods and may leave out the others. A subclass inherits empty ones. The
-    methods are called one at a time, and the run waits for each call.
+    A monitor has at least one of these methods and may leave out the others. A subclass of `Monitor` inherits empty
+    methods. The methods are called one at a time, and the run waits for each call.
     """
 
     # Each method has an explicit return, because mypy treats a protocol's method without a statement as abstract.
@@ -50,7 +50,7 @@ class Monitor(Protocol):
         return
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Called when the policy has been evaluated on one environment after this step; step 0 is before the first
+        """Called when the policy has been evaluated on one environment after this step. Step 0 means before the first
         step."""
         return
 
@@ -109,12 +109,13 @@ class RunInfo:
 
 
 OpenMonitor = Callable[[RunInfo], Monitor]
-"""A monitor component whose parameters are set. It is called when the run starts."""
+"""A monitor component whose parameters are set. It is called with a `RunInfo` when the run starts, and returns a
+monitor."""
 
 
 def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[Monitor]:
-    """Start the monitors, given by the names of their tables. If one raises, or does not return a monitor, this is
-    logged and the run continues without it."""
+    """Start the monitors, given as components by the names of their configuration tables. If a component raises, or
+    does not return a monitor, this is logged and the run continues without it."""
     monitors = []
     for name, component in components.items():
         try:

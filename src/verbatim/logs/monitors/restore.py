@@ -27,7 +27,7 @@ class Restored:
     fault: str | None = None
     """A sentence that describes the fault of the log; None if there was none."""
     earlier: Mapping[int, LogMark] = field(default_factory=dict)
-    """Corrected marks of the checkpoints by step, if the log became shorter because of a fault."""
+    """The corrected marks of the checkpoints, by step, if the log became shorter because of a fault."""
 
 
 @dataclass(kw_only=True)
@@ -145,8 +145,7 @@ def _what_is_wrong(path: Path, kept: _ReadableLog, step: int, mark: LogMark | No
     left = kept.mark.records
     absent = [number for number in range(1, step + 1) if number not in kept.steps] if every_step else []
     is_short = bool(absent) if mark is None else left < mark.records
-    # After the last kept line, an unreadable line only matters if records are missing, because it may be of a later
-    # step.
+    # An unreadable line after the last kept line may belong to a later step, so it matters only if records are missing.
     unreadable = [number for number in kept.unreadable if is_short or number < kept.last_line]
     if mark is None and not absent and not unreadable:
         return None

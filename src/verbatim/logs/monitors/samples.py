@@ -24,7 +24,7 @@ class SampleRow:
     trajectory_id: str
     reward: float | None
     advantage: float | None
-    """The trajectory's advantage; None if its turns have their own, or if none was computed."""
+    """The trajectory's advantage; None if each turn has its own advantage, or if no advantage was computed."""
     outcome: str
     """"trained", the reason why no token was trained, or the outcomes of the tokens with their counts."""
     stop_reason: str
@@ -52,7 +52,7 @@ def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int,
 
 
 def chosen(outcomes: Iterable[TrajectoryOutcome], count: int) -> list[TrajectoryOutcome]:
-    """Select evenly spaced trajectories from the order by reward, highest first. Those without a reward come last.
+    """Sort trajectories by reward, highest first and those without a reward last, and select evenly spaced ones.
 
     Equal rewards are ordered by trajectory id, so that the same step always gives the same rows.
     """
@@ -93,8 +93,8 @@ def sample_row(step: int, outcome: TrajectoryOutcome) -> SampleRow:
 
 
 def _outcome_of_turns(outcome: TrajectoryOutcome) -> str:
-    """The outcome of all tokens, such as `trained`, or their outcomes with counts, such as `trained 12, over_length
-    3`."""
+    """The outcome that all tokens share, such as `trained`, or else each outcome with its number of tokens, such as
+    `trained 12, over_length 3`."""
     counts = outcome.num_tokens
     if len(counts) <= 1:
         return next(iter(counts), "trained")

@@ -48,9 +48,9 @@ class ServiceMonitor(Monitor, Generic[Handle]):
     """Reports a run to a service. The methods return immediately, except `close`, which waits until all reports are
     sent or the timeouts are reached.
 
-    Subclasses implement the abstract methods. They are called on the thread of `Background`, with the open record and
-    the time of the report in seconds since 1970. The thread starts in this constructor, so a subclass has to set its
-    own attributes before it calls it.
+    Subclasses implement the abstract methods. The thread of `Background` calls these methods with the open record and
+    the time of the report in seconds since 1970. This constructor starts the thread, so a subclass has to set its own
+    attributes before it calls this constructor.
     """
 
     service: ClassVar[str]

@@ -121,7 +121,8 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         first = self._run.first_step
         cut_events(self._folder, first)
         writer = EventFileWriter(str(self._folder), max_queue_size=100, flush_secs=10)
-        # A session start makes an open TensorBoard drop the steps that will be done again.
+        # This event marks the start of a session. A TensorBoard that is open then drops the steps that will be done
+        # again.
         writer.add_event(Event(wall_time=time.time(), step=first + 1, session_log=SessionLog(status=SessionLog.START)))
         config = json.dumps(self._run.config, indent=2, default=str)
         _add_text(writer, first, time.time(), "config", literal(config))
@@ -162,7 +163,7 @@ def cut_events(folder: Path, step: int) -> None:
 
 
 def literal(text: str) -> str:
-    """Markdown that shows a text unchanged, as an indented code block.
+    """Convert text to Markdown that shows the text unchanged, as an indented code block.
 
     >>> literal("# <b>\\nx")
     '    # <b>\\n    x'

@@ -1,4 +1,4 @@
-"""Draws a run's learning curve as text for terminals, without colour, with 79 columns by default."""
+"""Draws a run's learning curve as text for terminals, without colour and by default 79 columns wide."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Marks:
     axes: tuple[str, str, str, str]
     """Characters of the y axis at a label, of the y axis elsewhere, of the corner, and of the x axis."""
     line: str | None
-    """The character of the training curve; None for braille characters, each with two columns and four rows of dots."""
+    """The character of the training curve; None for braille characters, each of which has two columns and four rows of
+    dots."""
 
 
 UNICODE = Marks(evals="●▲■◆", constant="┄", axes=("┤", "│", "└", "─"), line=None)
@@ -92,7 +93,8 @@ class _Frame:
     steps: tuple[int, int]
 
     def drawn(self, panel: Panel, best_constant: Mapping[str, float]) -> str:
-        """A plot with its axes and legend. The y axis ranges from 0 to 1, unless a value is outside of that."""
+        """A plot with its axes and legend. The y axis ranges from 0 to 1, and further if a value is outside of that
+        range."""
         evals = {env: points for env, points in panel.evals.items() if points}
         constants = {env: value for env, value in best_constant.items() if env in evals}
         values = [value for points in (panel.train, *evals.values()) for _, value in points]
@@ -123,7 +125,7 @@ class _Frame:
         return "\n".join([*lines, *self._legend(panel, evals, constants, margin)])
 
     def _draw_line(self, cells: list[list[str]], points: Sequence[Point], low: float, high: float) -> None:
-        """Draw a line through the mean of the points in each column of dots."""
+        """Draw a line that passes, in each column of dots, through the mean of the points in that column."""
         across, down = (2, 4) if self.marks.line is None else (1, 1)
         columns, rows = across * len(cells[0]), down * self.height
         means = column_means(points, self.steps, columns)
@@ -176,7 +178,8 @@ def _column(step: int, steps: tuple[int, int], columns: int) -> int:
 
 
 def column_means(points: Sequence[Point], steps: tuple[int, int], columns: int) -> list[Point]:
-    """The mean of the points in each column that has points. The columns divide the steps from first to last.
+    """For each column that has points, its number and the mean of its points. The columns divide the range from the
+    first to the last of `steps` evenly.
 
     >>> column_means([(1, 0.0), (2, 1.0), (9, 3.0)], (1, 9), 3)
     [(0, 0.5), (2, 3.0)]

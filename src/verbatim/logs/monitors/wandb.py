@@ -43,7 +43,7 @@ MAX_BINS = 64
 class Wandb(ServiceSettings):
     """[monitor.wandb]: opens a record of the run at Weights & Biases.
 
-    wandb itself finds the API key, from `wandb login` or the environment variable WANDB_API_KEY.
+    The wandb package itself finds the API key, from `wandb login` or the environment variable WANDB_API_KEY.
 
     Raises:
         UsageError: wandb is not installed, or does not accept the project, a tag or the mode.
@@ -169,8 +169,8 @@ class WandbMonitor(ServiceMonitor[Any]):
 
 
 def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and edges of a histogram, with one bin per integer if all values are integers; None if there are no
-    values.
+    """The counts and the bin edges of a histogram, with one bin per integer if all values are integers; None if there
+    are no values.
 
     >>> [array.tolist() for array in _histogram([0, 2, 2])]
     [[1, 0, 2], [-0.5, 0.5, 1.5, 2.5]]
@@ -184,7 +184,8 @@ def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _run_id(path: Path) -> str:
-    """The id of the run's record. A new one is created by the run's first process, or if the file is damaged."""
+    """The id of the run's record, read from the file. If the file does not exist yet or is damaged, a new id is created
+    and stored."""
     if (found := known_id(path)) is None:
         found = uuid.uuid4().hex[:12]
         write_file(path, found.encode())

@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ROWS = 512
-"""Maximum number of rows in a row group, which has to be read as a whole to show one trajectory. Each row group adds 10
-KB to the file, so smaller row groups would waste space."""
+"""Maximum number of rows in a row group. To show one trajectory, its whole row group has to be read. Each row group
+adds 10 KB to the file, so smaller row groups would waste space."""
 _ROW_GROUP_BYTES = 4 * 2**20
 """Approximate maximum size of a row group in memory."""
 _SLICE_TOKENS = 2**19
-"""Number of sampled tokens after which an in-memory table is written. It bounds the memory for writing, which the next
-table reuses."""
+"""Number of sampled tokens after which an in-memory table is written. This limits the memory that writing needs; the
+next table reuses this memory."""
 _KEPT_IDS_OF_TOKEN = 64
-"""Number of ids in kept sets that count as one sampled token for `_SLICE_TOKENS`."""
+"""This number of ids in kept sets counts as one sampled token for `_SLICE_TOKENS`."""
 _PART = 2**20
 """Number of bytes to read from a file at a time."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
@@ -99,14 +99,14 @@ class OutcomeFolder:
     path: Path
     """The folder. It is created on the first write."""
     retention: Retention = EVERYTHING
-    """Which groups are written and which files are kept."""
+    """The rules for which groups are written and which files are kept."""
     files: dict[int, FileMark] = field(default_factory=dict)
     """Marks of the files that are kept, by step."""
     num_incomplete: int = 0
     """Number of trajectories that were written without messages and info, because these are not JSON."""
 
     def write(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """Write the file of a step, then remove files that need not be kept any more.
+        """Write the file of a step, then remove the old files that `retention` does not keep.
 
         Raises:
             OSError: the write failed. There is no file for this step.
@@ -154,10 +154,10 @@ class OutcomeFolder:
             elif _mark(path) == mark:
                 self.files[number] = mark
             else:
-                # Out of the folder, because libraries such as pandas read all files in it.
+                # The file must leave the folder, because libraries such as pandas read all files in a folder.
                 aside = keep_aside(path, self.path.parent)
                 faults.append(f"{path} is damaged: its content is not what was written. It is kept as {aside}")
-        if self.files:  # checking the newest is enough, because one version wrote all of them
+        if self.files:  # one version wrote all files, so check only the newest
             with pq.ParquetFile(found[max(self.files)]) as newest:
                 refuse_other_columns(newest, found[max(self.files)])
         if missing:
@@ -184,7 +184,8 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def own_files_in(folder: Path) -> dict[int, Path]:
-    """Like `files_in`, but for an untrusted run folder, where a link could lead to other files of the reader.
+    """Like `files_in`, but for an untrusted run folder, in which a link could lead to other files of the user who reads
+    it.
 
     Raises:
         UsageError: the folder or a file is a link, or a file is not a regular file.
@@ -242,7 +243,7 @@ def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator
     try:
         with pq.ParquetFile(file) as opened:
             refuse_other_columns(opened, file)
-            # Row groups are read one by one, because a batch that spans two cannot have nested columns.
+            # Row groups are read one by one, because a batch that spans two row groups cannot have nested columns.
             for group in range(opened.num_row_groups):
                 for batch in opened.iter_batches(_ROWS, row_groups=[group]):
                     yield from rows(batch)
@@ -304,8 +305,8 @@ def _write(path: Path, step: int, outcomes: Sequence[TrajectoryOutcome]) -> int:
 
 
 def _slices(outcomes: Sequence[TrajectoryOutcome]) -> Iterator[Sequence[TrajectoryOutcome]]:
-    """Split outcomes into parts that become one table each, of `_ROWS` outcomes, or fewer if they are long. If there
-    are no outcomes, there is one empty part, so that the file is still written."""
+    """Split outcomes into parts of `_ROWS` outcomes, or fewer if the outcomes are long. Each part becomes one table. If
+    there are no outcomes, there is one empty part, so that the file is still written."""
     start, total = 0, 0
     for place, outcome in enumerate(outcomes):
         if place - start == _ROWS or total > _SLICE_TOKENS:

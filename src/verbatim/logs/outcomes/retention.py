@@ -11,12 +11,12 @@ class Retention:
     """Rules for which trajectories of a run are written and kept."""
 
     share: float = 1.0
-    """Share of the groups to write. Whole groups are selected by a hash of their ids, so that a resumed run selects the
-    same ones."""
+    """Share of the groups to write. Whole groups are selected by a hash of the group's id, so that a resumed run
+    selects the same groups."""
     steps: int | None = None
     """Number of newest steps to keep; None for all."""
     size: int | None = None
-    """Maximum total size of the files in bytes; the oldest are removed first. None for no limit."""
+    """Maximum total size of the files in bytes; the oldest files are removed first. None for no limit."""
 
     def keeps(self, group_id: str) -> bool:
         """True if this group is to be written."""

@@ -22,7 +22,7 @@ from verbatim.core.types import Experts, KeptSets, Turn
 from verbatim.logs.outcomes.schema import NAME, SCHEMA, TURN
 
 _NUMBERS = ("reward_parts", "agent_rewards")
-"""Columns with numbers by name."""
+"""Columns that contain numbers by name."""
 _OF_ROW = (
     "step",
     "reason",
@@ -42,8 +42,8 @@ def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table
     """Convert outcomes to a table.
 
     Returns:
-        A table with one row per outcome, in order, with the columns of `SCHEMA`, and the number of outcomes whose
-        messages, tools or info are not JSON. For these outcomes the three columns are empty, and `info` has the reason
+        (1) A table with one row per outcome, in order, and the columns of `SCHEMA`. (2) The number of outcomes whose
+        messages, tools or info are not JSON. For these outcomes all three are left out, and `info` has only the reason,
         under `NOT_WRITTEN`.
     """
     records = [outcome.trajectory for outcome in outcomes]
@@ -80,7 +80,7 @@ def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table
 
 
 def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
-    """Messages, tools and info as JSON text, and True if they were left out because they are not JSON."""
+    """The JSON texts of messages, tools and info, and then True if they were left out because they are not JSON."""
     try:
         return _json(record.messages), _json(record.tools), _json(record.info), False
     except (TypeError, ValueError, RecursionError) as error:
@@ -143,7 +143,8 @@ def _turns(outcomes: Sequence[TrajectoryOutcome]) -> pa.StructArray:
 
 
 def _each(outcomes: Sequence[TrajectoryOutcome], name: str) -> list[NDArray[Any] | None]:
-    """The per-token arrays of all turns, from the trainer or a teacher. None for turns without one."""
+    """For each turn, its per-token array of this name from the trainer or a teacher; None if the turn has no such
+    array."""
     return [array for outcome in outcomes for array in getattr(outcome, name) or (None,) * len(outcome.turns)]
 
 

@@ -20,7 +20,7 @@ _MANIFEST = re.compile(rf"{CHECKPOINTS}/step_(\d+)/{re.escape(MANIFEST)}")
 
 
 def newest_step(files: Mapping[str, int]) -> int | None:
-    """The newest step whose checkpoint a copy holds; None: it holds none.
+    """The newest step whose checkpoint is in a copy; None if the copy has no checkpoint.
 
     Args:
         files: Sizes of the copy's files, by relative path.
@@ -29,7 +29,7 @@ def newest_step(files: Mapping[str, int]) -> int | None:
 
 
 def newest_run(runs: RemoteFolder) -> str | None:
-    """The name of the newest run, by its time stamp, whose copy holds a checkpoint; None: there is none."""
+    """The name of the newest run (by its time stamp) whose copy has a checkpoint; None if there is no such run."""
     for name in reversed(runs.folders()):
         if newest_step(runs.below(name).files()) is not None:
             return name
@@ -37,17 +37,17 @@ def newest_run(runs: RemoteFolder) -> str | None:
 
 
 def download_run(remote: RemoteFolder, target: Path) -> int:
-    """Download a run folder. It gets its name when it is complete.
+    """Download a run folder. The folder gets its final name only when the download is complete.
 
     Args:
         remote: The run's copy.
-        target: The folder to make, which does not exist.
+        target: The folder to create; it must not exist yet.
 
     Returns:
-        The newest step whose checkpoint is there. Its files are verified when the run is resumed.
+        The newest step whose checkpoint was downloaded. The checkpoint's files are verified when the run is resumed.
 
     Raises:
-        UsageError: the copy holds no checkpoint.
+        UsageError: the copy has no checkpoint.
         RemoteFault: a file could not be read.
     """
     files = remote.files()

@@ -1,4 +1,4 @@
-"""Reads and writes files in a folder behind a URL, with fsspec."""
+"""Uses fsspec to read and write files in a folder behind a URL."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 TESTED = frozenset({"s3", "file"})
 """URL schemes that the tests cover."""
 _NO_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"})
-"""Schemes of object stores, where a folder is only a prefix of names and must not be created: s3fs would create the
-bucket."""
+"""Schemes of object stores. There, a folder is only a common prefix of names and must not be created, because s3fs
+would create a bucket."""
 _PROBE = ".verbatim-probe"
 _BLOCK = 2**22
-"""Bytes that are read at once."""
+"""Number of bytes to read at a time."""
 
 
 class RemoteFault(OSError):
-    """A file behind a URL could not be read or written; `strerror` has the reason."""
+    """The error if a file behind a URL could not be read or written. `strerror` has the reason."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(None, reason, url)
@@ -37,13 +37,13 @@ class RemoteFault(OSError):
 
 
 class RemoteFolder:
-    """A folder behind a URL. Every file is written whole or not at all, and read back after it was written.
+    """A folder behind a URL. Every file is written completely or not at all, and is read back after it was written.
 
     Args:
-        url: A URL that fsspec reads, for example `s3://bucket/runs/demo` or `file:///mnt/share/runs`.
+        url: A URL that fsspec can read, for example `s3://bucket/runs/demo` or `file:///mnt/share/runs`.
 
     Raises:
-        UsageError: the URL has no scheme, an unknown one, or one whose package is not installed.
+        UsageError: the URL has no scheme or an unknown scheme, or the package for its scheme is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -61,8 +61,8 @@ class RemoteFolder:
             refuse_without("s3fs", extra="s3", what=f"checkpoint.upload_to = {url!r}")
         options = {"auto_mkdir": True} if scheme == "file" else {}
         try:
-            # Listings are not cached, since another process may write; the instance is not shared, since a transaction
-            # is a state of the instance.
+            # Listings are not cached, because another process may write into the folder. The file system object is not
+            # shared, because an open transaction changes its state.
             self._fs, path = fsspec.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **options)
         except (ValueError, ImportError) as error:
             raise UsageError(f"checkpoint.upload_to = {url!r} cannot be used: {error}") from error
@@ -70,7 +70,7 @@ class RemoteFolder:
         self._has_folders = scheme not in _NO_FOLDERS
 
     def below(self, *names: str) -> RemoteFolder:
-        """A folder inside this one."""
+        """The folder inside this folder that has this relative path."""
         return RemoteFolder("/".join((self.url, *names)))
 
     def warn_if_untested(self) -> None:
@@ -83,7 +83,7 @@ class RemoteFolder:
         """Write a small file and remove it.
 
         Raises:
-            UsageError: that failed; with the reason.
+            UsageError: the file could not be written or removed; the message has the reason.
         """
         try:
             with self._naming(_PROBE):
@@ -97,7 +97,7 @@ class RemoteFolder:
             ) from error
 
     def files(self) -> dict[str, int]:
-        """The size in bytes of each file below this folder, by relative path; empty if there is no such folder."""
+        """The size in bytes of each file below this folder, by relative path; empty if this folder does not exist."""
         with self._naming(""):
             try:
                 found: dict[str, dict[str, Any]] = self._fs.find(self._path, detail=True)
@@ -107,7 +107,7 @@ class RemoteFolder:
             return {path[start:]: int(entry["size"]) for path, entry in found.items() if entry["type"] == "file"}
 
     def folders(self) -> list[str]:
-        """The names of the folders directly in this one, sorted; empty if there is no such folder."""
+        """The sorted names of the folders that are directly in this folder; empty if this folder does not exist."""
         with self._naming(""):
             try:
                 found = self._fs.ls(self._path, detail=True)
@@ -118,15 +118,15 @@ class RemoteFolder:
             )
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file, and compare what can be read back.
+        """Upload a file, read it back, and compare the content.
 
         Args:
-            local: The file. If it grows meanwhile, a part of what is appended may be missing.
-            name: Its relative path in this folder.
+            local: The file. If it grows during the upload, some of the appended content may be missing from the copy.
+            name: The path of the uploaded file relative to this folder.
 
         Raises:
-            FileNotFoundError: there is no file `local`.
-            RemoteFault: it could not be written, or reads back differently.
+            FileNotFoundError: the file `local` does not exist.
+            RemoteFault: the file could not be written, or the content that was read back is different.
         """
         sent = hashlib.sha256()
         with local.open("rb") as source, self._naming(name):
@@ -139,10 +139,10 @@ class RemoteFolder:
             raise RemoteFault(f"{self.url}/{name}", "what was uploaded reads back differently")
 
     def get(self, name: str, local: Path, size: int) -> None:
-        """Download a file to a new path. The caller syncs it to the disk.
+        """Download a file to a new path. The caller has to sync the new file to the disk.
 
         Raises:
-            RemoteFault: it could not be read, or has another size.
+            RemoteFault: the file could not be read, or has a different size.
         """
         with local.open("wb") as target, self._naming(name), self._fs.open(self._full(name), "rb") as stored:
             shutil.copyfileobj(stored, target, _BLOCK)
@@ -150,10 +150,10 @@ class RemoteFolder:
             raise RemoteFault(f"{self.url}/{name}", f"{local.stat().st_size} bytes were read, expected {size}")
 
     def remove(self, name: str) -> None:
-        """Remove a file; one that is gone already is no error.
+        """Remove a file. If the file does not exist, nothing happens.
 
         Raises:
-            RemoteFault: it could not be removed.
+            RemoteFault: the file could not be removed.
         """
         with self._naming(name), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(name))
@@ -165,24 +165,25 @@ class RemoteFolder:
         full = self._full(name)
         if self._has_folders:
             self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-        # In a transaction the file gets its name when it is complete, so a killed upload leaves the old one.
+        # In a transaction, the new file gets its name only when it is complete, so that a killed upload leaves the old
+        # file.
         with self._fs.transaction, self._fs.open(full, "wb") as target:
             for block in blocks:
                 target.write(block)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
-        """Turn the errors of fsspec and of the packages behind it into `RemoteFault`s, which name the URL."""
+        """Convert errors of fsspec, and of the packages that it uses, to `RemoteFault`s that name the URL."""
         try:
             yield
-        except Exception as error:  # s3fs and botocore raise many types
+        except Exception as error:  # s3fs and botocore raise exceptions of many types
             if is_out_of_memory(error):
                 raise
             raise RemoteFault(f"{self.url}/{name}".rstrip("/"), f"{type(error).__name__}: {error}") from error
 
 
 def _blocks(file: Any, digest: Any) -> Iterator[bytes]:
-    """The blocks of an open file; each is added to the digest."""
+    """Yield the blocks of an open file, and update the digest with each block."""
     while block := file.read(_BLOCK):
         digest.update(block)
         yield block

@@ -1,4 +1,4 @@
-"""Keeps a copy of a run folder behind a URL: brought up to date after each checkpoint, on a thread of its own.
+"""Keeps a copy of a run folder behind a URL. A separate thread brings the copy up to date after each checkpoint.
 
 ```
 logs, trajectories, config.toml, model/, ...    first, so that they are never shorter than an uploaded manifest says
@@ -27,31 +27,32 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 _NOT_COPIED = frozenset({"weights", "exchange", f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock"})
-"""What a resume makes again."""
+"""Files and folders that are not uploaded, because a resumed run creates them again."""
 _STEP = re.compile(rf"{CHECKPOINTS}/step_(\d+)/")
 _PAUSES = (1.0, 4.0)
-"""Seconds before the second and the third attempt."""
+"""Seconds to wait before the second and the third attempt."""
 
 Stamp: TypeAlias = tuple[int, int, int]
-"""Size, modification time in ns and inode of a file, which tell whether it has changed."""
+"""Size in bytes, modification time in nanoseconds, and inode number of a file. If they are equal, the file has not
+changed."""
 
 
 class Uploads:
-    """Uploads what has changed in a run folder.
+    """Uploads the files of a run folder that have changed, on a separate thread.
 
     Args:
         folder: The run folder.
-        remote: Where its copy is.
+        remote: The folder of the copy.
     """
 
     def __init__(self, folder: Path, remote: RemoteFolder) -> None:
         self.remote = remote
         self.held: set[int] = set()
-        """Steps whose checkpoints must not be removed now, because they are being uploaded."""
+        """Steps whose checkpoints must not be removed for now, because they are being uploaded."""
         self.step: int | None = None
-        """The newest step whose checkpoint is uploaded; None: none is."""
+        """The newest step whose checkpoint has been uploaded; None if there is none yet."""
         self.failure: str | None = None
-        """Why the last attempt failed; None: it did not."""
+        """The reason why the last attempt failed; None if it did not fail."""
         self._folder = folder
         self._sent: dict[str, Stamp] = {}
         self._due = threading.Event()
@@ -60,14 +61,15 @@ class Uploads:
         self._thread.start()
 
     def checkpoint_written(self) -> None:
-        """Bring the copy up to date soon. While one upload runs, several calls cause one more."""
+        """Request an upload of the changed files, and return at once. Several calls during an upload cause only one
+        more upload."""
         self._due.set()
 
     def close(self) -> None:
-        """Upload what is left, and end the thread.
+        """Upload the files that have changed since the last upload, and end the thread.
 
         Raises:
-            RunStopped: that failed; the copy is complete up to an older checkpoint.
+            RunStopped: this upload failed. The copy is complete only up to an older checkpoint.
         """
         self._closing.set()
         self._due.set()
@@ -84,17 +86,17 @@ class Uploads:
         while not is_last:
             self._due.wait()
             self._due.clear()
-            is_last = self._closing.is_set()  # read before the attempt: what is due after it is uploaded too
+            is_last = self._closing.is_set()  # read before `_attempt`, so that changes during it cause one more
             self._attempt()
 
     def _attempt(self) -> None:
-        """Upload what has changed, in up to three attempts. A failure is logged, and the run goes on: the next
-        checkpoint tries again."""
+        """Upload the changed files, in up to three attempts. If all attempts fail, this is logged and the run
+        continues; the upload is tried again after the next checkpoint."""
         for pause in (*_PAUSES, None):
             try:
                 self._upload()
                 self.failure = None
-            except Exception as error:  # noqa: BLE001  the copy must not cost the run; `close` raises the last one
+            except Exception as error:  # noqa: BLE001  a failed upload must not end the run; `close` reports it
                 self.failure = f"the upload failed: {error if isinstance(error, RemoteFault) else repr(error)}"
                 if pause is not None:
                     self._closing.wait(pause)
@@ -125,7 +127,7 @@ class Uploads:
             self.held.clear()
 
     def _put(self, name: str) -> None:
-        """Upload a file if it has changed since it was uploaded."""
+        """Upload a file if it has changed since its last upload."""
         path = self._folder / name
         about = path.stat()
         stamp = (about.st_size, about.st_mtime_ns, about.st_ino)
@@ -134,8 +136,8 @@ class Uploads:
             self._sent[name] = stamp
 
     def _remove_retired(self) -> None:
-        """Remove the copies of checkpoints that the run has removed since they were uploaded: the manifests first, so
-        that no incomplete checkpoint has one."""
+        """Remove the copies of checkpoints that the run has removed since they were uploaded. The manifests are removed
+        first, so that no incomplete checkpoint has a manifest."""
         gone = [name for name in self._sent if _STEP.match(name) and not (self._folder / name).exists()]
         for name in sorted(gone, key=_manifests_first):
             self.remote.remove(name)
@@ -143,7 +145,8 @@ class Uploads:
 
 
 def run_files(folder: Path) -> Iterator[str]:
-    """The files of a run folder that its copy holds, as relative paths, in the order in which they are uploaded."""
+    """The files of a run folder that belong into its copy, as relative paths, in the order in which they are
+    uploaded."""
     names = [
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -153,7 +156,8 @@ def run_files(folder: Path) -> Iterator[str]:
 
 
 def _is_copied(path: Path) -> bool:
-    """False for what a resume makes again, incomplete files, and checkpoints that were set aside."""
+    """False for files that a resumed run creates again, for incomplete files, and for checkpoints that were set
+    aside."""
     if path.parts[0] in _NOT_COPIED or any(part.startswith(".") for part in path.parts):
         return False
     return path.parts[0] != CHECKPOINTS or _STEP.match(path.as_posix()) is not None
@@ -176,15 +180,15 @@ class NoUploads:
     held: Container[int] = ()
 
     def checkpoint_written(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
 def uploading(folder: Path, remote: RemoteFolder | None) -> Iterator[Uploads | NoUploads]:
-    """Keep the copy up to date while the block runs; when it ends, upload what is left.
+    """Keep the copy up to date while the block runs. When the block ends, upload the remaining changes.
 
     Raises:
-        RunStopped: the block succeeded, and the rest could not be uploaded.
+        RunStopped: the block succeeded, but the remaining changes could not be uploaded.
     """
     if remote is None:
         yield NoUploads()

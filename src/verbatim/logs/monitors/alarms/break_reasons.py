@@ -10,22 +10,24 @@ from verbatim.models.renderers import BreakReason
 from verbatim.rollouts.loop import rendered_again
 
 _SHOWN = 2
-"""Maximum number of reasons that an alarm names, the most common first."""
+"""Maximum number of reasons that an alarm names, starting with the most common."""
 KEYS: Mapping[BreakReason, str] = {
     **dict.fromkeys((BreakReason.CONTROL_TOKEN, BreakReason.OTHER_END, BreakReason.OPEN_THOUGHT), "warm_start.steps"),
     BreakReason.THOUGHT_DROPPED: "orchestrator.renderer.thinking_retention",
     BreakReason.FORMAT_UNKNOWN: "orchestrator.renderer.name",
     BreakReason.HISTORY_TEMPLATE: "orchestrator.renderer.history",
 }
-"""The key at the end of a reason's advice, to which the alarm adds its current value."""
+"""The configuration key with which a reason's advice ends. The alarm appends the key's current value."""
 CAUSE = "the chat template rewrites history, or the environment changes messages that were sampled"
-"""The cause to report if no reason was recorded, for example because an external agent program sends the prompts."""
+"""The cause to report if no reason was recorded, for example because the prompts come from an external agent
+program."""
 ADVICE = "`verbatim doctor RUN` shows the tokens and the reason"
 
 
 def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
-    """Cause and advice for the rollouts of an environment in the latest step: the most common reasons with their number
-    of turns, and what to change for each, with the number of prompt tokens that this saves."""
+    """Cause and advice for the rollouts of an environment in the latest step: the cause lists the most common reasons
+    with their numbers of turns; the advice says what to change for each reason, and how many prompt tokens this change
+    saves."""
     noted = [
         (reason, trajectory.turns[turn].num_prompt_tokens)
         for trajectory in (outcome.trajectory for outcome in window.outcomes)

@@ -33,8 +33,8 @@ from verbatim.logs.monitors.alarms.rule import (
 def mismatch_kl(window: Window, *, bound: FinitePositive, steps: PositiveInt) -> Iterator[Sight]:
     """The mismatch KL between sampler and trainer is above `bound`, as the median of the last steps.
 
-    A few bad batches do not raise the alarm, because at least half of the steps must be above. In recipes that learn,
-    the average is below 0.005, though at times their policies degrade for up to eight steps and recover.
+    A few bad batches do not raise the alarm, because at least half of the steps must be above `bound`. In recipes that
+    learn, the average is below 0.005, though at times their policies degrade for up to eight steps and recover.
     """
     if (value := window.median("mismatch_kl", steps)) is not None:
         yield Sight(level=value / bound, values={"value": value}, why=_why_off_policy(window))
@@ -49,16 +49,15 @@ def masked_tokens(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
 
 
 def kept_set_bytes(window: Window, *, bound: FinitePositive, steps: PositiveInt) -> Iterator[Sight]:
-    """Kept sets take more than `bound` bytes per trained token (4 bytes per id), as the median of the last steps. They
-    are stored in every record, file and batch of the run."""
+    """Kept sets take more than `bound` bytes per trained token (4 bytes per id), as the median of the last steps. Kept
+    sets are stored in every record, file and batch of the run."""
     if sizes := window.together(("kept_ids/mean", "kept_ids/cut"), steps):
         value = statistics.median(4 * mean * cut for mean, cut in sizes)
         yield Sight(level=value / bound, values={"value": value})
 
 
 def _why_off_policy(window: Window) -> str:
-    """The cause that other metrics suggest. The causes are ordered by certainty, and the first that applies is
-    returned."""
+    """The cause that other metrics suggest: the first that applies, in the order of certainty."""
     canary, allowed = window.metric("weights/canary") or 0.0, window.metric("weights/canary_allowed") or 0.0
     asked, age = window.setting("orchestrator.max_async_level") or 0, window.metric("staleness/mean") or 0.0
     at_first = window.first[0].metrics.get("mismatch_kl", 0.0) if window.first else 0.0
@@ -127,8 +126,9 @@ def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps
 
 
 def _is_mastered(window: Window, count: int, env: str | None = None) -> bool:
-    """True if the reward seems to be at its maximum, even if success does not show it: since the first steps, it has
-    risen by at least their standard deviation, and the standard deviation has fallen to less than a quarter.
+    """True if the reward seems to be at its maximum, even if success does not show it: compared with the first steps,
+    the reward has risen by at least its standard deviation in those steps, and its standard deviation has fallen to
+    less than a quarter.
 
     Example: the rewards, which are between 0 and 0.5, first had a mean of 0.3 and a standard deviation of 0.1, and now
     are all 0.5.
@@ -207,7 +207,7 @@ def prompt_breaks(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
 _OF_ERRORS = ("error", "stale", "cancelled", "lost_worker", "lost_replica", "empty")
 """Reasons for dropping rollouts that are failures instead of decisions of a filter or an advantage."""
 _GROUPS = 20
-"""Number of groups that an environment should have had before its share is judged."""
+"""Number of groups that an environment should have received, by its ratio, before the condition judges its share."""
 
 
 def everything_filtered(
@@ -265,9 +265,10 @@ def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
 def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) -> Iterator[Sight]:
     """One of several environments has few or no rollouts that can be trained, while others are trained.
 
-    An environment should get its `ratio` of the groups, and starves at `share` of that. The window has at least `steps`
-    steps, and enough to expect 20 groups of the environment. If groups are sampled independently, a quarter of that or
-    less occurs by chance once in 14,000 windows. There is a separate alarm for rollouts that a filter dropped.
+    An environment should get its `ratio` of the groups, and starves at `share` of that. The condition looks at the
+    latest `steps` steps, or at more steps if 20 groups of the environment are expected only in more. If groups are
+    sampled independently, a quarter of these groups or fewer occur by chance once in 14,000 windows. There is a
+    separate alarm for rollouts that a filter dropped.
     """
     ratios = {
         str(env.get("name") or env.get("id") or env.get("import_path")): float(env.get("ratio", 1.0))
@@ -307,8 +308,8 @@ def _total(steps: Sequence[StepFigures], env: str, name: str) -> float:
 
 
 def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, steps: PositiveInt) -> Iterator[Sight]:
-    """The same error ended `share` of an environment's rollouts in the last steps, and at least `rollouts` rollouts. At
-    the start of a run, only the steps done so far are counted.
+    """In the last steps, the same error ended at least `share` of an environment's rollouts, and at least `rollouts` of
+    them. At the start of a run, only the steps done so far are counted.
 
     Two errors are the same if they differ only in numbers and quoted values.
     """
@@ -346,8 +347,8 @@ def sampler_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
     in seconds is needed because waiting costs little if steps are short.
 
     The condition does not apply if the two sides take turns (`max_async_level = 0`, or one device for both), or in mode
-    "sft", in which a teacher plays the episodes and the sampler only plays the evaluations. If the trainer waits as
-    much, neither side is the bottleneck, and `trainer_idle` reports it.
+    "sft", in which a teacher plays the episodes and the sampler only plays the evaluations. If the trainer waits for as
+    long, neither side is the bottleneck, and `trainer_idle` reports it.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("sampler", "trainer"))
     if own is not None and window.setting("orchestrator.training_mode") != "sft":
@@ -368,7 +369,8 @@ def trainer_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
 
 
 def _waits(window: Window, side: str, share: float, seconds: float, count: int) -> Sight | None:
-    """The sight for a side that waits; None if the two sides take turns or nothing was measured.
+    """The `Sight` about the waiting of one side (sampler or trainer); None if the two sides take turns or nothing was
+    measured.
 
     Shares are relative to `time/step`, the time from one finished step to the next, including evaluations and
     checkpoints.

@@ -1,5 +1,5 @@
-"""Runs the alarms. It keeps the window of the run that conditions read, turns their results into findings with the
-texts of the table, and raises and clears each alarm once."""
+"""Runs the alarms. Keeps the window of the run that the conditions read, turns the results of the conditions into
+findings with the texts of the table, and raises and clears each alarm once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Why:
     advice: str
     """The key to change, and what to try."""
     seen: str = ""
-    """The text for `{seen}` in the alarm's message."""
+    """The text that replaces `{seen}` in the alarm's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,16 @@ class AlarmRow:
     parameters: Mapping[str, Any]
     """Default thresholds and window lengths."""
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The smallest and the largest value of a parameter for which the alarm can be raised at all, by parameter name."""
+    """By parameter name, the smallest and the largest value with which the alarm can be raised at all."""
     message: str
-    """The observation, with its numbers, in one sentence."""
+    """One sentence that says what was observed, with placeholders for the numbers."""
     why: Mapping[str, Why] | Why
     """Cause and advice. If there are several, they are chosen by `Sight.why`, with "" as the fallback."""
     evidence: Sequence[str] = ()
     """Metrics of the step that show the problem."""
     trajectories: Callable[[Sequence[TrajectoryOutcome], Sight], Sequence[TrajectoryOutcome]] | None = None
-    """Selects outcomes that show the problem from those of the sight's environment or of the run. The first ones are
-    named in the alarm."""
+    """Selects the outcomes that show the problem, among those of the sight's environment, or of the whole run if the
+    sight has none. The alarm names the first of them."""
     on_evaluations: bool = False
     """True if the alarm is checked after each evaluation instead of after each step."""
 

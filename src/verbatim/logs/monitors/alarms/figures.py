@@ -24,9 +24,9 @@ from verbatim.rollouts.loop import TOOLS_OFFERED
 LOOKED_AT = 128
 """Maximum number of trajectories per environment whose tokens and texts are read, to limit the time."""
 _TOKENS = 512
-"""Number of tokens at the end of a turn in which repetition is measured."""
+"""Repetition is measured in this number of tokens at the end of a turn."""
 _TOOLS = 32
-"""Maximum number of tools per environment that have figures, those called most."""
+"""Maximum number of tools per environment that have figures. The tools that are called most are kept."""
 _KINDS = 5
 """Maximum number of kinds of errors per environment that are kept, the most common ones."""
 _LIKE_A_CALL = re.compile(
@@ -103,15 +103,16 @@ def repetition(trajectory: TrajectoryRecord) -> float | None:
 
 
 class Groups:
-    """Rewards and groups of trajectories, for correlations within groups."""
+    """Computes correlations with the reward within groups, from the rewards and groups of trajectories."""
 
     def __init__(self, trajectories: Sequence[TrajectoryRecord]) -> None:
         self._rewards = np.array([t.reward for t in trajectories], dtype=np.float64)  # converts None to NaN
         _, self._group_of = np.unique([t.group_id for t in trajectories], return_inverse=True)
 
     def credit(self, values: Sequence[float | None]) -> float:
-        """The correlation of a value with the reward, both relative to their mean in the group. NaN if one of them is
-        constant within all groups, or if there are no values. Trajectories without a value or reward are ignored.
+        """The correlation of a value with the reward, after each group's mean is subtracted from both. NaN if the value
+        or the reward is constant within all groups, or if there are no values. Trajectories without a value or reward
+        are ignored.
 
         Example: two groups have rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7. The value rises with the reward in one
         group and falls in the other, so the correlation is 0, although it would be 0.92 over all four trajectories.
@@ -237,7 +238,7 @@ def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
     return max(0, len(own) - 1), broken, rewritten
 
 
-# -- select the outcomes that show an alarm's problem from those of its environment or the run; the clearest come first
+# -- select the outcomes that show an alarm's problem; those that show it most clearly come first
 
 
 def furthest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
@@ -256,7 +257,7 @@ def _moved(outcome: TrajectoryOutcome) -> float | None:
 
 
 def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes from the oldest to the newest policy version that sampled them."""
+    """Outcomes in ascending order of the policy version that sampled them, the oldest first."""
     return sorted(
         (outcome for outcome in outcomes if outcome.trajectory.turns),
         key=lambda outcome: first_version(outcome.trajectory) or 0,
@@ -283,7 +284,7 @@ def broken(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def untrained(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes without a trained token, only those with the sight's reason if it has one."""
+    """Outcomes without a trained token. If the sight has a reason, only the outcomes with this reason."""
     reason = sight.values.get("reason")
     return [outcome for outcome in outcomes if (why := main_reason(outcome)) is not None and reason in (None, why)]
 

@@ -87,12 +87,12 @@ def reward_hacking(
     """The reward of an environment rises while length, repetition or the use of one tool explodes and is rewarded.
 
     All of the following must hold. The reward rose significantly (`change.SURE`), by `rise` standard deviations of the
-    rollouts. The figure rose significantly and by a large amount, above both the run's first steps and the steps about
-    `4 * steps` ago, so that neither slow growth nor a return after a dip counts. And within groups, the figure
-    correlates with the reward by at least `credit`. A large amount is `growth` times the tokens per turn, an increase
-    of the share of repeated 4-grams by `repetition`, or `tool_growth` times the calls of one tool and at least
-    `tool_calls` more per rollout. If an evaluation's success, or the environment's own `is_success`, rises too, no
-    alarm is raised.
+    rollouts. The figure (length, repetition or calls) rose significantly and by a large amount, above both the run's
+    first steps and the steps about `4 * steps` ago, so that neither slow growth nor a return after a dip counts. And
+    within groups, the figure correlates with the reward by at least `credit`. A large amount is `growth` times the
+    tokens per turn, an increase of the share of repeated 4-grams by `repetition`, or `tool_growth` times the calls of
+    one tool and at least `tool_calls` more per rollout. If an evaluation's success, or the environment's own
+    `is_success`, rises too, no alarm is raised.
     """
 
     def growths(env: str) -> Iterator[Sight]:
@@ -133,8 +133,8 @@ def reward_hacking(
 def _rise(
     window: Window, name: str, count: int, env: str, *, missing: float | None = None
 ) -> tuple[float, float] | None:
-    """The earlier median of a figure (the highest, if there are two earlier windows) and the current one. None if it
-    has not risen significantly above all earlier windows."""
+    """The earlier median of a figure (the higher one, if there are two earlier windows) and its current median. None if
+    the figure has not risen significantly above all earlier windows."""
     now, earlier = window.recent(name, count, env, missing=missing), window.earlier(name, count, env, missing=missing)
     if not now or not earlier or not all(rises(values, now) for values in earlier):
         return None
@@ -200,7 +200,8 @@ _Evaluation = tuple[int, Figures]
 
 def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeFloat) -> Iterator[Sight]:
     """An evaluation's success or reward is significantly below that of the best earlier evaluation: success by `fall`,
-    or the reward by `reward_fall` standard deviations. The standard deviation is the larger one of the two evaluations.
+    or the reward by `reward_fall` standard deviations. The standard deviation is the larger of the two evaluations'
+    standard deviations.
 
     The evaluations are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is best
     partly by luck, so the required significance grows with their number: the chance of a false alarm, for success and
@@ -215,14 +216,16 @@ def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeF
 
 
 def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float, most: float) -> Sight | None:
-    """The sight for the drop of a metric from the best evaluation to the last; None unless both measured it."""
+    """The `Sight` about the drop of a metric from the best evaluation to the last one; None unless both have the
+    metric."""
     known = [evaluation for evaluation in evaluations if _has(name, evaluation[1], most)]
     if len(known) < 2 or known[-1] is not evaluations[-1]:
         return None
     (*before, (_, last)) = known
     began, best = max(before, key=lambda evaluation: evaluation[1][name])
     was, now = best[name], last[name]
-    # If all rewards within each evaluation are equal, the deviation is 0, so use the distance between the two instead.
+    # If the rewards within each evaluation are all equal, the deviation is 0. Use the distance between the two means
+    # instead.
     scale = max(one.get("reward/std", 0.0) for one in (best, last))
     scale = scale or abs(best.get("reward/mean", 0.0) - last.get("reward/mean", 0.0))
     (low, top), (bottom, high) = (_interval(one, name, scale) for one in (best, last))
@@ -258,21 +261,21 @@ def _why_dropped(best: Figures, last: Figures, failed: float) -> str:
 
 def _has(name: str, metrics: Figures, most: float) -> bool:
     """True if an evaluation has a valid value of this metric. Failed episodes count as unsuccessful, so success is
-    always valid. The mean reward leaves them out, so it is not valid if too many episodes failed."""
+    always valid. The mean reward leaves failed episodes out, so it is not valid if too many episodes failed."""
     failed = too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), most)
     return name in metrics and (name == "success" or failed is None)
 
 
 def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
-    """A metric's 95% interval, from the evaluation, or else computed as for independent episodes. If all n rewards are
-    equal, a share of up to z^2 / (n + z^2) may still differ (Wilson's interval for n of n), assumed to be `scale`
-    away."""
+    """A metric's 95% interval: the one that the evaluation reports, or else one computed as if episodes were
+    independent. Even if all n rewards are equal, a share of up to z^2 / (n + z^2) of all possible rewards may differ
+    (Wilson's interval for n of n). Such rewards are assumed to be `scale` away."""
     value, start = evaluation[name], name.removesuffix("/mean")
     if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
         return evaluation[f"{start}/low"], evaluation[f"{start}/high"]
     count = max(1.0, evaluation.get("episodes", 1.0))
     if name == "success":
-        rounded = (value * count + 2) / (count + 4)  # Agresti and Coull, so that shares of 0 and 1 have a width too
+        rounded = (value * count + 2) / (count + 4)  # Agresti and Coull: an interval around 0 or 1 has a width too
         half = _Z95 * math.sqrt(rounded * (1 - rounded) / (count + 4))
     elif evaluation.get("reward/std") == 0:
         half = scale * _Z95**2 / (count + _Z95**2)

@@ -25,7 +25,7 @@ class StepFigures:
     envs: Mapping[str, Figures] = field(default_factory=dict)
     """Figures of the rollouts by environment, as returned by `rollout_figures`."""
     errors: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Number of failed rollouts by environment and kind of error."""
+    """Number of failed rollouts, by environment and kind of error."""
 
     def of(self, env: str | None) -> Figures:
         """The figures of an environment (empty if it has no rollouts), or the step's metrics if `env` is None."""
@@ -74,15 +74,15 @@ class Window:
 
     def recent(self, name: str, count: int, env: str | None = None, *, missing: float | None = None) -> list[float]:
         """The values of a metric in the last `count` steps, oldest first. Empty if the window has fewer steps, or if
-        fewer than half of them have a value. With an environment, only steps with rollouts of it count, and `missing`
-        replaces a figure that one of them does not have."""
+        fewer than half of them have a value. If `env` is given, only steps with rollouts of that environment count, and
+        `missing` replaces a figure that such a step lacks."""
         return [value for (value,) in self.together((name,), count, env, missing=missing)]
 
     def together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[tuple[float, ...]]:
-        """Like `recent`, but for several metrics: their values in those of the last `count` steps that have all of
-        them.
+        """Like `recent`, but for several metrics: the values in those of the last `count` steps that have all the
+        metrics.
 
         Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the first and the last have both a and b:
         [(1, 2), (5, 6)].
@@ -100,9 +100,9 @@ class Window:
     def earlier(
         self, name: str, count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[list[float]]:
-        """The values to compare `recent` with: those of the run's first `count` steps, and those of `count` steps that
-        end `4 * count` steps before the recent ones, or as far back as the window goes. Empty until the run has
-        `2 * count` steps, so that no step is both recent and earlier."""
+        """The values to compare `recent` with: the values of the run's first `count` steps, and the values of the
+        `count` steps that end `4 * count` steps before the recent steps, or as far back as the window goes. Empty until
+        the run has `2 * count` steps, so that no step is both recent and earlier."""
         return [[value for (value,) in rows] for rows in self.earlier_together((name,), count, env, missing=missing)]
 
     def earlier_together(
@@ -152,7 +152,7 @@ class Finding:
     """The result of a rule for one step, about one environment or the whole run."""
 
     message: str
-    """The observation, with its numbers, in one sentence."""
+    """One sentence that says what was observed, with the numbers."""
     cause: str
     """The most common cause."""
     advice: str
@@ -177,7 +177,7 @@ class Sight:
     env: str | None = None
     """As in `Finding`."""
     why: str = ""
-    """Key of the applicable cause in `AlarmRow.why`."""
+    """Key in `AlarmRow.why` of the cause that applies."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values for the placeholders of the texts, in addition to parameters and evidence."""
     evidence: Figures = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Sight:
 TRAINING, TRAINING_ERROR = "training/success", "training/success_error"
 """Names of training success and its standard error in an evaluation's metrics."""
 TOOL, UNTRAINED = "tool/", "untrained/"
-"""Prefixes of figures: calls of a tool, and rollouts that were not trained, by reason."""
+"""Prefixes of figures: the calls of a tool, by its name, and the rollouts that were not trained, by the reason."""
 HOLD = 0.7
 """The level below which a raised alarm can be cleared. It is below 1, so that a value that fluctuates around the
 threshold raises the alarm only once."""
@@ -206,11 +206,12 @@ class Rule(Protocol):
 
 
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
-    """`TRAINING` and `TRAINING_ERROR` of these steps, for this environment, or for all if it is not trained.
+    """`TRAINING` and `TRAINING_ERROR` of these steps, for this environment, or for all environments if this one is not
+    trained.
 
-    The error is the larger of two estimates: the error of the mean over the steps, and that of a share of all their
-    rollouts. Example: successes of 0.4 and 0.6 in two steps of 50 rollouts give 0.5, with an error of max(0.1 /
-    sqrt(2), sqrt(0.25 / 100)) = 0.071.
+    The error is the larger of two estimates: the standard error of the mean over the steps, and the standard error of a
+    share of all rollouts in these steps. Example: successes of 0.4 and 0.6 in two steps of 50 rollouts give 0.5, with
+    an error of max(0.1 / sqrt(2), sqrt(0.25 / 100)) = 0.071.
     """
     for name in (f"success/{env}", "success"):
         if values := [figures.metrics[name] for figures in steps if name in figures.metrics]:
@@ -231,7 +232,7 @@ def error_of_share(share: float, count: float) -> float:
 
 
 def over(value: float, bound: float) -> float:
-    """A value relative to its bound, which is 1 at the bound. Does not divide by zero if the bound is 0."""
+    """The ratio of a value to its bound; 1 if they are equal. A bound of 0 does not cause a division by zero."""
     return value / max(bound, 1e-9)
 
 
@@ -241,15 +242,15 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def _having(steps: Sequence[StepFigures], env: str | None) -> Sequence[StepFigures]:
-    """The steps with rollouts of an environment, or all steps if it is None."""
+    """The steps with rollouts of an environment, or all steps if `env` is None."""
     return [figures for figures in steps if env is None or env in figures.envs]
 
 
 def _rows(
     steps: Sequence[StepFigures], names: Sequence[str], count: int, env: str | None, missing: float | None
 ) -> list[tuple[float, ...]]:
-    """The values of the steps that have all names. Empty if there are fewer than `count` steps, or if fewer than half
-    of `count` steps have all names."""
+    """The values of the steps that have a value for each name. Empty if there are fewer than `count` steps, or if fewer
+    than half of `count` steps have all these values."""
     rows: list[tuple[Any, ...]] = [tuple(own.of(env).get(name, missing) for name in names) for own in steps]
     found = [row for row in rows if None not in row]
     return found if len(steps) >= count and 2 * len(found) >= count else []

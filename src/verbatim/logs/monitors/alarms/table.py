@@ -16,8 +16,8 @@ _WINDOW = {"steps": (1, KEPT_STEPS)}
 _COMPARES = {"steps": (1, KEPT_STEPS // 2)}
 """Limits for an alarm that compares steps with the same number of earlier steps."""
 _COMPARES_RANKS = {"steps": (7, KEPT_STEPS // 2)}
-"""Limits for an alarm with a rank test. With 6 steps no change is significant: by chance, all 6 are above 6 others once
-in C(12, 6) = 924 times, which is more often than once in 1,000 (`change.SURE`)."""
+"""Limits for an alarm with a rank test. With 6 steps no change can be significant: by chance alone, 6 values all exceed
+6 others once in C(12, 6) = 924 times, which is more often than once in 1,000 (`change.SURE`)."""
 
 _OFF_POLICY = {
     "other weights": Why(
@@ -447,5 +447,5 @@ _ROWS = (
 )
 
 ALARMS: Mapping[str, AlarmRow] = {row.name: row for row in _ROWS}
-"""The alarms by the name of their table, [monitor.alarms.NAME], whose keys are the parameters. All alarms are on by
-default."""
+"""The alarms by the name of their configuration table, [monitor.alarms.NAME], whose keys are the alarm's parameters.
+All alarms are on by default."""
