@@ -26,14 +26,15 @@ class Curves:
     """The curves of one metric, one per run."""
 
     name: str
-    """The name of the metric; for an evaluation, for example `success of guess_number`."""
+    """The name of the metric. For evaluations, the name includes the environment, for example `success of
+    guess_number`."""
     series: Sequence[Series]
-    """One series per run; empty for a run without the metric."""
+    """One series per run. The series of a run without the metric is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Several runs and everything that is compared between them."""
+    """Several runs, and the results of comparing them."""
 
     runs: Sequence[Run]
     settings: Sequence[ConfigDifference]
@@ -42,7 +43,7 @@ class RunComparison:
     evals: Sequence[ComparedEvals]
     figures: Sequence[Figures]
     problems: Sequence[str]
-    """What could not be read, in addition to the problems of each run."""
+    """Descriptions of what could not be read, in addition to each run's own `problems`."""
 
 
 def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> RunComparison:
@@ -50,7 +51,7 @@ def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> RunCom
 
     Args:
         folders: Run folders, at least two.
-        metrics: Names of further step metrics, for curves and tables.
+        metrics: Names of additional step metrics to include in the curves and tables.
 
     Raises:
         UsageError: there are fewer than two runs, a run is given twice, a folder has no run, or a metric is in no run.
@@ -89,7 +90,7 @@ def _curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Curves]:
 
 
 def comparison_to_json(comparison: RunComparison) -> dict[str, Any]:
-    """The whole comparison as plain JSON values, with runs named by their letters."""
+    """Convert the whole comparison to plain JSON values, in which runs are named by their letters."""
     letters = [letter(place) for place in range(len(comparison.runs))]
 
     def by_letter(values: Sequence[Any]) -> dict[str, Any]:

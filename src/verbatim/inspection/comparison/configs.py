@@ -20,14 +20,14 @@ class ConfigDifference:
 
     key: str
     values: Sequence[Any]
-    """One value per run; None if the run does not set the key."""
+    """One value per run; None for a run that does not set the key."""
     lines: Sequence[int | None]
-    """The line of the key in each run's config.toml; None if unknown."""
+    """One line number per run: the line of the key in the run's config.toml; None if unknown."""
     default: Any
-    """The value if a file does not set the key; None if the schema has no default."""
+    """The default, which applies if a file does not set the key; None if the schema has no default."""
 
     def is_default(self, place: int) -> bool:
-        """True if this run has the default value."""
+        """True if the run at this index has the default value."""
         return self.default is not None and self.values[place] == self.default
 
 
@@ -58,7 +58,7 @@ def _default(key: str) -> Any:
 
 
 def told(differences: Sequence[ConfigDifference]) -> list[ConfigDifference]:
-    """The differences worth showing to people.
+    """Select the differences that are worth showing to people.
 
     A key is dropped if it has its default value in some runs and is unset in the others because they lack its table. If
     all keys of a table are dropped, one row `[table]` says which runs have the table.

@@ -17,11 +17,11 @@ _DRAWN = ("completion_tokens", "entropy", "mismatch_kl", "grad_norm")
 
 
 def draw_comparison(comparison: RunComparison, path: Path) -> None:
-    """Plot one panel per metric with one line per run. The success of evaluations has its interval as a band.
+    """Plot one panel per metric, with one line per run. In the panels of evaluation success, a band shows the interval.
 
     Args:
         comparison: The comparison to plot.
-        path: The PNG file; it is written completely or not at all.
+        path: The PNG file, which is written completely or not at all.
 
     Raises:
         UsageError: matplotlib is missing.
@@ -34,7 +34,7 @@ def draw_comparison(comparison: RunComparison, path: Path) -> None:
     panels = [*names, *extra]
     columns = min(2, len(panels)) or 1
     rows = -(-len(panels) // columns) or 1
-    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")  # no pyplot: no global state, no display
+    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")  # unlike pyplot: no global state, no display
     for place, name in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         of = name.removeprefix("success of ") if name.startswith("success of ") else None

@@ -1,4 +1,5 @@
-"""Compares the evaluations of runs: the last of each run, and those after the last step that all runs evaluated."""
+"""Compares the evaluations of several runs: the last evaluation of each run, and the evaluations after the last step
+after which all runs were evaluated."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from verbatim.run.evaluation.stored import read_evaluated_episodes
 from verbatim.run.evaluation.texts import letter
 
 MOST_PAIRS = 6
-"""Maximum number of pairs of runs. With more, each run is compared only with the first."""
+"""Maximum number of pairs of runs to compare. If there are more pairs, each run is compared only with the first run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,20 @@ class ComparedEvals:
 
     env: str
     at: str
-    """"last": the last evaluation of each run; "shared": those after the last step that all runs evaluated."""
+    """"last" for the last evaluation of each run; "shared" for the evaluations after the last step after which all runs
+    were evaluated."""
     steps: Sequence[int | None]
-    """The step after which each run was evaluated; None if the run has no evaluation."""
+    """For each run, the step after which it was evaluated; None if the run has no evaluation."""
     results: Sequence[EnvResult | None]
-    """One result per run, from the episodes, or from the metrics (without examples) if no episodes were kept."""
+    """One result per run, computed from the stored episodes. If no episodes were kept, it comes from the logged
+    metrics, and has no examples."""
     pairs: Sequence[Compared]
-    """The pairs of runs whose episodes are both kept."""
+    """The comparisons of those pairs of runs in which both runs have kept their episodes."""
 
 
 def compare_evals(runs: Sequence[Run], problems: list[str]) -> list[ComparedEvals]:
-    """For each environment, compare the last evaluations, and if their steps differ, those after a shared step.
+    """For each environment, compare the last evaluations of the runs. If their steps differ, also compare the
+    evaluations after the last shared step.
 
     Args:
         runs: The runs to compare.
@@ -96,7 +100,7 @@ def _compared(
 
 
 def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list[EvaluatedEpisode]:
-    """The episodes of one evaluation; empty if they were not kept."""
+    """The episodes of one evaluation; empty if the episodes were not kept."""
     if step is None or step not in run.kept_evals:
         return []
     try:

@@ -38,7 +38,7 @@ _SPEED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One table. Each row has a name and one value per run, NaN if the run has none."""
+    """One table. Each row has a name and one value per run, which is NaN if the run has no value."""
 
     title: str
     rows: Sequence[tuple[str, Sequence[float]]]
@@ -73,13 +73,13 @@ def figures(runs: Sequence[Run], metrics: Sequence[str] = ()) -> list[Figures]:
 
 
 def _table(title: str, runs: Sequence[Run], asked: Sequence[tuple[str, Callable[[Run], float]]]) -> Figures:
-    """A table without the rows that no run has a value for."""
+    """Make a table. Rows for which no run has a value are left out."""
     rows = [(name, [value(run) for run in runs]) for name, value in asked]
     return Figures(title=title, rows=[row for row in rows if any(not math.isnan(value) for value in row[1])])
 
 
 def last_mean(run: Run, metric: str) -> float:
-    """The mean of a metric over the last `LAST` steps of the run that have it; NaN if none has."""
+    """The mean of a metric over the last `LAST` of the run's steps that have the metric; NaN if no step has it."""
     values = [value for _, value in run.series(metric)[-LAST:]]
     return statistics.fmean(values) if values else math.nan
 
@@ -87,7 +87,7 @@ def last_mean(run: Run, metric: str) -> float:
 def seconds_per_step(run: Run) -> float:
     """The median time from one step to the next.
 
-    A median, so that evaluations, checkpoints and the pause before a resume do not distort it.
+    The median is used because evaluations, checkpoints and the pause before a resume would distort the mean.
     """
     steps = [step for step in sorted(run.times) if step - 1 in run.times]
     gaps = [run.times[step] - run.times[step - 1] for step in steps]
@@ -95,7 +95,8 @@ def seconds_per_step(run: Run) -> float:
 
 
 def _seconds(run: Run) -> float:
-    """The duration that the run reports. For an unfinished run, the time from its first logged step to its last."""
+    """The duration in seconds that the run reports. For an unfinished run, the time from its first to its last logged
+    step."""
     if run.seconds is not None:
         return run.seconds
     return max(run.times.values()) - min(run.times.values()) if len(run.times) > 1 else math.nan
@@ -106,7 +107,7 @@ def _at_end(run: Run, metric: str) -> float:
 
 
 def _ledger(runs: Sequence[Run]) -> Figures:
-    """How the sampled tokens of each run are divided at its end, as shares of all of them."""
+    """A table of what had become of each run's sampled tokens at the run's end, as shares of all its sampled tokens."""
     first = ("ledger/trained", "ledger/pending", "ledger/masked_by_loss")
     dropped = sorted(
         {name for run in runs if run.steps for name in run.steps[run.last_step] if name.startswith("ledger/dropped/")}

@@ -34,16 +34,16 @@ class Setting:
     """One key of a run's configuration."""
 
     value: Any
-    """The value to show, with secrets redacted."""
+    """The value to display, with secrets redacted."""
     stored: Any = field(repr=False)
-    """The original value, for comparison: two different secrets look the same when redacted."""
+    """The original value, which is needed for comparisons because two different secrets look the same when redacted."""
     line: int | None
     """The line of the key in the stored configuration; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """One run, as its folder describes it now."""
+    """One run, as described by the current content of its folder."""
 
     folder: Path
     name: str
@@ -51,9 +51,9 @@ class Run:
     """"running", "finished", "stopped" (can be resumed), "failed" (the log ends with an error) or "unknown"."""
     max_steps: int | None
     num_starts: int
-    """How often the run was started; more than 1 if it was resumed."""
+    """Number of times that the run was started; more than 1 if the run was resumed."""
     config: Mapping[str, Setting]
-    """The settings by dotted key."""
+    """The run's settings, by dotted key."""
     changed: Sequence[str]
     """The keys that a resume changed, as logged: "key: before -> after"."""
     forked_from: Origin | None
@@ -65,11 +65,11 @@ class Run:
     evals: Mapping[str, Mapping[int, Metrics]]
     """Metrics of evaluations by environment and step."""
     alarms: Sequence[Mapping[str, Any]]
-    """The fields of each logged alarm, in order."""
+    """The fields of each logged alarm, in the order of the log."""
     kept_evals: Sequence[int]
     """The steps whose evaluated episodes are kept."""
     seconds: float | None
-    """The duration that the run reports; None if it is not finished."""
+    """The duration in seconds that the run reports; None if the run is not finished."""
     problems: Sequence[str] = field(default_factory=tuple)
     """Descriptions of what could not be read."""
 
@@ -79,7 +79,7 @@ class Run:
         return max(self.steps, default=0)
 
     def series(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) for every step with a finite value."""
+        """The pairs (step, value) of all steps in which the metric has a finite value."""
         found = [(step, metrics[metric]) for step, metrics in self.steps.items() if metric in metrics]
         return [(step, value) for step, value in found if math.isfinite(value)]
 
@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
     """Read the run in a folder. Damaged parts are skipped and described in `problems`.
 
     Raises:
-        UsageError: the folder has no run; says what was found and which runs are nearby.
+        UsageError: the folder has no run; the message says what was found instead, and which runs are nearby.
     """
     check_run(folder, "verbatim compare", (CONFIG, "metrics.jsonl", "checkpoints"))
     problems: list[str] = []
@@ -133,7 +133,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _evals(log: MetricsFollower) -> dict[str, dict[int, Metrics]]:
-    """The metrics of evaluations by environment and step. A null, which JSON has in place of NaN, becomes NaN."""
+    """The metrics of evaluations by environment and step. A null, which the log has in place of NaN, becomes NaN."""
     evals: dict[str, dict[int, Metrics]] = {}
     for each in log.evals:
         metrics = {name: value for name, value in each["metrics"].items() if name != "intervals"}
@@ -160,7 +160,8 @@ def _text(path: Path) -> str:
 
 
 def alarm_counts(run: Run) -> dict[str, tuple[int, bool]]:
-    """How often each alarm was raised and whether it still is, by its name and environment."""
+    """The number of times that each alarm was raised, and whether it is still raised, by the alarm's name and
+    environment."""
     counts: Counter[str] = Counter()
     raised: dict[str, bool] = {}
     for alarm in run.alarms:

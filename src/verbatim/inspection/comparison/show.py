@@ -26,7 +26,7 @@ _LONGEST_VALUE = 60
 
 
 def show_comparison(comparison: RunComparison, console: Console) -> None:
-    """Print the whole comparison, with runs as columns."""
+    """Print the whole comparison, with one column per run."""
     letters = [letter(place) for place in range(len(comparison.runs))]
     _show_runs(comparison, console)
     _heading("configuration", console)

@@ -15,14 +15,15 @@ Series = Sequence[tuple[int, float]]
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 SEVERAL = "*"
-"""Marks a cell with the points of several runs."""
+"""The character for a cell that contains points of several runs."""
 
 
 def text_plot(series: Sequence[Series], *, width: int = 79, height: int = 11) -> Text | None:
-    """Plot the runs over a common step axis. Each column shows the mean of a run's values in it.
+    """Plot the runs over a common step axis. For each run, each column shows the mean of those values whose steps fall
+    into the column.
 
     Args:
-        series: The points of each run, in the order of their letters; a run may have none.
+        series: The points of each run, in the order of the runs' letters; a run may have no points.
         width: Width in columns, including labels; values below 40 count as 40.
         height: Height in rows, without the step axis.
 

@@ -1,4 +1,5 @@
-"""Aligns a prompt with the earlier sequence that it should extend: finds the changes and where the history ends."""
+"""Aligns a prompt with the earlier sequence that it should extend: finds the changes, and the position in the prompt at
+which the earlier sequence ends."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RUN = 4
-"""Number of consecutive equal ids that end a change; fewer suffice at the end of the earlier sequence."""
+"""A change ends where this number of consecutive ids are equal again. At the end of the earlier sequence, fewer equal
+ids suffice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +25,24 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """How the earlier sequence, which the prompt should extend, reappears in the prompt."""
+    """The changes between a prompt and the earlier sequence that the prompt should extend."""
 
     changes: tuple[Change, ...]
-    """The changes, in order; the tokens between them are equal."""
+    """The changes, in order. The tokens between two changes are equal in the prompt and the earlier sequence."""
     history_end: int
     """Position in the prompt at which the earlier sequence ends; all tokens from there on are new."""
     meets_again: bool
-    """True if the prompt contains the end of the earlier sequence. If False, it is not known where the last change ends
-    in the prompt."""
+    """True if the prompt contains the end of the earlier sequence. If False, the position in the prompt at which the
+    last change ends is unknown."""
 
 
 def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignment:
-    """Align from the first difference on; after each change, resume at the match that skips the fewest ids.
+    """Align the two sequences from the first difference on. After each change, the alignment resumes at the match that
+    skips the fewest ids.
 
-    `shared` is the number of leading ids that they have in common. If a single deletion or insertion explains all
-    differences, it is preferred, so that dropped messages are not reported as rewritten. The time is linear in the
-    lengths unless the same ids repeat often.
+    `shared` is the number of leading ids that the two sequences have in common. If a single deletion or insertion
+    explains all differences, this explanation is preferred, so that dropped messages are not reported as rewritten. The
+    time is linear in the lengths unless the same ids repeat often.
 
     Example: `align([1, 2, 7, 8, 3], [1, 2, 3, 4], 2)` finds one change: positions 2 to 4 of the earlier sequence are
     gone. The history ends at position 3 of the prompt, after the id `3`.
@@ -65,7 +68,7 @@ def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignme
 
 
 class _Runs:
-    """Finds the positions of any `RUN` consecutive ids of the earlier sequence."""
+    """Finds the positions in the earlier sequence at which given `RUN` consecutive ids occur."""
 
     def __init__(self, ids: Sequence[int], start: int) -> None:
         self._ids = ids
@@ -75,25 +78,28 @@ class _Runs:
         self._endings = {tuple(ids[-n:]): len(ids) - n for n in range(1, RUN) if len(ids) - n >= start}
 
     def goes_on_at(self, prompt: Sequence[int], shared: int) -> tuple[int, int] | None:
-        """The positions in both from which they agree to the end, if one deletion or insertion suffices; else None."""
+        """If one deletion or insertion explains all differences, the position in each sequence from which on the two
+        agree up to the end of the earlier sequence; else None."""
         for place in self._places.get(tuple(prompt[shared : shared + RUN]), ()):
             if self._ids[place:] == prompt[shared : shared + len(self._ids) - place]:
                 return place, shared
         rest = self._ids[shared:]
-        # A shorter rest, such as a lost end of turn, would be found in a later message by chance.
+        # A rest shorter than `RUN`, such as a lost end-of-turn token, would be found in a later message by chance.
         for now in range(shared + 1, len(prompt) - len(rest) + 1) if len(rest) >= RUN else ():
             if prompt[now : now + RUN] == rest[:RUN] and prompt[now : now + len(rest)] == rest:
                 return shared, now
         return None
 
     def next_meeting(self, at: int, prompt: Sequence[int], now: int) -> tuple[int, int] | None:
-        """The next match that skips the fewest ids; None if it is cheaper to drop the rest of the earlier sequence.
+        """The position in each sequence of the match that skips the fewest ids; None if it is cheaper to drop the rest
+        of the earlier sequence.
 
-        Each dropped id of the rest counts twice, so that an insertion is preferred to a lost end of the history.
+        Each id of a dropped rest counts twice, so that an insertion is a preferred explanation to a lost end of the
+        history.
         """
         best, found = 2 * (len(self._ids) - at) + 3, None
         later = now
-        # A match at `later` skips at least `later - now` ids.
+        # A match at position `later` of the prompt skips at least `later - now` ids.
         while later < len(prompt) and later - now < best:
             for place in self._found_in(prompt, later, at):
                 skipped = (place - at) + (later - now)

@@ -22,10 +22,10 @@ class JsonReport:
         self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
-        """Write the file name, its format and the tokenizer."""
+        """Write the file's name and format, and the tokenizer."""
         self._format = format_name
         head = {"file": file, "format": format_name, "note": note, "tokenizer": tokenizer}
-        # Without its closing brace, which `close` writes.
+        # Leave out the closing brace, which `close` writes.
         self._write(f'{json.dumps(head)[:-1]}, "breaks": [')
 
     def add(self, diagnosis: Diagnosis) -> None:
@@ -50,7 +50,7 @@ class JsonReport:
         self._separator = ",\n"
 
     def close(self, summary: Summary, problems: Problems) -> None:
-        """Write the unreadable lines and the summary."""
+        """Write the skipped lines and the summary, and close the JSON object."""
         lines = [problem._asdict() for problem in problems.kept]
         self._write(f'],\n"unreadable": {json.dumps({"count": problems.count, "lines": lines})},\n')
         self._write(f'"summary": {json.dumps(_summary(summary))}}}\n')
@@ -83,7 +83,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _window(turn: int, cells: Sequence[Cell | None]) -> dict[str, Any]:
-    """The tokens shown for one side, with their positions, which may have gaps."""
+    """The tokens to show for one of the two sequences, with their positions, which may have gaps."""
     shown = [cell for cell in cells if cell is not None]
     known = all(cell.text is not None for cell in shown)
     return {

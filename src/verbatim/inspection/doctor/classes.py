@@ -7,7 +7,8 @@ from enum import StrEnum
 
 
 class BreakClass(StrEnum):
-    """Why a prompt does not extend the recorded tokens. Scripts read the values, so they do not change."""
+    """The reasons why a prompt does not extend the recorded tokens. Users' scripts read the values, so the values must
+    not change."""
 
     THINKING_STRIPPED = "thinking_stripped"
     RETOKENISED = "retokenised"
@@ -30,17 +31,17 @@ class BreakClass(StrEnum):
 
     @property
     def by_design(self) -> bool:
-        """True if the break is expected: a new conversation has no history to extend, and only one of several parallel
-        answers can extend the turn before them."""
+        """True if the break is expected: a new conversation has no history to extend, and and of several parallel
+        answers only one can extend the turn before them."""
         return self in (BreakClass.SUB_AGENT, BreakClass.PARALLEL)
 
     @property
     def heading(self) -> str:
-        """The class in words, for reports."""
+        """The name of the class in words, for reports."""
         return _HEADINGS.get(self, self.value.replace("_", " "))
 
     def advice(self, format_name: str) -> str:
-        """What to do about breaks of this class in a log of the given format."""
+        """The advice on what to do about breaks of this class in a log of the given format."""
         return (_IN_OUR_RUN.get(self) if format_name == "verbatim" else None) or _ADVICE[self]
 
 

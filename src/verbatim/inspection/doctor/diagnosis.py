@@ -1,4 +1,5 @@
-"""Diagnoses the breaks of trajectories: their classes and costs, the sums over a file, and which breaks to show."""
+"""Diagnoses the breaks of trajectories: finds their classes and costs, sums them over a file, and selects the breaks to
+show."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.doctor.windows import WindowRow, side_by_side
 
 _SAYS_LITTLE = frozenset({BreakClass.UNKNOWN, BreakClass.HISTORY_REWRITTEN, BreakClass.NOT_READ_BACK})
-"""Classes that say what changed but not why. The recorded reason `format_unknown` takes precedence over only these."""
+"""Classes that say what changed but not why. The recorded reason `format_unknown` takes precedence over these classes
+only."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +30,33 @@ class TemplateLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """One break, explained."""
+    """One break and its explanation."""
 
     trajectory: str
     """The trajectory's name in the log."""
     line: int
-    """The first line of the trajectory in the log."""
+    """Number of the trajectory's first line in the log."""
     turn: int
     """The turn whose prompt does not extend the recorded tokens."""
     agent: str
     against: int
     """The turn that this turn's prompt should have extended."""
     position: int
-    """Index of the first token of the prompt that differs."""
+    """Index in the prompt of the first token that differs."""
     kind: BreakClass
     found: str
     """The evidence for the class, in words."""
     rows: tuple[WindowRow, ...]
-    """The two sequences around `position`, side by side."""
+    """The recorded sequence and the prompt around `position`, side by side."""
     template_line: TemplateLine | None
     """The line of the chat template that causes the break; None if unknown."""
     repeated: int
-    """Number of history tokens computed again because of the break, with one row per sample."""
+    """Number of history tokens that are computed again because of the break, if each sample is a row of its own."""
     repeated_in_tree: int
-    """How many of the `repeated` tokens a prefix tree also computes again: those after the first difference."""
+    """Number of the `repeated` tokens that are computed again even in a prefix tree: the tokens after the first
+    difference."""
     share: float
-    """`repeated` as a share of the trajectory's tokens, counted with one row per sample."""
+    """`repeated` as a share of the trajectory's tokens, if each sample is a row of its own."""
 
 
 @dataclass
@@ -67,16 +70,16 @@ class Sums:
 
 @dataclass(kw_only=True)
 class Summary:
-    """Sums over a file."""
+    """The sums over all trajectories of a file."""
 
     trajectories: int = 0
     turns: int = 0
     samples: int = 0
     """Number of training samples that the `interleaved` strategy builds from the trajectories."""
     row_tokens: int = 0
-    """Number of tokens to compute with one row per sample."""
+    """Number of tokens to compute if each sample is a row of its own."""
     tree_tokens: int = 0
-    """Number of tokens to compute in a prefix tree, with each shared prefix computed once."""
+    """Number of tokens to compute in a prefix tree, where each shared prefix is computed once."""
     classes: dict[BreakClass, Sums] = field(default_factory=dict)
 
     @property
@@ -94,7 +97,7 @@ class Summary:
 
     @property
     def repeated(self) -> int:
-        """Number of tokens computed again because of breaks, with one row per sample."""
+        """Number of tokens that are computed again because of breaks, if each sample is a row of its own."""
         return sum(sums.repeated for sums in self.classes.values())
 
     def share(self, tokens: int) -> float:
@@ -107,9 +110,9 @@ class Doctor:
     """Examines trajectories one at a time and keeps only sums in memory."""
 
     text: TokenText | None = None
-    """Decodes ids; without it, some classes cannot be recognised."""
+    """Decodes ids. If it is None, some classes cannot be recognised."""
     template_line: Callable[[BreakClass], TemplateLine | None] = lambda kind: None
-    """Returns the line of the chat template that causes breaks of a class, or None."""
+    """Returns the line of the chat template that causes the breaks of a class, or None if that is unknown."""
     summary: Summary = field(default_factory=Summary)
 
     def examine(self, logged: LoggedTrajectory) -> list[Diagnosis]:
@@ -132,7 +135,8 @@ class Doctor:
         for opening in found.openings:
             difference = Difference(turns, opening, self.text, logged.tools)
             kind, why = _kind_of(recorded_reason(logged.trajectory.info, opening.turn), difference)
-            # A new conversation has no history to repeat: only the prefix that it shares is computed twice.
+            # A new conversation repeats no history; only the prefix that it shares with the earlier sequence is
+            # computed twice.
             repeated = difference.at if kind.by_design else difference.alignment.history_end
             diagnosis = Diagnosis(
                 trajectory=logged.trajectory.trajectory_id,
@@ -160,7 +164,7 @@ class Doctor:
 class ShownBreaks:
     """Keeps the first `limit` breaks of each class and selects `limit` of them, covering as many classes as possible.
 
-    Example: from breaks of the classes a a a b a c it selects a b c for a limit of three, and a a b c for four.
+    Example: from breaks of the classes a a a b a c, it selects a b c if the limit is 3, and a a b c if the limit is 4.
     """
 
     def __init__(self, limit: int) -> None:
@@ -175,7 +179,8 @@ class ShownBreaks:
         self._count += 1
 
     def breaks(self) -> Iterator[Diagnosis]:
-        """The selected breaks in file order. Breaks by design are selected last."""
+        """The selected breaks in file order. Breaks of classes that are `by_design` are selected only if there is room
+        left."""
         firsts = [same[0] for same in self._kept.values() if same]
         firsts.sort(key=lambda found: (found[1].kind.by_design, found[0]))
         rest = sorted((found for same in self._kept.values() for found in same[1:]), key=lambda found: found[0])
@@ -186,7 +191,8 @@ class ShownBreaks:
 def _kind_of(recorded: tuple[BreakClass, str] | None, difference: Difference) -> tuple[BreakClass, str]:
     """The class of a break, and the evidence for it.
 
-    A recorded reason decides, with one exception: `format_unknown` says little, so evidence from the ids replaces it.
+    A recorded reason determines the class, except `format_unknown`, which says little: evidence from the ids takes
+    precedence over it.
     """
     if recorded is not None and recorded[0] is not BreakClass.FORMAT_UNKNOWN:
         return recorded

@@ -1,4 +1,5 @@
-"""Holds the data of one break: the recorded sequence, the prompt that should extend it, and their texts."""
+"""Holds the data of one break: the recorded sequence, the prompt that should extend this sequence, and the texts of
+both."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from verbatim.inspection.doctor.samples import SampleOpening
 from verbatim.inspection.doctor.text import TokenText
 
 _BEFORE = 16
-"""Number of tokens to decode before a completion, because the generation prompt may open its thinking."""
+"""Number of tokens to decode before a completion, because the opening tag of its thinking may be in the generation
+prompt."""
 _AROUND = 4
-"""Number of equal tokens to decode on each side of a change, so that no character is split."""
+"""Number of equal tokens to decode before and after a change, so that no character is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,13 @@ class CompletionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """One break, as input to the tests in `evidence` that determine its class."""
+    """One break, in the form that the tests in `evidence` need to determine its class."""
 
     turns: Sequence[Turn]
     opening: SampleOpening
-    """The breaking turn, and the sample to compare it with."""
+    """The turn whose prompt breaks, and the sample to compare it with."""
     text: TokenText | None
-    """Decodes ids; None without a tokenizer."""
+    """Decodes ids; None if there is no tokenizer."""
     tools: Sequence[str]
     """The tool schemas of each turn's request; empty if the log has none."""
 
@@ -48,7 +50,7 @@ class Difference:
 
     @cached_property
     def earlier(self) -> list[int]:
-        """The ids of the sample's last turn: prompt and completion."""
+        """The ids of the compared sample's last turn: its prompt and its completion."""
         ids: list[int] = self.turns[self.opening.against[-1]].path.ids().tolist()
         return ids
 
@@ -78,7 +80,7 @@ class Difference:
 
     @property
     def span(self) -> CompletionSpan:
-        """The completion that contains the first difference, or else the next completion after it."""
+        """The completion that contains the first difference, or else the next completion after the difference."""
         return next((span for span in self.spans if self.at < span.end), self.spans[-1])
 
     def is_gone(self, span: CompletionSpan) -> bool:
@@ -89,8 +91,8 @@ class Difference:
     def stops(self) -> frozenset[int]:
         """Tokens that end a turn: the last tokens of completions that were not cut off.
 
-        Any token can be last if a stop string ended the completion. So only the tokenizer's own stops and control
-        tokens count; without a tokenizer, only the most frequent last token.
+        If a stop string ended a completion, its last token can be any token. Therefore only the tokenizer's own stop
+        tokens and control tokens count; without a tokenizer, only the most frequent last token counts.
         """
         ends = Counter(
             int(turn.completion_ids[-1])
@@ -105,7 +107,8 @@ class Difference:
 
     @cached_property
     def texts(self) -> tuple[str, str]:
-        """The texts (earlier, prompt), from shortly before the first difference or the completion it is in."""
+        """The texts of (earlier sequence, prompt). They begin shortly before the first difference, or shortly before
+        the completion that contains this difference."""
         assert self.text is not None
         start = max(0, min(self.at, self.span.start) - _BEFORE)
         return self.text.decode(self.earlier[start:]), self.text.decode(self.prompt[start:])
@@ -118,7 +121,8 @@ class Difference:
 
     @cached_property
     def changed_texts(self) -> tuple[str, str]:
-        """The texts of both sides of the first change, with a few equal tokens around it."""
+        """The texts of the first change in the earlier sequence and in the prompt, each with a few equal tokens around
+        the change."""
         assert self.text is not None
         change, start = self.change, max(0, self.at - _AROUND)
         # Equal tokens follow the first change only if the sequences meet again after it.
@@ -131,7 +135,7 @@ class Difference:
 
 def common_prefix(a: str, b: str) -> int:
     """The number of leading characters that two texts share."""
-    # Bisection: Python compares two slices in C, which is faster than a loop over the characters.
+    # Bisection is faster than a loop over the characters, because Python compares slices in C.
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

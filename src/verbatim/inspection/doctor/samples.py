@@ -12,17 +12,19 @@ from verbatim.core.types import Turn
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOpening:
-    """A turn that extends none of the open samples: a break, or the first turn of another agent."""
+    """A turn that extends none of the samples so far: a break, or the first turn of a further agent."""
 
     turn: int
     against: tuple[int, ...]
-    """Indices of the turns that the sample it is compared with had at that point."""
+    """The sample with which the turn is compared: indices of the turns that this sample had at that point."""
     shared: int
-    """Number of leading ids that its prompt shares with that sample, which is the position of the break."""
+    """Number of leading ids that the turn's prompt shares with the compared sample; this is the position of the
+    break."""
     first_of_agent: bool
     """True for the first turn of an agent, which is not a break."""
     goes_on: bool = False
-    """True if the compared sample continues after this turn, so this turn's prompt did not replace its conversation."""
+    """True if the compared sample continues after this turn. Then this turn's prompt did not replace the sample's
+    conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +35,16 @@ class Samples:
     """For each sample, the indices of its turns in order. Turns without sampled tokens are left out."""
     openings: tuple[SampleOpening, ...]
     row_tokens: int
-    """Number of tokens to compute with one row per sample."""
+    """Number of tokens to compute if each sample is a row of its own."""
     tree_tokens: int
-    """Number of tokens to compute in a prefix tree, with each shared prefix computed once."""
+    """Number of tokens to compute in a prefix tree, where each shared prefix is computed once."""
 
 
 def find_samples(turns: Sequence[Turn]) -> Samples:
-    """Find the samples as training does.
+    """Find the samples in the same way as training does.
 
     Example: the turns `([1, 2], [3])` and `([1, 9], [4])`, written (prompt, completion), give the samples `[0]` and
-    `[1]` and one opening: turn 1 at position 1. Rows compute 3 + 3 tokens, a tree 5.
+    `[1]` and one opening: turn 1 at position 1. Rows have 3 + 3 tokens to compute, a tree has 5.
     """
     opened, breaking = OpenSamples(), set(breaks(turns))
     samples: list[list[int]] = []
@@ -82,10 +84,11 @@ def _compared(
     samples: Sequence[Sequence[int]],
     latest: dict[str, int],
 ) -> tuple[int, int]:
-    """The sample to compare a turn with, and the number of ids that they share.
+    """The sample to compare a turn with, and the number of leading ids that the turn's prompt shares with this sample.
 
-    Usually it is the latest sample of the turn's agent, which the turn should have extended. If another sample of the
-    same agent shares more ids, it is that sample; if the agent has no sample yet, the sample that shares the most.
+    Usually this is the latest sample of the turn's agent, which the turn should have extended. If a different sample of
+    the same agent shares more ids, that sample is chosen. If the agent has no sample yet, the sample that shares the
+    most ids is chosen.
     """
     own = latest.get(turn.agent)
     if own is None:

@@ -28,7 +28,7 @@ class ConsoleReport:
         self._format = ""
 
     def begin(self, *, file: str, format_name: str, note: str, tokenizer: str | None, tokenizer_note: str) -> None:
-        """Print the file name, its format and the tokenizer."""
+        """Print the file's name and format, and the tokenizer."""
         self._format = format_name
         head = f"{file}\nformat     {format_name}: {note}\ntokenizer  {tokenizer_note}\n"
         self._console.print(Text(head), soft_wrap=True)
@@ -42,7 +42,7 @@ class ConsoleReport:
         facts: list[Text | Table] = [_plain(where), _plain(d.found)]
         if d.template_line is not None:
             line = Text.assemble((f"template line {d.template_line.number}  ", "bold"), _plain(d.template_line.text))
-            # About two lines.
+            # This length fills about two lines.
             line.truncate(max(40, 2 * console.width - 20), overflow="ellipsis")
             facts.append(line)
         facts.append(
@@ -51,7 +51,7 @@ class ConsoleReport:
                 f"{d.repeated_in_tree:,} in a prefix tree"
             )
         )
-        # Less the padding of 2.
+        # The padding takes 2 columns.
         facts.append(_side_by_side(d, min(console.width, 120) - 2))
         console.print(Text.assemble((f"break {self._shown}  ", "bold"), _heading(d.kind)))
         for fact in facts:
@@ -59,7 +59,7 @@ class ConsoleReport:
         console.print()
 
     def close(self, summary: Summary, problems: Problems) -> None:
-        """Print the unreadable lines, then the sums, costs and advice."""
+        """Print the skipped lines, and then the sums, costs and advice."""
         console = self._console
         for number, why in problems.kept:
             console.print(Text.assemble((f"line {number}: ", "bold yellow"), _plain(why)), soft_wrap=True)
@@ -139,10 +139,10 @@ def _ordered(summary: Summary) -> list[BreakClass]:
 
 
 def _plain(text: str) -> Text:
-    """Text from a log, with control characters escaped and without interpreting markup."""
+    """Convert text from a log for printing: control characters are escaped, and markup is not interpreted."""
     return Text(printable(text, space=" "))
 
 
 def _heading(kind: BreakClass) -> tuple[str, str]:
-    """The heading of a class, with its style."""
+    """The styled heading of a class."""
     return kind.heading, _BY_DESIGN_STYLE if kind.by_design else _CLASS_STYLE

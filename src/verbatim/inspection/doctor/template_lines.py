@@ -1,8 +1,8 @@
 """Finds the line of a chat template that causes a break, by tracing which lines the template executes.
 
-For stripped thinking, it renders a dialogue with and without the user's next message. The line that is reported is the
-condition above the first line that runs only without that message. For other classes, it is an executed line that
-writes arguments or tools by `tojson`, or that trims content.
+For stripped thinking, it renders a dialogue with and without the user's next message. The reported line is the
+condition above the first line that is executed only without this next message. For other classes, the reported line is
+an executed line that writes arguments or tools with `tojson`, or that trims content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.inspection.doctor.diagnosis import TemplateLine
 
-# "zq" marks what comes from a message, because templates do not write it themselves.
+# "zq" marks text that comes from a message, because templates do not write "zq" themselves.
 _THOUGHT, _ANSWER = "zq thought", "zq answer"
 _ASK = {"role": "user", "content": "zq ask"}
 _TOOL = {
@@ -37,13 +37,13 @@ _CALL = {
 }
 _SEES = {"role": "tool", "content": "zq", "tool_call_id": "zqzqzqzqz", "name": "zq"}
 _LATER = {"assistant": [_ASK], "tool": [{"role": "assistant", "content": _ANSWER}, _ASK]}
-"""What follows up to and including the next user message, by the role of the last message so far."""
+"""The messages that follow, up to and including the next user message, by the role of the last message so far."""
 _THOUGHTFUL: Sequence[dict[str, Any]] = (
     {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT},
     {"role": "assistant", "content": _ANSWER, "thinking": _THOUGHT},
     {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"},
 )
-"""The forms in which templates accept thinking."""
+"""An answer with thinking, in each of the forms in which templates accept thinking."""
 
 _ASKS = re.compile(r"\bif\b")
 _TRIMS = re.compile(r"\|\s*trim|\.l?r?strip\(")
@@ -51,7 +51,8 @@ _WRITES_TOOLS = re.compile(r"\btools?\b.*tojson|tojson.*\btools?\b|in tools\b")
 
 
 def template_lines(template: str) -> Callable[[BreakClass], TemplateLine | None]:
-    """Return a function that gives the line that causes breaks of a class, or None.
+    """Return a function that takes a class of breaks and returns the line that causes such breaks, or None if no line
+    is found.
 
     Raises:
         ModelError: the template is not valid Jinja, or exceeds its time limit.
@@ -67,7 +68,8 @@ class _WatchedTemplate:
 
         self.lines = template.split("\n")
         self._template = ChatTemplate(template, {})
-        # Only the Python lines that begin a template line; other lines of the compiled code belong to no branch.
+        # Keep only the Python lines at which a template line begins. Other lines of the compiled code belong to no
+        # branch.
         self._line_of = {python: line for line, python in self._template.program.debug_info}
 
     def line(self, kind: BreakClass) -> TemplateLine | None:
@@ -89,7 +91,7 @@ class _WatchedTemplate:
 
     def _where_thinking_goes(self) -> int | None:
         answers = [[_ASK, thoughtful] for thoughtful in _THOUGHTFUL]
-        # Without the last form, whose thinking is in the content, which is empty here.
+        # The last form is left out: its thinking is in the content, and the content is empty here.
         calls = [[_ASK, {**_CALL, **thoughtful, "content": ""}, _SEES] for thoughtful in _THOUGHTFUL[:-1]]
         for messages in (*answers, *calls):
             last, earlier = self._run(messages), self._run([*messages, *_LATER[messages[-1]["role"]]])
@@ -103,7 +105,8 @@ class _WatchedTemplate:
         earlier = self._run([_ASK, _THOUGHTFUL[-1], _ASK])
         if earlier is None or _THOUGHT in earlier[0]:
             return None
-        # Thinking is stripped even from the last answer, so no condition differs: report the line that splits it off.
+        # Thinking is stripped even from the last answer, so no condition differs. Report the line that splits the
+        # thinking off.
         return self._line_that(lambda text: "</think>" in text, [_ASK, _THOUGHTFUL[-1], _ASK])
 
     def _line_that(self, says: Callable[[str], bool], messages: list[dict[str, Any]]) -> int | None:
@@ -122,7 +125,7 @@ class _WatchedTemplate:
                 ran.add(self._line_of[frame.f_lineno])
             return watch
 
-        before = sys.gettrace()  # of a debugger or of a coverage measurement
+        before = sys.gettrace()  # set by a debugger or a coverage measurement
         sys.settrace(watch)
         try:
             text = self._template.text(messages, [_TOOL], False)

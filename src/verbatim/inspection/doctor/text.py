@@ -14,7 +14,8 @@ class TokenText:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.control: frozenset[int] = frozenset(tokenizer.added_tokens_decoder)
-        """Control tokens: special tokens and markup, which stay one token next to any text."""
+        """Control tokens, that is, special tokens and markup. Each stays a single token, whatever text is next to
+        it."""
         eos = tokenizer.eos_token_id
         self.stops: frozenset[int] = frozenset() if eos is None else frozenset([int(eos)])
         """The ids that end a turn according to the tokenizer."""
@@ -22,12 +23,12 @@ class TokenText:
 
     @property
     def name(self) -> str:
-        """The folder or id that the tokenizer was loaded from."""
+        """The folder or Hugging Face id from which the tokenizer was loaded."""
         return str(self._tokenizer.name_or_path)
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text of the chat template; None if the tokenizer has none or several."""
+        """The Jinja text of the chat template; None if the tokenizer has no chat template, or has several."""
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
@@ -39,8 +40,8 @@ class TokenText:
         return text
 
     def piece(self, token: int) -> str:
-        """The printable text of one token: spaces as `·`, control characters escaped. A token that is incomplete UTF-8
-        is shown by its name in the vocabulary."""
+        """The printable text of one token. Spaces are shown as `·`, and control characters are escaped. A token that is
+        incomplete UTF-8 is shown by its name in the vocabulary."""
         if token not in self._pieces:
             text = self.decode([token])
             if "\ufffd" in text or not text:
@@ -49,10 +50,10 @@ class TokenText:
         return self._pieces[token]
 
     def refuse_unknown(self, largest_id: int) -> None:
-        """Reject a log that was written with another tokenizer.
+        """Reject a log that was written with a different tokenizer.
 
         Raises:
-            UsageError: an id is not in the vocabulary.
+            UsageError: `largest_id` is not in the vocabulary.
         """
         size = len(self._tokenizer)
         if largest_id >= size:

@@ -1,4 +1,4 @@
-"""Aligns the two sequences of a break around the first difference, token by token."""
+"""Arranges the two sequences of a break side by side around the first difference, token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbatim.inspection.doctor.text import TokenText
 BEFORE = 3
 """Number of equal tokens to show before the first difference and after the first change."""
 SHOWN = 10
-"""Maximum number of tokens to show for each side of the first change."""
+"""Maximum number of tokens of the first change to show, for each of the two sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,25 +22,26 @@ class Cell:
     position: int
     token: int
     text: str | None
-    """The text from `TokenText.piece`; None without a tokenizer."""
+    """The token's text from `TokenText.piece`; None if there is no tokenizer."""
     control: bool
     """True for a control token (`TokenText.control`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowRow:
-    """A token of the recorded sequence next to a token of the prompt; either may be missing."""
+    """A token of the recorded sequence next to a token of the prompt. One of the two may be missing."""
 
     earlier: Cell | None
     now: Cell | None
     differs: bool
     """True if the row is part of the first change."""
     left_out: tuple[int, int] = (0, 0)
-    """The number of tokens on each side that are omitted after this row."""
+    """The number of tokens that are omitted after this row, from the recorded sequence and from the prompt."""
 
 
 def side_by_side(d: Difference) -> tuple[WindowRow, ...]:
-    """Rows for the equal tokens before the first change, the change, and the equal tokens after it, if any."""
+    """The rows of the equal tokens before the first change, then of the change, then of the equal tokens after it, if
+    any."""
     change, at = d.change, d.at
     opening = _pair(d, range(max(0, at - BEFORE), at), range(max(0, at - BEFORE), at), differs=False)
     now_end = change.now_end

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _DEEPEST = 4
-"""Maximum depth of nesting; optional parts that are deeper are left out."""
+"""Maximum depth of nested values; optional values at a greater depth are left out."""
 
 
 def random_arguments(parameters: Mapping[str, Any], words: Sequence[str], rng: random.Random) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def random_arguments(parameters: Mapping[str, Any], words: Sequence[str], rng: r
 
     Args:
         parameters: JSON schema of an object, as in `schema["function"]["parameters"]`.
-        words: The texts from which strings are chosen; at least one.
+        words: The strings from which string arguments are chosen; at least one.
         rng: The random generator.
 
     Example: `{"type": "object", "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 3}},
@@ -89,7 +89,7 @@ class _Draw:
     def _bounds(self, schema: Mapping[str, Any], step: float) -> tuple[float, float]:
         """The smallest and the largest allowed number.
 
-        A missing bound is 20 away from the other one; if both are missing, they are -5 and 15.
+        If one bound is missing, it is set 20 away from the other bound. If both are missing, the bounds are -5 and 15.
         """
         low, high = schema.get("minimum"), schema.get("maximum")
         if low is None and "exclusiveMinimum" in schema:

@@ -1,6 +1,6 @@
-"""Defines a chat format of bytes and a few marker tokens, for checks without a model.
+"""Defines a chat format whose tokens are bytes and a few markers, for checks without a model.
 
-Texts, reasoning and tool calls can be rendered and parsed back without loss; names and call ids are left out.
+Text, reasoning and tool calls can be rendered and parsed back without loss; names and call ids are not rendered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ VOCAB_SIZE = 266
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConversation:
-    """The messages and tools of a prompt."""
+    """The messages and tools that `read_prompt` has parsed from a prompt."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ByteChat:
-    """A renderer for the byte format."""
+    """A `Renderer` for this format."""
 
     name = "bytes"
     stop_token_ids: tuple[int, ...] = (END,)
@@ -49,24 +49,26 @@ class ByteChat:
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
-        """Parse a completion."""
+        """Parse the ids of a completion into a response."""
         return _parsed(completion_ids.tolist())
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """Return the previous turn's ids, with `END` added if it was cut off, followed by the new messages."""
+        """Return the previous turn's ids, with `END` added if it was cut off, followed by the ids of the new
+        messages."""
         ended = len(prev_completion_ids) and prev_completion_ids[-1] == END
         closed = [] if ended else [np.array([END], dtype=np.int32)]
         return np.concatenate([prev_prompt_ids, prev_completion_ids, *closed, self.render_ids(new_messages)])
 
     def decode(self, ids: Int32) -> str:
-        """Return the text of the ids, for display."""
+        """Return the ids as text for display."""
         return _text(ids.tolist())
 
 
 def written(message: Mapping[str, Any]) -> list[int]:
-    """The token ids of a message with its end token. For an assistant message, exactly what a model would sample."""
+    """The token ids of a message, including its end token. For an assistant message, these are exactly the ids that a
+    model would sample."""
     ids: list[int] = []
     if message.get("reasoning_content"):
         ids += [THINK, *_bytes(message["reasoning_content"]), THINK_END]
@@ -85,7 +87,7 @@ def read_prompt(ids: Sequence[int]) -> ReadConversation:
         role, part = names[ids[start]], list(ids[start + 1 : stop])
         if role == "tools":
             found.tools.extend(json.loads(_text(part)))
-        elif part:  # the generation prompt at the end is a role without a message
+        elif part:  # the generation prompt at the end is a role token without a message
             found.messages.append({**_parsed(part).message(), "role": role})
     return found
 
@@ -115,7 +117,7 @@ def _call(raw: str, *, is_whole: bool) -> ToolCall:
 
 
 def _bytes(text: str) -> list[int]:
-    return list(text.encode(errors="replace"))  # half of a surrogate pair has no UTF-8
+    return list(text.encode(errors="replace"))  # a lone surrogate cannot be encoded as UTF-8
 
 
 def _text(ids: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from verbatim.rollouts.openings import Openings, measure_openings
 _PROBES = 3
 """Number of examples whose episodes are played a second time."""
 _SIDE_BY_SIDE = 4
-"""Number of episodes to play at the same time per example and kind of player."""
+"""Number of episodes that the random player plays at the same time for each example."""
 _NOT_PLAYED = (
     "its episodes are programs that query a model themselves, so they were not played; to run a program, use "
     "`verbatim gateway check COMMAND`"
@@ -34,16 +34,17 @@ _NOT_PLAYED = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings:
-    """How thoroughly to play an environment, and the limits of the run that it must fit into."""
+    """The number of examples to play, and the limits of the run in which the environment will be used."""
 
     num_examples: int = 8
     """Number of training examples to play."""
     max_turns: int = EpisodeLimits.max_turns
-    """Maximum turns per episode, as in [[orchestrator.train.env]]."""
+    """Maximum number of turns per episode, as in [[orchestrator.train.env]]."""
     seq_len: int = 2048
-    """Maximum tokens per sample, as in [orchestrator]."""
+    """Maximum number of tokens per sample, as in [orchestrator]."""
     renderer: Renderer | None = None
-    """Counts the tokens of opening prompts; None: the count is estimated from the characters."""
+    """The renderer that counts the tokens of opening prompts. If it is None, the counts are estimated from the numbers
+    of characters."""
     timeout: float = 20.0
     """Time limit for one episode in seconds."""
 
@@ -52,9 +53,9 @@ def check_environment(name: str, args: Mapping[str, Any], settings: CheckSetting
     """Play an environment and report its faults.
 
     Args:
-        name: A bundled id, or an import path.
-        args: The arguments for creating it.
-        settings: How to play it.
+        name: The id of a bundled environment, or an import path.
+        args: The arguments with which the environment is created.
+        settings: The number of examples to play, and the limits.
 
     Raises:
         ComponentError: the environment cannot be created.
@@ -109,7 +110,7 @@ class _Check:
         return bool(self._examples["train"])
 
     async def play(self) -> None:
-        """Play everything, but stop once an episode has timed out."""
+        """Play all episodes, but stop once an episode has timed out."""
         stage, examples = self._stage, _spread(self._examples["train"], self.settings.num_examples)
         probes = examples[:_PROBES]
         first = await play_probes(stage, probes, keep=True)
@@ -133,7 +134,8 @@ class _Check:
             self._again = (first, [await play_probes(stage, probes), await play_probes_together(stage, probes)])
 
     def play_again(self) -> None:
-        """Compare the first episodes with the same episodes played later and in another process."""
+        """Compare the first episodes with the same episodes when they are played later and when they are played in
+        another process."""
         if self._again is None:
             return
         first, later = self._again
@@ -144,7 +146,7 @@ class _Check:
         self.findings += compare(first, later, None if isinstance(elsewhere, str) else elsewhere)
 
     def report(self) -> Report:
-        """Judge the played episodes and return everything that was found."""
+        """Judge the played episodes, and return the report with all findings and notes."""
         plays = self._stage.plays
         said = [
             *judge.errors(plays),
@@ -174,7 +176,7 @@ def _spread(examples: Sequence[Example], most: int) -> list[Example]:
 
 
 def _imitators(demonstrations: Sequence[Demonstration], plays: Sequence[PlayedEpisode]) -> list[MakePlayer]:
-    """Players that repeat the demonstrations with the same opening messages as these episodes."""
+    """Players that repeat those demonstrations that have the same opening messages as these episodes."""
     openings = [list(play.opening) for play in plays[:1]]
     fitting = [shown for shown in demonstrations if judge.opening_of(shown) in openings][:_SIDE_BY_SIDE]
     return [_imitator(shown) for shown in fitting]
@@ -198,7 +200,8 @@ def _blocking(place: str, seconds: float | None) -> CheckFinding:
 
 
 def _package_of(environment: Environment) -> Path | None:
-    """The folder of the environment's top-level package; None if it is a single module or part of Verbatim."""
+    """The folder of the environment's top-level package; None if the environment is a single module or a part of
+    Verbatim."""
     top = sys.modules.get(type(environment).__module__.partition(".")[0])
     folders = list(getattr(top, "__path__", ()))
     return Path(folders[0]) if folders and top is not None and top.__name__ != "verbatim" else None

@@ -1,6 +1,6 @@
-"""Checks that training samples hold exactly what a sampler returned.
+"""Checks that training samples contain exactly what a sampler returned.
 
-Every token must occur once, in its context, with its logprob and policy version.
+Every returned token must be trained exactly once, after the same context, with the same logprob and policy version.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from verbatim.inference.scripted import ScriptedSampler
 
 @dataclass(kw_only=True)
 class TellingSampler(ScriptedSampler):
-    """Plays a script and keeps the completions it returned.
+    """A sampler that follows a script and keeps the completions that it returned.
 
-    Every token has a unique logprob, which identifies it, and the policy version increases with each request.
+    Every token has a unique logprob, which identifies the token. The policy version increases with each request.
     """
 
     returned: list[tuple[SampleRequest, Completion]] = field(default_factory=list, init=False)
-    """The answered requests with their completions."""
+    """The requests that were answered, each with its completion."""
 
     def __post_init__(self) -> None:
         self.logprob = self._next_logprob
@@ -39,7 +39,7 @@ class TellingSampler(ScriptedSampler):
     generate_watched = generate
 
     def _next_logprob(self, token_id: int) -> float:
-        """Return -k / 2^20 for the k-th token, which float32 represents exactly up to 16 million tokens."""
+        """Return -k / 2^20 for the k-th token. Up to 16 million tokens, float32 represents this value exactly."""
         self._num_told += 1
         return -self._num_told / 2**20
 
@@ -47,7 +47,7 @@ class TellingSampler(ScriptedSampler):
 def num_differences(
     returned: Sequence[tuple[SampleRequest, Completion]], samples: Sequence[TrainingSample], *, num_cut: int = 0
 ) -> int:
-    """Count the differences between the returned tokens and the trained tokens.
+    """Count the differences between the tokens that a sampler returned and the tokens that are trained.
 
     A returned token is correct if it is trained exactly once, after the same ids and with the same logprob and version.
     A trained token that was never returned also counts as a difference.
@@ -55,7 +55,7 @@ def num_differences(
     Args:
         returned: The requests and completions of a sampler that gives every token a unique logprob.
         samples: The training samples built from the record of these requests.
-        num_cut: Number of returned tokens that are not trained on purpose, because they follow a stop string.
+        num_cut: Number of returned tokens that are deliberately not trained, because they follow a stop string.
     """
     places = {
         float(logprob): (request, completion, place)

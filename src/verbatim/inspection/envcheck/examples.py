@@ -16,13 +16,13 @@ from verbatim.models.renderers.renderer import Renderer
 from verbatim.run.environments import as_conversations, imitated
 
 _DEMONSTRATIONS = 200
-"""Number of demonstrations to request."""
+"""Number of demonstrations to request from the environment."""
 _COMPARED = 20_000
 """Maximum number of examples per split to compare with each other."""
 
 
 def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequence[Example], list[CheckFinding]]:
-    """The examples of a split (empty if they are unusable), and the findings about them."""
+    """Return (1) the examples of a split, or no examples if they are unusable, and (2) the findings about them."""
     try:
         examples = examples_of(environment, name, split)
         again = examples_of(environment, name, split)
@@ -63,9 +63,9 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
 def read_demonstrations(
     environment: Environment, name: str, renderer: Renderer | None
 ) -> tuple[Sequence[Demonstration], list[CheckFinding]]:
-    """The environment's demonstrations (empty if it has none), and the findings about them.
+    """Return (1) the environment's demonstrations, which may be none, and (2) the findings about them.
 
-    With a renderer, also check that it can render them, as a warm start does.
+    If a renderer is given, also check that it can render the demonstrations, as a warm start does.
     """
     if not isinstance(environment, Demonstrates):
         return (), []
@@ -99,7 +99,7 @@ def read_demonstrations(
 
 
 def compare_splits(train: Sequence[Example], held_out: Sequence[Example]) -> list[str]:
-    """A note if some evaluation examples are also training examples."""
+    """Return a note if some evaluation examples are also training examples; else nothing."""
     seen = set(map(_content, train[:_COMPARED]))
     same = sum(_content(example) in seen for example in held_out[:_COMPARED])
     if not same:

@@ -32,11 +32,11 @@ class CheckFinding:
     kind: str
     """One of `KINDS`."""
     found: str
-    """What was observed, including the example and the place."""
+    """The observation, including the example and the place in the episode or code."""
     expected: str
-    """What a correct environment does instead."""
+    """The behaviour of a correct environment."""
     change: str
-    """How to fix it."""
+    """The change that fixes the fault."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS
@@ -47,11 +47,11 @@ class Earned:
     """The rewards and successes of one kind of player."""
 
     episodes: int
-    """Number of episodes that ended without an error."""
+    """Number of the player's episodes that ended without an error."""
     mean_reward: float | None
-    """Mean reward of these episodes; None if none has a reward."""
+    """Mean reward of these episodes; None if no episode has a reward."""
     success: float
-    """Share of these episodes that were successes."""
+    """Share of these episodes that were successful."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Report:
     findings: tuple[CheckFinding, ...]
     """The faults."""
     notes: tuple[str, ...] = ()
-    """Observations that may be intended."""
+    """Observations that may be intended and are therefore not findings."""
     players: Mapping[str, Earned] = field(default_factory=dict)
     """The rewards of each kind of player, by name."""
 

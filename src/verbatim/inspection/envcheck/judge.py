@@ -14,7 +14,7 @@ from verbatim.rollouts.episode_stats import NO_TURNS, TOOL_FAULTS, TRACEBACK, fa
 from verbatim.rollouts.openings import Openings
 
 _FEWEST = 4
-"""Minimum number of episodes for reporting a property that all of them share."""
+"""Minimum number of episodes that must have been played before a property that all episodes share is reported."""
 _WRONG_REWARD = re.compile(r"expected (a finite number|at most [\d.e+]+, all that float32 holds|a number or \{part)")
 
 
@@ -33,7 +33,7 @@ def earned(plays: Sequence[PlayedEpisode], environment: Environment) -> dict[str
 
 
 def errors(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
-    """Failed episodes, reported once for each kind of error."""
+    """Report failed episodes, with one finding for each kind of error."""
     by_kind: dict[str, list[PlayedEpisode]] = {}
     for play in plays:
         if play.trajectory.error is not None:
@@ -75,7 +75,7 @@ def errors(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
 
 
 def tool_faults(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
-    """Tools that raised, hung, or returned an answer that is too long."""
+    """Report tools that raised an exception, hung, or returned an answer that is too long."""
     said: set[str] = set()
     for play in plays:
         faults = play.trajectory.info.get(TOOL_FAULTS)
@@ -104,7 +104,7 @@ def tool_faults(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding]:
 
 
 def schemas(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding | str]:
-    """Tools without a description; as notes, parameters without a description."""
+    """Report tools without a description as findings, and parameters without a description as notes."""
     tools = {name: tool for play in plays for name, tool in play.tools.items()}
     functions = {name: tool.schema.get("function", {}) for name, tool in tools.items()}
     bare = [
@@ -132,7 +132,8 @@ def schemas(plays: Sequence[PlayedEpisode]) -> Iterator[CheckFinding | str]:
 
 
 def prompts(openings: Mapping[str, Openings]) -> Iterator[CheckFinding | str]:
-    """Opening prompts that leave no room for an answer, by split; as notes, the prompts that were not measured."""
+    """For each split, report opening prompts that leave no room for an answer as findings, and prompts that were not
+    measured as notes."""
     for split, measured in openings.items():
         if measured.found is not None:
             yield CheckFinding(
@@ -147,7 +148,8 @@ def prompts(openings: Mapping[str, Openings]) -> Iterator[CheckFinding | str]:
 
 
 def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator[CheckFinding | str]:
-    """An uninformative score: it is always the same, or the episode's own solution is not a success."""
+    """Report a score that is uninformative, because it is always the same or because the episode's own solution is not
+    a success."""
     done = [play for play in plays if play.trajectory.error is None]
     solved = [play for play in done if play.player == "solution"]
     failed = [play for play in solved if not succeeded(environment, play.trajectory)]
@@ -180,7 +182,7 @@ def scores(plays: Sequence[PlayedEpisode], environment: Environment) -> Iterator
 
 
 def ends(plays: Sequence[PlayedEpisode], max_turns: int) -> Iterator[CheckFinding]:
-    """Environments whose episodes all run into the turn limit."""
+    """Report that all episodes were ended by the turn limit."""
     done = [play for play in plays if play.trajectory.error is None]
     cut = [play for play in done if play.trajectory.stop_reason is StopReason.MAX_TURNS]
     if len(cut) == len(done) >= _FEWEST:
@@ -196,7 +198,7 @@ def ends(plays: Sequence[PlayedEpisode], max_turns: int) -> Iterator[CheckFindin
 def demonstrated_tools(
     plays: Sequence[PlayedEpisode], demonstrations: Sequence[Demonstration]
 ) -> Iterator[CheckFinding]:
-    """Demonstrations that begin like an episode but have different tools."""
+    """Report demonstrations that begin like an episode but have different tools."""
     by_opening = {str(list(play.opening)): play for play in plays if play.trajectory.turns}
     for number, shown in enumerate(demonstrations):
         play = by_opening.get(str(opening_of(shown)))
@@ -217,7 +219,7 @@ def demonstrated_tools(
 
 
 def opening_of(demonstration: Demonstration) -> list[Message]:
-    """The messages before the first assistant message."""
+    """The messages of a demonstration before its first assistant message."""
     messages = list(demonstration.messages)
     return messages[: next(n for n, message in enumerate(messages) if message["role"] == "assistant")]
 

@@ -1,4 +1,5 @@
-"""Plays episodes of an environment with players in place of the model. No tokens are involved."""
+"""Plays episodes of an environment with players in place of the model. Players answer with messages, not with
+tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 
 _MANY = 2**20
-"""Size of the made-up vocabulary, in which the number of a turn is its id."""
+"""Size of the made-up vocabulary. Each turn is recorded as a single token, whose id is the number of the turn."""
 
 MakePlayer = Callable[[int], Player]
-"""Creates a player from the seed of its episode."""
+"""A function that takes the seed of an episode and returns the player for that episode."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,14 +43,14 @@ class PlayedEpisode:
     example: Example
     trajectory: Trajectory
     opening: Sequence[Message]
-    """The messages that the episode began with."""
+    """The messages with which the episode began."""
     tools: Mapping[str, Tool]
-    """All tools offered in any turn, by name."""
+    """By name, all tools that were offered in any turn."""
     has_solution: bool
     """True if the episode has a `solution` method."""
 
     def transcript(self) -> str:
-        """Everything that the seed should determine, as text."""
+        """Everything in the episode that the seed should determine, as text."""
         t = self.trajectory
         told = {
             "messages": t.messages,
@@ -66,7 +67,8 @@ class PlayedEpisode:
 class PlayLoop(EpisodeLoop):
     """Answers prompts with a player's messages.
 
-    Each turn is recorded with one made-up id, so that rewards and state keys are handled as in a run.
+    Each turn is recorded with one made-up token id, so that rewards and state keys are handled in the same way as in a
+    run.
     """
 
     engine = "player"
@@ -85,7 +87,7 @@ class PlayLoop(EpisodeLoop):
         *,
         trained: bool = True,
     ) -> Message:
-        """Play one turn, and keep the tools for the report."""
+        """Play one turn, and remember the offered tools for the report."""
         self.tools |= {tool.name: tool for tool in tools}
         return await super().sample(messages, tools, agent, state_key, trained=trained)
 
@@ -117,7 +119,7 @@ class PlayLoop(EpisodeLoop):
 
 @dataclass(kw_only=True)
 class CheckedEnvironment:
-    """The environment being checked, with the limits of its episodes."""
+    """The environment that is being checked, with the limits of its episodes."""
 
     name: str
     environment: Environment
@@ -128,9 +130,9 @@ class CheckedEnvironment:
     async def play(
         self, player: str, make: Sequence[MakePlayer], example: Example, *, index: int = 0, keep: bool = True
     ) -> list[PlayedEpisode]:
-        """Play one group of episodes of an example concurrently, one for each player.
+        """Play one group of episodes of an example concurrently, one episode for each player.
 
-        The same index gives the same seeds. With `keep=False`, the episodes are not added to `plays`.
+        The same index gives the same seeds. If `keep` is False, the episodes are not added to `plays`.
         """
         runner = _Runner(make)
         setup = RolloutSetup(
@@ -154,7 +156,7 @@ class CheckedEnvironment:
 
 
 class _Runner:
-    """Runs each episode with the player at the same place in the group."""
+    """Runs the n-th episode of a group with the n-th player."""
 
     def __init__(self, make: Sequence[MakePlayer]) -> None:
         self._make = make
@@ -187,7 +189,7 @@ class _Runner:
 
 
 class SilentStats(EpisodeStats):
-    """Logs nothing, because the report of the check lists the failures."""
+    """Does not log failures, because the report of the check lists them."""
 
     def ended(self, trajectory: Trajectory) -> None:
         pass

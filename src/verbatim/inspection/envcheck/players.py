@@ -1,4 +1,4 @@
-"""Players that need no model: one acts at random, the others follow a script."""
+"""Defines players that need no model: one acts at random, the others follow a script."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verbatim.models.renderers.renderer import ParsedResponse
 CALLS = 0.7
 """Probability that the random player calls a tool, if any are offered."""
 BRACKETED = 0.6
-"""Probability that it repeats a text in square brackets from the conversation, if there is any, because games write
-their moves in brackets."""
+"""Probability that the random player, when it does not call a tool, repeats text in square brackets from the
+conversation, if there is any. Games write their moves in brackets."""
 CARELESS = 0.1
-"""Probability that a call names an unknown tool or leaves out its arguments."""
+"""Probability that a call of the random player names an unknown tool or leaves out the arguments."""
 _WORDS = ("yes", "no", "0", "7", "42", "a", "red", "", "the answer is 3", '{"x": 1}', "Ünïcødé ✓", "word " * 60)
 
 
@@ -29,26 +29,27 @@ class Player(Protocol):
     """Plays the assistant in one episode."""
 
     def meet(self, episode: Episode) -> None:
-        """Called when the episode has started."""
+        """Receive the episode. Called when the episode has started."""
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
-        """Return the answer to these messages, given tools with these schemas."""
+        """Return the answer to these messages, which may call tools with these schemas."""
 
 
 class RandomPlayer:
-    """Calls tools with random valid arguments and says random words, some of them from the conversation."""
+    """Calls tools with random valid arguments, or says random words, some of which are from the conversation."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._move: Callable[[random.Random], str | None] | None = None
 
     def meet(self, episode: Episode) -> None:
-        """In half of the episodes with a `random_move` method, choose to play only the moves that it returns."""
+        """If the episode has a `random_move` method, decide with probability 1/2 to play only the moves that this
+        method returns."""
         move = getattr(episode, "random_move", None)
         self._move = move if move is not None and self._rng.random() < 0.5 else None
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
-        """Return a call or words."""
+        """Reply with a tool call or with text."""
         rng = self._rng
         move = self._move(rng) if self._move is not None else None
         if move is not None:
@@ -67,13 +68,13 @@ class RandomPlayer:
 
 
 class WrittenPlayer:
-    """Says the given assistant messages in order, for whichever agent is asked, and then empty messages."""
+    """Says the given assistant messages in order, no matter which agent is asked, and then empty messages."""
 
     def __init__(self, written: Iterable[Message] = ()) -> None:
         self._left: Iterator[Message] = iter(written)
 
     def meet(self, episode: Episode) -> None:
-        """Do nothing: the messages do not depend on the episode."""
+        """Do nothing, because the messages do not depend on the episode."""
 
     def say(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> ParsedResponse:
         """Return the next message."""
@@ -84,7 +85,7 @@ class SolutionPlayer(WrittenPlayer):
     """Says the messages of the episode's own `solution`, one per turn."""
 
     def meet(self, episode: Episode) -> None:
-        """Take the `solution` method of the episode. It is called at the first turn."""
+        """Remember the `solution` method of the episode, which is called at the first turn."""
         self._solve: Callable[[], Iterable[Message]] = episode.solution  # type: ignore[attr-defined]
         self._began = False
 
@@ -92,7 +93,7 @@ class SolutionPlayer(WrittenPlayer):
         """Return the next message.
 
         Raises:
-            EnvironmentFault: `solution` raised, or returned something other than assistant messages.
+            EnvironmentFault: `solution` raised an exception, or returned something other than assistant messages.
         """
         try:
             if not self._began:
@@ -130,13 +131,13 @@ def _read(message: Any) -> ParsedResponse:
 
 
 def _words_of(messages: Sequence[Message]) -> list[str]:
-    """The last 60 words of the last three messages, and the last line as a whole."""
+    """The last 60 words of the last three messages, and then the last line of these messages as one string."""
     text = "\n".join(str(message.get("content") or "") for message in messages[-3:])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [*re.findall(r"\w+", text)[-60:], *(line[:200] for line in lines[-1:])]
 
 
 def _bracketed(messages: Sequence[Message]) -> list[str]:
-    """The texts in square brackets in the first two messages and in the last one, at most 40 from each."""
+    """The strings in square brackets: at most 40 from the first two messages, and at most 40 from the last message."""
     texts = ["\n".join(str(message.get("content") or "") for message in some) for some in (messages[:2], messages[-1:])]
     return [move for text in texts for move in re.findall(r"\[[^\[\]\n]{1,40}\]", text)[-40:]]

@@ -1,4 +1,4 @@
-"""Runs an agent program against a scripted model and reports what the gateway recorded. Needs no real model."""
+"""Runs an agent program against a scripted model, without a real model, and reports what the gateway recorded."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.runner import RolloutSetup
 
 _LAST = ("final", "finish", "submit", "complete", "done", "answer")
-"""Substrings that mark a tool by its name as one that ends the agent's work."""
+"""If the name of a tool contains one of these strings, the tool is considered to end the agent's work."""
 _MOST_CALLS = 3
-"""Maximum number of tools that the scripted model calls before it ends its work."""
+"""Maximum number of tools that the scripted model calls before it ends the work."""
 _CONTEXT = 1_000_000
-"""The scripted model's context length: so long that programs do not reach it."""
+"""The scripted model's context length, which is so large that programs do not reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """The record of one run of a program."""
+    """The report on one run of a program."""
 
     error: str | None
-    """The error that a run would count for this episode; None if nothing went wrong."""
+    """The error with which a training run would count this episode as failed; None if nothing went wrong."""
     reward: float | None
     counts: Mapping[str, int]
-    """Counts of requests and repeated requests, branches by reason, and fields refused, overridden or unenforced."""
+    """Numbers of requests and of repeated requests, of branches by reason, and of request fields that the gateway
+    refused, overrode or did not enforce."""
     branches: Sequence[Mapping[str, Any]]
     num_turns: int
     num_samples: int
-    """Number of training samples: one for each unbroken conversation or branch."""
+    """Number of training samples. Each unbroken conversation or branch is one sample."""
     agents: tuple[str, ...]
     num_sampled_tokens: int
     num_trained_tokens: int
-    """Number of the sampled tokens that training would see."""
+    """Number of sampled tokens that would be trained."""
     num_differences: int
-    """Number of tokens that are not trained exactly once as the sampler returned them: in the same context, with the
-    same logprob and version."""
+    """Number of tokens that are not trained exactly as the sampler returned them, that is, exactly once, in the same
+    context, and with the same logprob and policy version."""
     rewritten: Mapping[int, Sequence[str]]
-    """How the program changed recognised answers when it sent them back, by turn."""
+    """By turn, how the program changed an answer when it sent the answer back, if the gateway still recognised it."""
     seconds: float
     seconds_to_first_request: float | None
 
@@ -74,9 +75,9 @@ def check_program(
 
     Args:
         program: The environment that runs the program.
-        said: The model's answers as assistant messages, in order; the last one is repeated. If empty, the model
-            calls up to three of the offered tools once each, and then ends its work.
-        reasoning: Whether answers contain reasoning.
+        said: The model's answers as assistant messages, in order. After the last answer, that answer is repeated. If
+            empty, the model calls up to three of the offered tools once each, and then ends its work.
+        reasoning: True if the scripted answers contain reasoning.
         seconds: Time limit for the program.
     """
     return asyncio.run(_check(program, said, reasoning, seconds))
@@ -100,7 +101,8 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
         slots=asyncio.Semaphore(1),
         params=SamplingParams(max_tokens=100_000),
         episode_stats=SilentStats(),
-        # The gateway ends a program 5 s before its episode (`_RESERVE`), so the program's own limit is reached first.
+        # The gateway ends a program 5 s before the episode's time limit (`_RESERVE`). This limit is larger, so that the
+        # program's own limit is reached first.
         limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
     )
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()
@@ -108,7 +110,7 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
 
 
 def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewritten) -> ProgramReport:
-    """Return the report on an episode behind the gateway. It must be the sampler's only episode."""
+    """Return the report on an episode behind the gateway. The sampler must have played no other episode."""
     ours, about = trajectory.info.get(INFO, {}), trajectory.info.get("program", {})
     # A failed episode has no samples, but the report counts which of its tokens could be trained.
     sound = dataclasses.replace(trajectory, error=None)
@@ -131,7 +133,7 @@ def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewrit
 
 
 def answer_to(prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
-    """Return the scripted model's answer: a call to the next uncalled tool, or text if it has made enough calls.
+    """Return the scripted model's answer: a call of the next tool that has not been called, or text after enough calls.
 
     Tools that end the work are called last.
     """

@@ -1,4 +1,5 @@
-"""Replays episodes, later and in another process. Any difference is not determined by the seed, so it is a fault."""
+"""Plays episodes again, later and in another process. The seed should determine an episode, so any difference is a
+fault."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _PATIENCE = 120.0
 async def play_probes(
     stage: CheckedEnvironment, examples: Sequence[Example], *, keep: bool = False
 ) -> list[PlayedEpisode]:
-    """Play the episodes that will be replayed: two per example, one example at a time."""
+    """Play the episodes that are compared (the probes): two per example, one example at a time."""
     plays: list[PlayedEpisode] = []
     for example in examples:
         plays += await stage.play("random", PAIR, example, keep=keep)
@@ -39,13 +40,14 @@ async def play_probes(
 
 
 async def play_probes_together(stage: CheckedEnvironment, examples: Sequence[Example]) -> list[PlayedEpisode]:
-    """Play the same episodes, all at the same time."""
+    """Play the same episodes as `play_probes`, but all of them at the same time."""
     groups = await asyncio.gather(*(stage.play("random", PAIR, example, keep=False) for example in examples))
     return [play for group in groups for play in group]
 
 
 def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limits: EpisodeLimits) -> list[str] | str:
-    """The transcripts of the same episodes from a new process, or the reason why there are none."""
+    """Play the same episodes as `play_probes` in a new process. Returns the transcripts, or the reason why there are
+    none."""
     with tempfile.TemporaryDirectory(prefix="verbatim-env-check-") as folder:
         out = Path(folder) / "transcripts.json"
         job = {"name": name, "args": dict(args), "ids": list(ids), "limits": asdict(limits), "out": str(out)}
@@ -53,7 +55,7 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
             done = run_program(
                 [sys.executable, "-c", "from verbatim.inspection.envcheck.replay import main; main()"],
                 given=json.dumps(job).encode(),
-                # A different hash seed: episodes that depend on the order of a set then differ.
+                # The hash seed is different, so that episodes that depend on the order of a set differ.
                 environment={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)},
                 timeout=_PATIENCE,
             )
@@ -66,7 +68,7 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
 
 
 def main() -> None:
-    """Entry point of the other process, which reads its job from standard input."""
+    """Read a job from standard input, and play its episodes. This is the entry point of the new process."""
     job = json.load(sys.stdin)
     environment = create_environment(job["name"], job["args"])
     examples = {example.id: example for example in examples_of(environment, job["name"], "train")}
@@ -78,12 +80,13 @@ def main() -> None:
 def compare(
     first: Sequence[PlayedEpisode], later: Sequence[Sequence[PlayedEpisode]], elsewhere: Sequence[str] | None
 ) -> list[CheckFinding]:
-    """Report the first difference between the first episodes and the later ones.
+    """Report the first difference between the first episodes and their repetitions.
 
     Args:
         first: The first episodes of this process.
-        later: The same episodes, played again after other episodes.
-        elsewhere: Their transcripts from another process, which played them first; None if there are none.
+        later: Repetitions of the same episodes in this process, after other episodes were played.
+        elsewhere: The transcripts of the same episodes from another process, where no other episodes were played
+            before; None if there are no transcripts.
     """
     if elsewhere is not None:
         for play, transcript in zip(first, elsewhere, strict=True):

@@ -1,4 +1,5 @@
-"""Reports how a client changed the form of answers when it sent them back, for answers that were still recognised.
+"""Reports how a client changed the form of answers when it sent them back in its next request. Only answers that the
+gateway still recognised are reported.
 
 Example: the answer `{"role": "assistant", "content": "", "tool_calls": [...]}` came back with the content null, an
 empty field `refusal`, and the arguments of its call without white space. The report for its turn is: "content null",
@@ -29,11 +30,11 @@ class Rewritten:
 
     @property
     def found(self) -> dict[int, list[str]]:
-        """The turns that came back changed, each with its changes without duplicates."""
+        """The turns whose answers came back changed, each with a list of the changes without duplicates."""
         return {turn: list(ways) for turn, ways in sorted(self._found.items()) if ways}
 
     def placed(self, request: ChatRequest, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:
-        """Compare the answers that were recognised in a request."""
+        """Compare the answers that the gateway recognised in a request with their original forms."""
         spoken = [place for place, message in enumerate(request.messages) if message["role"] == "assistant"]
         written = dict(zip(spoken, answers_in(request.protocol, body), strict=True))
         for place, turn in turns.items():
@@ -45,15 +46,15 @@ class Rewritten:
                 ways.update(dict.fromkeys(ways_of(answered, reply, written[place])))
 
     def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
-        """Keep an answer for comparison."""
+        """Keep an answer for later comparison."""
         self._replies[turn] = (request, reply)
 
 
 def answers_in(protocol: str, body: Mapping[str, Any]) -> list[Any]:
     """The assistant's messages in a request, as the client wrote them.
 
-    For Chat Completions each is a message, for Anthropic's Messages the content of a message, and for Responses the
-    list of items of a turn.
+    Each element is a message in Chat Completions, the content of a message in Anthropic's Messages, and the list of a
+    turn's items in Responses.
     """
     if protocol == "openai_responses":
         return list(_turns_of(body.get("input")))
@@ -67,13 +68,13 @@ def ways_of(request: ChatRequest, reply: ChatReply, back: Any) -> list[str]:
     Args:
         request: The request that was answered.
         reply: The answer.
-        back: What came back, in the form of `answers_in`.
+        back: The answer as the client sent it back, as returned by `answers_in`.
     """
     if request.protocol == "openai_chat":
         return list(_message(message_body(reply), back))
     if request.protocol == "anthropic_messages":
         return list(_blocks(content_blocks(reply), back))
-    # The items get a new random id here, so `_parts` does not compare their ids, only whether there is one.
+    # The items get new random ids here, so `_parts` does not compare ids, but only checks whether there is an id.
     return list(_parts(output_items(request, Stamp(), reply), back))
 
 
@@ -105,7 +106,7 @@ def _message(sent: Mapping[str, Any], back: Mapping[str, Any]) -> Iterator[str]:
     yield from _fields(sent, back, passed=("role", "content", "tool_calls"))
     yield from _content(sent["content"], back.get("content", _MISSING))
     calls = back.get("tool_calls") or ()
-    # As many on both sides: the gateway recognises an answer only with all its calls.
+    # Both sides have the same number of calls, because the gateway recognises an answer only with all its calls.
     for ours, theirs in zip(sent.get("tool_calls", ()), calls, strict=True):
         name = ours["function"]["name"]
         yield from _fields(ours, theirs, passed=("id", "function"), of=f"the call of {name}")
@@ -123,7 +124,8 @@ def _blocks(sent: Sequence[Mapping[str, Any]], back: Any) -> Iterator[str]:
 
 
 def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The changes to items or blocks. Each is compared with the next remaining one of its type."""
+    """The changes to items or blocks. Each item or block is compared with the first one of the same type that is
+    left."""
     left = list(back)
     for ours in sent:
         kind = ours["type"]
@@ -154,13 +156,13 @@ def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]])
 
 
 def _fields_of_part(ours: Any, theirs: Any) -> Iterator[str]:
-    """The changes to the fields of a content part, if it is the only part on both sides."""
+    """The changes to the fields of a content part, if there is exactly one part on both sides."""
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs) == 1:
         yield from _fields(ours[0], theirs[0], passed=("text",), of="its part")
 
 
 def _fields(sent: Mapping[str, Any], back: Mapping[str, Any], *, passed: Sequence[str], of: str = "") -> Iterator[str]:
-    """The fields that were removed, added or changed."""
+    """The changes to fields: those that were removed, added or changed."""
     behind = f" of {of}" if of else ""
     for name, value in sent.items():
         if name in passed:
@@ -183,7 +185,8 @@ def _content(sent: str, back: Any, of: str = "") -> Iterator[str]:
     elif isinstance(back, list):
         yield f"content as parts{behind}"
         back = _text(back)
-    # The words are the same, or the gateway would not have recognised the answer (`rollouts/gateway/canonical.py`).
+    # The words must be the same, because otherwise the gateway would not have recognised the answer
+    # (`rollouts/gateway/canonical.py`).
     if isinstance(back, str) and back != sent:
         yield f"different white space around the text{behind}"
 
@@ -192,7 +195,7 @@ def _call(name: str, sent_id: Any, back_id: Any, sent: Mapping[str, Any], back: 
     if back_id != sent_id:
         yield f"different id of the call of {name}"
     ours, theirs = sent["arguments"], back.get("arguments")
-    # `==` alone ignores the order of keys, and 1 equals 1.0 and True; the JSON texts then differ.
+    # The JSON texts are compared because `==` ignores the order of keys, and 1 == 1.0 == True.
     if type(ours) is type(theirs) and (ours == theirs and json.dumps(ours) == json.dumps(theirs)):
         return
     if isinstance(ours, str) and not isinstance(theirs, str):
@@ -214,7 +217,7 @@ def _read(arguments: Any) -> Any:
 
 
 def _text(content: Any) -> Any:
-    """The joined text of a list of parts; anything else is returned unchanged."""
+    """Join the text of a list of parts; return anything else unchanged."""
     if not isinstance(content, list):
         return content
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -23,27 +23,30 @@ class CheckTarget:
     """One environment to check."""
 
     name: str
-    """The bundled id or import path."""
+    """The id of a bundled environment, or an import path."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The arguments for creating the environment."""
     max_turns: int | None = None
-    """Maximum number of turns, if its table in a TOML file sets it."""
+    """Maximum number of turns per episode, if the environment's table in a TOML file sets it; else None."""
     seq_len: int | None = None
-    """Maximum number of tokens, if the TOML file sets it."""
+    """Maximum number of tokens per sample, if the TOML file sets it; else None."""
     config: RunConfig | None = None
-    """The run's configuration, if the environment comes from a TOML file."""
+    """The run's configuration, if the environment comes from a TOML file; else None."""
 
 
 def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[CheckTarget]:
-    """The environments named by `guess_number`, `my_env:MyEnv`, `my_env.py`, `my_env.py:MyEnv` or `run.toml`.
+    """Find the environments that are named in one of the forms `guess_number`, `my_env:MyEnv`, `my_env.py`,
+    `my_env.py:MyEnv` or `run.toml`.
 
     Args:
         given: The name as typed by the user.
-        args: Arguments for the environment; must be empty for a TOML file, whose tables have the arguments.
-        tables: The components that a TOML file may name; None: component names and parameters are not validated.
+        args: Arguments for the environment. They must be empty for a TOML file, because its tables contain the
+            arguments.
+        tables: The components that a TOML file may name. If None, the names and parameters of components are not
+            validated.
 
     Raises:
-        UsageError: the file does not exist, has no environment or several, or `args` were given with a TOML file.
+        UsageError: the file does not exist, has no environment or more than one, or `args` were given with a TOML file.
     """
     path, _, attribute = given.removeprefix("@").partition(":")
     if path.endswith(".toml"):
@@ -74,7 +77,7 @@ def _in_config(path: Path, tables: ComponentTables | None) -> list[CheckTarget]:
 
 
 def _in_module(path: Path, attribute: str) -> str:
-    """The import path of the environment in a file. Makes the file's folder importable."""
+    """Make the file's folder importable, and return the import path of the environment in the file."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     folder = str(path.resolve().parent)
@@ -84,7 +87,7 @@ def _in_module(path: Path, attribute: str) -> str:
         return f"{path.stem}.{attribute}"
     try:
         module = importlib.import_module(path.stem)
-    except BaseException as error:  # a user's module may raise anything
+    except BaseException as error:  # a user's module may raise any exception
         if is_ctrl_c(error):
             raise
         raise ComponentError(f"importing {path} failed: {told(error)}") from error

@@ -19,21 +19,22 @@ from verbatim.rollouts.main_loop import run_main
 T = TypeVar("T")
 
 BLOCKED = 0.25
-"""Seconds without a pass of the loop that count as blocking, if they are spent in the same code."""
+"""If the event loop makes no pass for this number of seconds, all spent in the same code, that code counts as
+blocking."""
 _LOOK_EVERY = 0.05
 _MOST_BETWEEN = 0.1
-"""Maximum seconds to count between two looks: a longer gap means that the machine was paused, not the code."""
+"""Maximum number of seconds to count between two looks at the stack. A longer gap means that the machine was paused."""
 _OURS = Path(verbatim.__file__).parent
 _THEIRS = (_OURS / "environments", _OURS / "rollouts" / "gateway" / "verifiers")
-"""Bundled environments, which are watched like those of users."""
+"""Folders of bundled environments, which are watched in the same way as users' environments."""
 _TOOLS = _OURS / "environments" / "tools"
-"""The code that runs tools, which is not watched although it is in the folder of the bundled environments."""
+"""The folder of the code that runs tools. It is not watched, although it is in a folder of bundled environments."""
 _LIBRARY = Path(asyncio.__file__).parents[1]
 """The folder of Python's standard library."""
 
 
 class Stuck(Exception):
-    """The loop was blocked for so long that it was abandoned; `place` names the blocking code."""
+    """The error if the event loop was blocked for so long that it was abandoned. `place` names the blocking code."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -41,11 +42,12 @@ class Stuck(Exception):
 
 
 class LoopWatch:
-    """Runs a coroutine; `blocked` maps each place (`my_env.py:31 in look`) to the seconds it blocked the loop.
+    """Runs a coroutine on a thread of its own. `blocked` maps each place in the code, such as `my_env.py:31 in look`,
+    to the number of seconds for which it blocked the event loop.
 
     Args:
-        give_up_after: Seconds without a pass of the loop after which it is abandoned.
-        own: The folder of the environment's package; None if it is not a package.
+        give_up_after: The event loop is abandoned if it makes no pass for this number of seconds.
+        own: The folder of the environment's package; None if the environment is not in a package.
     """
 
     def __init__(self, give_up_after: float, own: Path | None = None) -> None:
@@ -57,8 +59,8 @@ class LoopWatch:
         """Run the coroutine and return its result.
 
         Raises:
-            Stuck: the loop made no pass for `give_up_after` seconds. Its thread keeps running.
-            BaseException: whatever the coroutine raised.
+            Stuck: the event loop made no pass for `give_up_after` seconds. The loop's thread keeps running.
+            BaseException: the exception that the coroutine raised.
         """
         result: Future[T] = Future()
         presses = CtrlC()
@@ -90,8 +92,8 @@ class LoopWatch:
     def _look_until(self, thread: threading.Thread) -> None:
         """Sample the stack of the loop's thread until the thread ends.
 
-        Code is blamed only if it was seen for at least `BLOCKED` seconds during one pause of the loop: a pause alone
-        may be due to the machine.
+        Code is blamed only if it was seen for at least `BLOCKED` seconds during one pause of the loop, because the
+        machine alone may cause a pause.
         """
         place, beat = "", 0.0
         seconds = paused = 0.0  # time seen at this place; time without a pass of the loop
@@ -113,12 +115,13 @@ class LoopWatch:
 
 
 def _place(frame: FrameType | None, own: Path | None) -> str:
-    """The user's outermost function that the loop is running, as `my_env.py:31 in look`; "" if none is."""
+    """The user's outermost function that the event loop is running, as `my_env.py:31 in look`; "" if no such function
+    is running."""
     seen = ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.parent.name == "asyncio" and frame.f_code.co_name == "_run":
-            return seen  # the frame that runs a callback: everything further out is the loop itself
+            return seen  # this frame runs a callback; frames further out belong to the loop
         if _is_the_users(path, own):
             seen = f"{path.name}:{frame.f_code.co_firstlineno} in {frame.f_code.co_name}"
         frame = frame.f_back

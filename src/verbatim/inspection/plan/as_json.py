@@ -12,7 +12,7 @@ from verbatim.inspection.plan.show import problem
 
 
 def plan_as_json(plan: Plan, changes: Sequence[Suggestion]) -> dict[str, Any]:
-    """All figures of a plan, in bytes, seconds and tokens."""
+    """Convert a plan to plain JSON values with all its figures, in bytes, seconds and tokens."""
     case, memory = plan.case, plan.memory
     return {
         "fits": plan.fits,

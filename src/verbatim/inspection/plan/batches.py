@@ -1,4 +1,5 @@
-"""Makes the batch to plan for: from an earlier run's trajectories, or as long as the configuration allows."""
+"""Makes the batch for a plan: from an earlier run's trajectories, or with the maximum lengths that the configuration
+allows."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from verbatim.core.types import TrainingSample, Trajectory, Turn
 from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, read_trajectories
 
 KEPT_IDS = 100
-"""Assumed number of ids in a kept set if it is unknown: `top_p` or `min_p` without `top_k`, and no earlier run."""
+"""Assumed number of ids in a kept set if the number is unknown: with `top_p` or `min_p`, without `top_k`, and without
+an earlier run."""
 PROMPT_SHARE = 0.25
-"""Assumed share of a trajectory's tokens that its prompt takes, if the turns alone could fill the trajectory."""
+"""If the turns alone could fill a trajectory, the prompt is assumed to take this share of the trajectory's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedBatch:
-    """A batch, and the sampler's work for it."""
+    """A batch, and the work of the sampler to produce it."""
 
     samples: Sequence[TrainingSample]
     """The training samples."""
@@ -32,11 +34,12 @@ class PlannedBatch:
     sampled_tokens: int
     """Number of sampled tokens."""
     prompt_tokens: int
-    """Number of context tokens that were not sampled; the sampler reads each once."""
+    """Number of context tokens that were not sampled. The sampler reads each of them once."""
     longest_sampled: int
-    """Number of sampled tokens in the trajectory with the most of them; they are sampled sequentially."""
+    """Number of sampled tokens in the trajectory with the most sampled tokens. These are sampled one after the
+    other."""
     mean_context: float
-    """Mean number of tokens before a sampled token."""
+    """Mean number of tokens that precede a sampled token in its sequence."""
     said: str
     """A sentence that says where the lengths come from."""
     is_assumed: bool = True
@@ -51,8 +54,8 @@ class PlannedBatch:
 def assumed_batch(config: RunConfig) -> PlannedBatch:
     """A batch in which every rollout has the maximum length, `orchestrator.seq_len`.
 
-    Each rollout is a prompt, which its group shares, followed directly by turns of `max_tokens` sampled tokens. At most
-    three quarters of its tokens are sampled.
+    Each rollout is a prompt, which all rollouts of a group share, followed directly by turns of `max_tokens` sampled
+    tokens. At most three quarters of a rollout's tokens are sampled.
 
     Example: `seq_len = 2048` and 16 turns of up to 512 tokens give a prompt of 512 tokens and three turns of 512.
     """
@@ -70,7 +73,7 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
     turns = [min(turn, sampled - start) for start in range(0, sampled, turn)]
     prompt = length - sampled
     rng = np.random.default_rng(0)
-    # Every model has at least 256 ids.
+    # Every vocabulary has at least 256 ids.
     vocabulary = config.model.build.vocab_size if config.model.build is not None else 256
     trajectories = []
     for group in range(orchestrator.batch_size // orchestrator.group_size):
@@ -88,7 +91,7 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
 
 
 def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
-    """A batch of the last trajectories of a run.
+    """Make a batch from the last trajectories of a run.
 
     Raises:
         UsageError: the folder does not exist, is not a run folder, or has no trajectories that can be trained.
@@ -115,7 +118,8 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
 def kept_set_bytes(config: RunConfig, batch: PlannedBatch) -> int:
     """The size of a batch's kept sets in bytes, at 4 bytes per id; 0 if sampling keeps all ids.
 
-    The number of ids is taken from the run's kept sets. Without them, it is `top_k` or `KEPT_IDS` per sampled token.
+    The number of ids is taken from the kept sets of the earlier run. If there are none, it is `top_k`, or else
+    `KEPT_IDS`, per sampled token.
     """
     if not config.needs_kept_sets:
         return 0

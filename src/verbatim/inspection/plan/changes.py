@@ -1,4 +1,5 @@
-"""Tries changes that may make a plan fit, each alone and then together, and reports the memory of each."""
+"""Tries changes that may make a plan fit into memory, first each change alone and then several together, and reports
+the memory that each needs."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from verbatim.inspection.plan.predict import Case, Plan, predict
 
 _SMALL_CHUNK = 256
 _LARGE_SHARE = 0.05
-"""Share of the peak memory below which the logits are not worth a smaller chunk."""
+"""If the logits take less than this share of the peak memory, a smaller chunk of logits is not suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A change to the command line and its effect."""
+    """A change to the command line, and its effect on the plan."""
 
     typed: str
     """The change as command-line options."""
@@ -29,13 +30,14 @@ class Suggestion:
     fits: bool
     """True if the changed plan fits."""
     refused: str = ""
-    """Why the trainer rejects the change; empty if it does not."""
+    """The reason why the trainer rejects the change; empty if the trainer accepts it."""
 
 
 def tried_changes(plan: Plan) -> list[Suggestion]:
-    """The changes that apply to a plan, each measured like the plan itself.
+    """Measure the changes that apply to a plan, in the same way as the plan itself.
 
-    The last one combines the changes that do not affect what is trained: no adapters and no shorter sequences.
+    The last suggestion combines the changes that do not affect what is trained, that is, all except adapters and
+    shorter sequences.
     """
     found: list[Suggestion] = []
     together, typed = plan.case, []
@@ -101,7 +103,7 @@ def _tried(typed: str, case: Case) -> Suggestion:
 
 
 def _set(**keys: Any) -> Callable[[Case], Case]:
-    """A change that sets keys of `[trainer]`."""
+    """Make a change that sets keys of the `[trainer]` table."""
 
     def to(case: Case) -> Case:
         trainer = case.config.trainer.model_copy(update=keys)

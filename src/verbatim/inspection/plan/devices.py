@@ -1,4 +1,4 @@
-"""Lists the devices that a plan knows, with their memory, compute rates and bandwidths."""
+"""Lists the devices for which a plan can be made, with their memory, compute rates and bandwidths."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, with its manufacturer's figures."""
+    """One device, with the figures of its manufacturer."""
 
     name: str
-    """The name by which `--gpu` selects it."""
+    """The name by which `--gpu` selects the device."""
     memory: int
-    """Memory available to programs in bytes."""
+    """Memory that is available to programs, in bytes."""
     flops: Mapping[str, float]
-    """Peak operations per second of matrix products by number format, without sparsity."""
+    """By number format, the peak number of operations per second in matrix products, without sparsity."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     link: float
-    """Bandwidth to another device of the same machine in bytes per second, in one direction."""
+    """Bandwidth to a different device of the same machine in bytes per second, in one direction."""
     is_cuda: bool = True
     """True for a CUDA device."""
 
 
 def _gpu(name: str, gib: float, bfloat16: float, float32: float, bandwidth: float, link: float) -> Device:
-    """A device from its memory in GiB, teraflops, memory bandwidth in TB/s and link bandwidth in GB/s."""
+    """Make a device from its memory in GiB, its compute rates in teraflops, its memory bandwidth in TB/s and its link
+    bandwidth in GB/s."""
     return Device(
         name=name,
         memory=int(gib * GIB),
@@ -53,15 +54,15 @@ GPUS: Mapping[str, Device] = {
         _gpu("l40s", 44.4, 362, 91.6, 0.864, 32),
     )
 }
-"""The known GPUs, in their SXM variant if there is one. float32 is without TF32, because torch does not use TF32 by
-default. The link is NVLink if there is one, else PCIe 4."""
+"""The known GPUs, in their SXM variant if there is one. The float32 rate is without TF32, because torch does not use
+TF32 by default. The link is NVLink if the device has it, else PCIe 4."""
 CPU = "cpu"
 NAMES = (*GPUS, CPU)
 """The values that `--gpu` accepts."""
 
 
 def find_device(name: str) -> Device:
-    """Return the device with this name. "cpu" is measured, which takes a moment.
+    """Return the device with this name. The figures of "cpu" are measured, which takes a moment.
 
     Raises:
         UsageError: the name is unknown.
@@ -77,10 +78,10 @@ def find_device(name: str) -> Device:
 
 
 def device_here(is_cuda: bool) -> Device:
-    """Return the first CUDA device of this machine, or its CPU.
+    """Return the first CUDA device of this machine, or the machine's CPU if `is_cuda` is False.
 
     Raises:
-        UsageError: the CUDA device is not in the table.
+        UsageError: the CUDA device is not one of the known GPUs.
     """
     if not is_cuda:
         return this_cpu()
@@ -88,7 +89,7 @@ def device_here(is_cuda: bool) -> Device:
 
     found = torch.cuda.get_device_properties(0)
     total = found.total_memory / GIB
-    # Memory tells cards of the same name apart (a100-40, a100-80).
+    # The memory tells devices with the same name apart (a100-40, a100-80).
     fitting = [
         gpu
         for gpu in GPUS.values()
@@ -102,7 +103,7 @@ def device_here(is_cuda: bool) -> Device:
 
 
 def this_cpu() -> Device:
-    """This machine's memory, and its rates for one large product and one large copy.
+    """This machine's CPU: its memory, and its measured rates in one large matrix product and one large copy.
 
     The rates are measured in CPU time, so that other processes on the machine do not distort them.
     """
@@ -120,7 +121,7 @@ def this_cpu() -> Device:
         name=CPU,
         memory=_host_memory(),
         flops=flops,
-        # A copy reads and writes. Processes of one machine exchange through its memory.
+        # A copy reads and writes each byte. The processes of one machine exchange data through its memory.
         bandwidth=2 * block.nbytes / copy,
         link=block.nbytes / copy,
         is_cuda=False,
@@ -139,12 +140,13 @@ def _gain() -> float:
     a = torch.ones(1024, 1024, device="cpu")
     b = a.bfloat16()
     num_threads = torch.get_num_threads()
-    # The trainer's own product, which chooses the faster of two libraries for float32.
+    # This is the product that the trainer uses. For float32, it chooses the faster of two libraries.
     return _fastest(lambda: product(a, a), num_threads) / _fastest(lambda: product(b, b), num_threads)
 
 
 def _fastest(do: Callable[[], object], num_threads: int) -> float:
-    """Seconds of the fastest of a few calls: its CPU time, divided among the threads as if each had its own core."""
+    """The duration in seconds of the fastest of a few calls: the CPU time of the call, divided by the number of
+    threads, as if each thread had its own core."""
     seconds = []
     for _ in range(4):
         began = time.process_time()
@@ -154,13 +156,13 @@ def _fastest(do: Callable[[], object], num_threads: int) -> float:
 
 
 def _host_memory() -> int:
-    """This machine's memory in bytes, or the limit of this process's control group if that is lower."""
+    """This machine's memory in bytes, or the memory limit of this process's control group if the limit is lower."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    # The files of control groups in version 2 and in version 1.
+    # The files that contain the limit, for control groups of version 2 and of version 1.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             total = min(total, int(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # no such file, or "max": no limit
+        except (OSError, ValueError):  # if the file is missing or says "max", there is no limit
             continue
     return total

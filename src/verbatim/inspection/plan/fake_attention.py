@@ -1,4 +1,5 @@
-"""Attention plans for steps on fake tensors: they compute nothing but allocate what FlexAttention does on CUDA."""
+"""Defines attention plans for steps on fake tensors. They compute nothing, but allocate the same memory as
+FlexAttention on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verbatim.trainer.parallel.sequence import SequencePlan
 
 
 class FlexMemory:
-    """An `AttentionPlan` with the inputs, outputs and saved tensors of `FlexPlan`, but without values."""
+    """An `AttentionPlan` with the same inputs, outputs and saved tensors as `FlexPlan`, but without values."""
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
@@ -28,7 +29,8 @@ class FlexMemory:
 
 
 class _Flex(torch.autograd.Function):
-    """Saves the queries, keys, values, output and one float32 per query; returns a gradient for each input."""
+    """Saves the queries, keys, values, output and one float32 per query for the backward pass, which returns a gradient
+    for each input."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ class _Flex(torch.autograd.Function):
 
 
 def as_on_cuda(plan: AttentionPlan) -> AttentionPlan:
-    """Replace the parts of a plan made for a CPU so that it allocates what it would on CUDA."""
+    """Replace those parts of an attention plan for a CPU that allocate different memory on CUDA."""
     if isinstance(plan, TreePlan):
         return FlexMemory()
     if isinstance(plan, SequencePlan):

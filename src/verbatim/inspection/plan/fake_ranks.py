@@ -1,4 +1,4 @@
-"""Simulates the other processes of a trainer: this process is rank 0 and the only one that exists."""
+"""Simulates the other processes of a trainer. This process is rank 0, and the only process that really exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 class FakeRanks(Ranks):
-    """`Ranks` whose collectives return this process's own values, as if all ranks had the same."""
+    """`Ranks` whose collectives return this process's own values, as if all ranks had the same values."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.local_rank, self.deadline = 0, size, 0, 600.0
@@ -40,7 +40,7 @@ class FakeRanks(Ranks):
 
 @contextlib.contextmanager
 def fake_ranks(size: int) -> Iterator[FakeRanks | None]:
-    """Act as rank 0 of `size` processes while the block runs. Yields None if `size` is 1."""
+    """Act as rank 0 of `size` processes while the block runs. Yield the ranks, or None if `size` is 1."""
     if size == 1:
         yield None
         return

@@ -56,8 +56,8 @@ from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 
 MOST_RUN = 2
-"""Maximum number of micro-batches to run: the one with the most targets, and the one with the most tokens, which comes
-last, when gradients already exist."""
+"""Maximum number of micro-batches to run. The micro-batch with the most targets is run, and the micro-batch with the
+most tokens, which comes last, when gradients already exist."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,31 +77,31 @@ class StepCase:
     on_cuda: bool = False
     """True if the processes compute on CUDA devices."""
     seq_len: int = 0
-    """Maximum number of tokens of a sample; 0 if unknown."""
+    """Maximum number of tokens in a sample; 0 if unknown."""
     reference: str | None = None
-    """Folder or hub id of the frozen reference model; None if there is none. With adapters, a reference that equals
-    `source` takes no extra memory."""
+    """Folder or hub id of the frozen reference model; None if there is none. If adapters are trained, a reference that
+    equals `source` takes no extra memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepMemory:
-    """The memory in bytes of the process with the largest micro-batch."""
+    """The memory, in bytes, that a training step takes in the process with the largest micro-batch."""
 
     peak: int
-    """Peak memory of any step after the first, which creates the optimizer state."""
+    """Peak memory of every step except the first one, which creates the optimizer state."""
     parts: Mapping[str, int]
-    """The memory at the peak by kind of tensor (`live_memory.KINDS`)."""
+    """The memory at the peak, by kind of tensor (`live_memory.KINDS`)."""
     between_steps: int
-    """Memory held between steps."""
+    """Memory that is in use between two steps."""
     num_parameters: int
     """Number of parameters of the whole model."""
     num_trained: int
     """Number of parameters that are trained."""
     packing: str
-    """The packing of most tokens: "rows" or "tree"."""
+    """The packing in which most tokens are: "rows" or "tree"."""
     dealt: Sequence[Sequence[MicroBatch]]
-    """The micro-batches of the optimizer step with the most tokens, one list per process, or per group of processes
-    that share each micro-batch (`trainer.parallel.sequence`)."""
+    """The micro-batches of the optimizer step with the most tokens. There is one list per process, or, with
+    `trainer.parallel.sequence`, one list per group of processes that share each micro-batch."""
     config: Any
     """The text part of the model's `transformers` configuration."""
 
@@ -133,10 +133,11 @@ def measure(case: StepCase) -> StepMemory:
 
 
 def _float32_attention(config: Any) -> contextlib.AbstractContextManager[None]:
-    """Makes `scaled_dot_product_attention` behave as on CUDA in float32, if query heads share keys.
+    """Make `scaled_dot_product_attention` take the memory that it takes on CUDA in float32, if several query heads
+    share a key head.
 
     The flash kernel supports only 16-bit formats, and the memory-efficient kernel needs as many key heads as query
-    heads. So CUDA falls back to the math kernel, which materialises all scores.
+    heads. So CUDA falls back to the math kernel, which keeps all scores in memory.
     """
     heads = getattr(config, "num_attention_heads", None)
     shared = getattr(config, "num_key_value_heads", None) not in (None, heads)
@@ -144,7 +145,7 @@ def _float32_attention(config: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _model(source: str) -> Any:
-    """The model without weights, with attention that follows plans."""
+    """Build the model without weights, with attention that follows attention plans."""
     with refusing(f"the config.json of model {source!r} cannot be read"):
         model = empty_model(source, torch.float32).eval()
     other = plan_attention(tiny_copy(model))
@@ -153,18 +154,18 @@ def _model(source: str) -> Any:
             f"{type(model).__name__} mixes tokens by {other}: each row is a separate pass, whose memory "
             "verbatim plan cannot measure"
         )
-    tiny_pair(model, planned=True)  # cached for later checks, because fake tensors cannot be copied to a small model
+    tiny_pair(model, planned=True)  # cached for later, because fake tensors cannot be copied to a small model
     follow_plans(model)
     return model
 
 
 class _FakeBatch(DeviceBatch):
-    """A micro-batch whose attention allocates what it would on the device."""
+    """A micro-batch whose attention allocates the same memory as on the device."""
 
     on_cuda = False
 
     def plan(self) -> AttentionPlan:
-        """The attention plan of one pass. Its shapes depend on values, so it is made from real tensors."""
+        """Make the attention plan of one pass. Its shapes depend on values, so it is made from real tensors."""
         with _disable_current_modes():
             made = super().plan()
         return as_on_cuda(made) if self.on_cuda else made
@@ -172,12 +173,12 @@ class _FakeBatch(DeviceBatch):
 
 @dataclass(frozen=True)
 class _FakeTargets(TargetLogprobs):
-    """Makes micro-batches from real tensors, because their shapes depend on values."""
+    """Makes micro-batches from real tensors, because the shapes in a micro-batch depend on values."""
 
     on_cuda: bool = False
 
     def batch(self, micro_batch: MicroBatch) -> DeviceBatch:
-        """The micro-batch on the device, or this rank's slice of it."""
+        """Make the micro-batch, or this rank's slice of it, on the device."""
         with _disable_current_modes():
             batch = _FakeBatch(micro_batch, self.model.device, self.sequence)
         batch.on_cuda = self.on_cuda
@@ -185,7 +186,8 @@ class _FakeTargets(TargetLogprobs):
 
 
 class _Added:
-    """Low-rank adapters. They are injected without fake tensors, because injecting tests them on a small real copy."""
+    """Low-rank adapters that are injected outside of the fake mode, because the injection tests them on a small real
+    copy of the model."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
@@ -200,20 +202,21 @@ class _Added:
 
 
 class _Offload(ActivationOffload):
-    """Offloads activations without counting the host memory they would take."""
+    """Offloads activations without counting the host memory that offloaded activations take."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
     def hooks(self) -> saved_tensors_hooks:
-        """A context in which only the shape and dtype of tensors saved by autograd are kept."""
+        """Return a context in which, of each tensor that autograd saves, only the shape and the dtype are kept."""
         return saved_tensors_hooks(
             lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1], device="cpu")
         )
 
 
 class _Step:
-    """A trainer on fake tensors. It runs the parts of `Trainer` in the same order, except those that read values."""
+    """A trainer on fake tensors. It runs the same parts as `Trainer` in the same order, except the parts that read
+    values."""
 
     def __init__(
         self, case: StepCase, model: Any, ranks: FakeRanks | None, fake: FakeTensorMode, memory: LiveMemory
@@ -297,7 +300,8 @@ class _Step:
         self._memory.restart()
         self._take_step(run)
         parts = dict(self._memory.at_peak)
-        # The trainer holds all micro-batches of a step; add those that were not run, in proportion to their tokens.
+        # The trainer keeps all micro-batches of a step in memory. Add the micro-batches that were not run, in
+        # proportion to their tokens.
         unseen = int(parts[BATCH] * missing)
         parts[BATCH] += unseen
         trees = sum(m.num_tokens for mine in dealt for m in mine if not m.is_rows)
@@ -313,7 +317,7 @@ class _Step:
         )
 
     def _deal(self) -> list[list[MicroBatch]]:
-        """The micro-batches of the largest optimizer step, one list per process."""
+        """The micro-batches of the optimizer step with the most tokens, as one list per process."""
         case = self._case
         on_cpu = not case.on_cuda and case.loss.level == "token"
         budget = case.trainer.micro_batch_tokens or (CPU_MICRO_BATCH_TOKENS if on_cpu else MICRO_BATCH_TOKENS)
@@ -350,9 +354,10 @@ def _most_tokens(micro_batches: Sequence[MicroBatch]) -> int:
 
 
 def _largest(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
-    """The micro-batches to run, and the tokens of all others relative to theirs.
+    """Return (1) the micro-batches to run, and (2) the number of tokens in all other micro-batches, relative to the
+    tokens in (1).
 
-    The one with the most tokens is last, because gradients exist by then and the memory is highest.
+    The micro-batch with the most tokens is the last, because gradients exist by then, so that memory is highest.
     """
     by_tokens = sorted(micro_batches, key=lambda m: m.num_tokens)
     by_targets = max(micro_batches, key=lambda m: len(m.targets))

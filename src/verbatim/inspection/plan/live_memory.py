@@ -1,8 +1,8 @@
 """Counts the bytes of all live tensors while operations run on fake tensors, and records the peak.
 
-A fake tensor has the shape, dtype and lifetime of a real one, but no memory. torch's own tracker
-(`torch.distributed._tools`) cannot be used: it rejects a module that is called several times before its backward pass,
-and the output head is called once for each chunk of targets.
+A fake tensor has the shape, dtype and lifetime of a real tensor, but no memory. torch's own tracker
+(`torch.distributed._tools`) cannot be used, because it rejects a module that is called several times before its
+backward pass, such as the output head, which is called once for each chunk of targets.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class _Storage:
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts live tensors inside a `FakeTensorMode`, and must be entered after it.
+    """Counts live tensors inside a `FakeTensorMode`. It must be entered after the `FakeTensorMode`.
 
-    Code that reads a value gets a made-up one so that it can continue: any number is 1, any two tensors are equal, and
-    any one-dimensional mask keeps everything.
+    Code that reads a value of a fake tensor gets a made-up value, so that the code can continue: any number is 1, any
+    two tensors are equal, and any one-dimensional mask keeps everything.
 
     Args:
-        vocab_size: Size of the last dimension by which logits are recognised.
+        vocab_size: Size of the vocabulary. Tensors whose last dimension has this size are counted as logits.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -60,13 +60,13 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = dict.fromkeys(KINDS, 0)
         self._total = 0
         self.peak = 0
-        """Peak of the total since the last `restart`, in bytes."""
+        """Peak of `total` since the last `restart`, in bytes."""
         self.at_peak: dict[str, int] = {}
         """Bytes of each kind at the peak."""
 
     @property
     def total(self) -> int:
-        """Total of all live tensors now, in bytes."""
+        """Size of all tensors that are live now, in bytes."""
         return self._total
 
     def restart(self) -> None:
@@ -86,7 +86,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count while the block runs, including storages that FSDP resizes directly instead of by an operation."""
+        """Count live tensors while the block runs, including storages that FSDP resizes directly, without a torch
+        operation."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -122,9 +123,9 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = _SHAPED[func]
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(args):
-            if type(tensor) is Tensor:  # a real tensor, made outside the fake mode: positions, masks
+            if type(tensor) is Tensor:  # a real tensor (positions, masks), made outside of the fake mode
                 self._count(tensor.untyped_storage(), BATCH)
-        # The whole tensor is the output of a gather, and the input of a reduction.
+        # A gather has the whole tensor as its output, a reduction as its input.
         if func is _c10d._allgather_base_.default:
             self.mark([args[0]], GATHERED)
         elif func is _c10d._reduce_scatter_base_.default:
@@ -141,7 +142,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found: _Storage = known[0]
             return found
         found = _Storage(kind, storage.nbytes())
-        # The reference is kept too: one that is itself freed would not call `_forget`.
+        # The weak reference is kept too, because a weak reference that has been freed would not call `_forget`.
         self._known[storage] = (found, weakref.ref(storage, self._forget(found)))
         self._change(kind, found.num_bytes)
         return found
@@ -161,7 +162,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Shape of grouped matrix products. torch's own fake implementation supports only bfloat16."""
+    """Make an output with the shape of grouped matrix products, because torch's own fake implementation supports only
+    bfloat16."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.ndim == b.ndim:
         shape.insert(0, len(a) if a.ndim == 3 or offs is None else len(offs))
@@ -169,16 +171,17 @@ def _grouped_mm(
 
 
 def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Shape of the counts, given that all values are below `minlength`."""
+    """Make an output with the shape of the counts, assuming that all values are below `minlength`."""
     return values.new_empty(minlength, dtype=None if weights is None else weights.dtype)
 
 
 _SHAPED = {_aten._grouped_mm.default: _grouped_mm, _aten.bincount.default: _bincount}
-"""Replacements for operations whose output shapes fake tensors cannot infer."""
+"""Replacements for the operations whose output shapes torch cannot infer for fake tensors."""
 
 
 def _everything(index: Any) -> Any:
-    """For a one-dimensional mask, the indices of all its positions; anything else unchanged."""
+    """If the index is a one-dimensional mask, return the indices of all its positions; return anything else
+    unchanged."""
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim == 1:
         return torch.arange(len(index), device=index.device)
     return index

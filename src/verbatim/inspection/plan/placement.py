@@ -1,4 +1,5 @@
-"""Determines which devices trainer and sampler use: as many as the file requests, or as many as there are."""
+"""Determines how many devices trainer and sampler use: as many as the configuration requests, or as many as there
+are."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Placement:
     replicas: Replicas
     """The sampler's replicas."""
     where: Where
-    """Where the sampler runs."""
+    """The place where the sampler runs, relative to the trainer."""
 
     @property
     def sampler_devices(self) -> int:
@@ -42,9 +43,10 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
 
     Args:
         config: The run's configuration.
-        is_cuda: Whether the devices are CUDA devices; on a CPU, both sides share the machine.
-        gpus: Number of available devices. The trainer takes those that the sampler leaves, unless the file sets its
-            number of processes. None: as many devices as the file requests.
+        is_cuda: True if the devices are CUDA devices. On a CPU, trainer and sampler share the machine.
+        gpus: Number of available devices. The trainer takes the devices that the sampler leaves, unless the
+            configuration sets the trainer's number of processes. If None, as many devices are available as the
+            configuration requests.
 
     Raises:
         UsageError: there are too few devices.
@@ -55,13 +57,13 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
     if not is_cuda:
         where: Where = "beside the trainer"
     else:
-        replicas = replace(replicas, packs=False)  # the compiled kernel is only for CPUs
+        replicas = replace(replicas, packs=False)  # the compiled kernel exists only for CPUs
         where = "own devices"
         if isinstance(settings, TorchSettings) and _numbered(settings.device) == _numbered(config.trainer.device):
             where = "beside the trainer"
     if settings.shares_device:
         where = "in turns with the trainer"
-    # Servers that already run, or a backend whose devices are not known here.
+    # This is true for servers that run already, and for a backend whose devices are unknown here.
     if not isinstance(settings, ServerSettings) or settings.urls:
         where = "elsewhere"
     found = Placement(processes=processes, replicas=replicas, where=where)
@@ -73,7 +75,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
             f"(trainer.parallel.processes) and {found.sampler_devices} for the sampler; lower them, or "
             "plan for more"
         )
-    # 1 is the default, so it does not count as set by the file.
+    # The default is 1, so a 1 does not count as set by the configuration.
     if processes == 1 and may_be_several(config, found):
         return Placement(processes=gpus - found.sampler_devices, replicas=replicas, where=where)
     return found

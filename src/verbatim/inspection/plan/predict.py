@@ -20,21 +20,22 @@ from verbatim.run.build import frozen_models, make_loss
 from verbatim.trainer.packing.cost import model_cost
 
 MEMORY_SHARE = 0.9
-"""Share of a device's memory for tensors; the rest is for the driver, libraries and the allocator's cache."""
+"""Share of a device's memory that is assumed to be available to tensors. The rest is for the driver, libraries and the
+allocator's cache."""
 UTILISATION = 0.3
-"""Assumed share of a device's peak compute rate that is reached."""
+"""Share of a device's peak compute rate that is assumed to be reached."""
 BANDWIDTH_UTILISATION = 0.6
-"""Assumed share of its memory bandwidth that is reached."""
+"""Share of a device's memory bandwidth that is assumed to be reached."""
 _MASTER = 4
 """Bytes per published parameter (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Values that a plan assumes; the command line can change them."""
+    """Values that a plan assumes, and that the command line can change."""
 
     memory_share: float = MEMORY_SHARE
-    """Share of a device's memory available to tensors."""
+    """Share of a device's memory that is available to tensors."""
     utilisation: float = UTILISATION
     """Share of the peak compute rate that is reached."""
     bandwidth_utilisation: float = BANDWIDTH_UTILISATION
@@ -48,7 +49,7 @@ class Case:
     config: RunConfig
     """The run's configuration."""
     source: str
-    """A folder or hub id with the model's configuration."""
+    """A folder or hub id from which the model's configuration can be read."""
     batch: PlannedBatch
     """The batch that is sampled and trained in a step."""
     device: Device
@@ -66,19 +67,20 @@ class Plan:
     case: Case
     """The input of the plan."""
     memory: StepMemory
-    """Memory of the trainer process that needs the most."""
+    """Memory of the trainer process that needs the most memory."""
     trainer: TrainerSpeed
     """Durations of the trainer's part of a step."""
     sampler: SamplerSpeed
     """Durations of the sampler's part of a step."""
     update_bytes: int
-    """Bytes of weights that each step publishes."""
+    """Size in bytes of the weights that each step publishes."""
     kept_set_bytes: int
-    """Bytes of the kept sets in each step's records and batch; 0 if sampling keeps all ids."""
+    """Size in bytes of the kept sets in each step's records and batch; 0 if sampling keeps all ids."""
     needed: int
-    """Bytes needed on the device of one trainer process; on a CPU, bytes needed by everything on the machine."""
+    """Memory in bytes that is needed on the device of one trainer process. On a CPU, the memory that trainer and
+    sampler together need on the machine."""
     usable: int
-    """Bytes available to tensors on that device."""
+    """Memory in bytes that is available to tensors on that device, or on that machine."""
 
     @property
     def fits(self) -> bool:
@@ -87,7 +89,8 @@ class Plan:
 
     @property
     def sampler_fits(self) -> bool:
-        """True if each device of the sampler holds its weights and cache. Always True for a sampler without its own."""
+        """True if each device of the sampler has enough memory for weights and cache. Always True for a sampler without
+        devices of its own."""
         if self.case.placement.where in ("beside the trainer", "elsewhere"):
             return True
         room = self.case.device.memory * self.case.placement.replicas.memory_share
@@ -95,9 +98,9 @@ class Plan:
 
     @property
     def tokens_that_fit(self) -> int:
-        """The approximate number of tokens of a micro-batch that fills the memory.
+        """The approximate number of tokens in a micro-batch that just fits into memory.
 
-        Assumes that the memory of activations, logits and the batch is proportional to the tokens.
+        The memory of activations, logits and the batch is assumed to be proportional to the number of tokens.
         """
         growing = sum(self.memory.parts[kind] for kind in (ACTIVATIONS, LOGITS, BATCH))
         room = self.usable - (self.needed - growing)
@@ -105,12 +108,12 @@ class Plan:
 
     @property
     def holds_longest(self) -> bool:
-        """True if a micro-batch with the longest trajectory fits."""
+        """True if a micro-batch with the longest trajectory fits into memory."""
         return self.case.batch.longest <= self.tokens_that_fit
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The duration of a step, and how long each side waits in it, in seconds."""
+        """The duration of a step in seconds, and the seconds that trainer and sampler wait in a step."""
         turns = self.case.placement.where == "in turns with the trainer"
         level = 0 if turns else self.case.config.orchestrator.max_async_level
         return dict(step_seconds(self.trainer.seconds, self.sampler.seconds, level=level))
@@ -166,7 +169,7 @@ def predict(case: Case) -> Plan:
 
 
 def step_case(case: Case) -> StepCase:
-    """The step to measure."""
+    """Make the description of the step whose memory is measured."""
     config = case.config
     frozen = list(frozen_models(config).values())
     reference = None
@@ -187,10 +190,11 @@ def step_case(case: Case) -> StepCase:
 
 @contextlib.contextmanager
 def model_source(config: RunConfig) -> Iterator[str]:
-    """Yield a folder or hub id with the configuration of the run's model. It is valid while the block runs.
+    """Yield a folder or hub id from which the configuration of the run's model can be read. It is valid while the block
+    runs.
 
     Raises:
-        ModelError: no model has that name or folder.
+        ModelError: there is no model with that name or in that folder.
     """
     if config.model.name is not None:
         yield find_source(config.model.name)

@@ -1,4 +1,5 @@
-"""Prints a plan for people: its assumptions, memory, durations, and what to change if it does not fit."""
+"""Prints a plan for people: its assumptions, memory, durations, and what to change if the run does not fit into
+memory."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def problem(plan: Plan) -> str:
-    """The reason why a plan does not fit, in a sentence."""
+    """One sentence that says why the run of a plan does not fit into memory."""
     case, device = plan.case, plan.case.device.name
     if plan.needed > plan.usable:
         most = plan.tokens_that_fit
@@ -130,7 +131,7 @@ def _memory(plan: Plan) -> RenderableType:
             table.add_row(said, _in_gib(plan.memory.parts[kind]))
     table.add_row("at the peak of a step", _in_gib(plan.memory.peak), style="bold")
     table.add_row("between steps", _in_gib(plan.memory.between_steps), style="dim")
-    # On a CPU they share one memory.
+    # On a CPU, trainer and sampler share one memory.
     if not plan.case.device.is_cuda and plan.case.placement.processes > 1:
         table.add_row(
             f"all {plan.case.placement.processes} processes on this machine",
@@ -183,7 +184,7 @@ def _waiting(plan: Plan) -> str:
 
 
 def show_changes(changes: Sequence[Suggestion], console: Console) -> None:
-    """Print the changes that were tried, with their memory."""
+    """Print the changes that were tried, with the memory that each needs."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     table.add_column("with", overflow="fold")
     table.add_column("GiB", justify="right")
@@ -205,7 +206,7 @@ def _grid() -> Table:
 
 
 def _in_gib(num_bytes: float) -> str:
-    """A size in GiB, with two significant digits if it is small.
+    """Format a size in GiB, with two significant digits if the size is small.
 
     >>> _in_gib(3 * GIB), _in_gib(GIB / 320)
     ('3.00', '0.0031')

@@ -1,7 +1,8 @@
-"""Predicts the duration of a step: of the trainer from its operations, of the sampler from the bytes each pass reads.
+"""Predicts the duration of a step: for the trainer from its floating-point operations, for the sampler from the bytes
+that each pass reads.
 
-Rates are a device's peak times an assumed utilisation. Tools, environments and weight loading are assumed to take no
-time.
+The assumed rate is the device's peak rate times a utilisation. Tools, environments and weight loading are assumed to
+take no time.
 """
 
 from __future__ import annotations
@@ -19,39 +20,41 @@ from verbatim.trainer.packing.cost import CostModel
 from verbatim.trainer.packing.deal import lock_step_time
 
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes per number of each format."""
+"""Number of bytes that a number takes, by format."""
 FORWARD_AND_BACKWARD = 3.0
-"""Cost of both passes in forward passes: the backward pass has two products for each one of the forward pass."""
+"""Cost of a forward and a backward pass, in units of a forward pass: the backward pass has two matrix products for each
+product of the forward pass."""
 BACKWARD_OF_ADAPTERS = 1.0
-"""Cost of the backward pass with adapters, in forward passes: frozen weights need no gradient, so one product."""
+"""Cost of a backward pass with adapters, in units of a forward pass: frozen weights need no gradient, so there is one
+matrix product for each product of the forward pass."""
 OPTIMIZER_BYTES = 28
-"""Bytes moved for each trained parameter in an optimizer step: AdamW reads the weight, the gradient and both moments,
-and writes all of them except the gradient, in float32."""
+"""Number of bytes that an optimizer step reads and writes per trained parameter: AdamW reads the weight, the gradient
+and both moments, and writes all of these except the gradient, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpeed:
-    """The speed of one trainer step, over all processes."""
+    """The predicted speed of one trainer step, over all processes. Durations are in seconds."""
 
     seconds: float
     """Duration of the whole step."""
     compute_seconds: float
-    """Duration of forward and backward passes, including the time that processes wait for each other."""
+    """Duration of the forward and backward passes, including the time for which processes wait for each other."""
     exchange_seconds: float
-    """Duration of gathering weights and reducing gradients, which overlaps with computing."""
+    """Duration of gathering weights and reducing gradients, which overlaps with the forward and backward passes."""
     optimizer_seconds: float
-    """Duration of the optimizer step, bound by memory bandwidth."""
+    """Duration of the optimizer step, which is limited by memory bandwidth."""
     operations: float
-    """Floating-point operations of forward and backward passes."""
+    """Number of floating-point operations in the forward and backward passes."""
     tokens: int
-    """Number of tokens computed."""
+    """Number of tokens that the passes compute."""
     tokens_per_second: float
     """`tokens` divided by `seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSpeed:
-    """The speed of the rollouts of one step, over all replicas."""
+    """The predicted speed of the rollouts of one step, over all replicas. Durations are in seconds."""
 
     seconds: float
     """Duration of a batch's rollouts."""
@@ -62,19 +65,19 @@ class SamplerSpeed:
     tokens_per_second: float
     """Number of sampled tokens divided by `seconds`."""
     in_flight: int
-    """Number of sequences that a replica decodes together."""
+    """Number of sequences that a replica decodes at the same time."""
     bound_by: Literal["memory bandwidth", "compute", "the longest rollout"]
     """What limits the speed of sampling."""
     weights: int
-    """Bytes of the weights on each of a replica's devices."""
+    """Size in bytes of the weights on each device of a replica."""
     packed: int
-    """Bytes of the packed copy of the matrices for the compiled kernel; 0 if the kernel is not used."""
+    """Size in bytes of the packed copy of the matrices that the compiled kernel uses; 0 if the kernel is not used."""
     cache: int
-    """Bytes of the keys and values of the `in_flight` sequences on each of a replica's devices."""
+    """Size in bytes of the keys and values of the `in_flight` sequences on each device of a replica."""
 
     @property
     def memory(self) -> int:
-        """Bytes of weights, packed copy and cache on each of a replica's devices."""
+        """Size in bytes of weights, packed copy and cache together on each device of a replica."""
         return self.weights + self.packed + self.cache
 
 
@@ -89,10 +92,12 @@ def trainer_speed(
     utilisation: float,
     num_forward_models: int = 0,
 ) -> TrainerSpeed:
-    """Predict a step of `optimizer_steps_per_batch` optimizer steps, each with the given micro-batches.
+    """Predict the speed of a training step that has `optimizer_steps_per_batch` optimizer steps, each with the given
+    micro-batches.
 
     Args:
-        dealt: The micro-batches of an optimizer step, by process or by group of `parallel.sequence` processes.
+        dealt: The micro-batches of an optimizer step: one list per process, or per group of `parallel.sequence`
+            processes.
         cost: The cost model of the micro-batches.
         config: The `[trainer]` table.
         device: The device of each process.
@@ -103,7 +108,7 @@ def trainer_speed(
     """
     passes = FORWARD_AND_BACKWARD if config.lora is None else 1 + BACKWARD_OF_ADAPTERS
     passes += (1.0 if config.gradient_checkpointing else 0.0) + num_forward_models
-    passes += 1.0 if config.router_aux_loss_coef else 0.0  # the pass that measures the load of the experts
+    passes += 1.0 if config.router_aux_loss_coef else 0.0  # this pass measures the load of the experts
     costs = [[cost.micro_batch(m) for m in mine] for mine in dealt]
     rate = device.flops[config.dtype] * utilisation
     steps, share = config.optimizer_steps_per_batch, config.parallel.sequence
@@ -112,10 +117,10 @@ def trainer_speed(
     compute = steps * lock_step_time(costs) * cost.unit * passes / rate / share
     exchange = 0.0
     if processes > 1:
-        # Weights are gathered for the forward and again for the backward pass; gradients are reduced in float32.
+        # Weights are gathered for the forward pass and again for the backward pass. Gradients are reduced in float32.
         gathered = 2 * num_parameters * WIDTH[config.dtype] + num_trained * WIDTH["float32"]
         num_passes = max(map(len, dealt))
-        # Each process already has its own share.
+        # Each process already has its own share, which is not transferred.
         exchange = steps * num_passes * gathered * (processes - 1) / processes / device.link
     optimizer = steps * num_trained / processes * OPTIMIZER_BYTES / device.bandwidth
     tokens = steps * sum(m.num_tokens for mine in dealt for m in mine)
@@ -132,9 +137,10 @@ def trainer_speed(
 
 
 def cache_bytes_per_token(model_config: Any, width: int) -> float:
-    """The bytes of one token's keys and values, in all layers with full attention. Sliding windows are not counted.
+    """The size in bytes of one token's keys and values, in all layers with full attention. Layers with a sliding window
+    are not counted.
 
-    Example: 28 layers of 8 key/value heads of 128 numbers in two bytes each: 2 x 28 x 8 x 128 x 2 = 114,688.
+    Example: 28 layers with 8 key/value heads of 128 numbers, at two bytes per number: 2 x 28 x 8 x 128 x 2 = 114,688.
     """
 
     def get(name: str, default: int) -> int:
@@ -150,10 +156,11 @@ def cache_bytes_per_token(model_config: Any, width: int) -> float:
 def packed_parameters(model_config: Any, num_parameters: int) -> int:
     """The number of parameters in the packed copy of the embedded sampler's compiled kernel.
 
-    The copy holds all matrices that are multiplied, so it has the embeddings only if they are also the output head. 0
-    for a mixture of experts, which the kernel does not support.
+    The copy contains all matrices that are multiplied, so it contains the embeddings only if they are also the output
+    head. The result is 0 for a mixture of experts, which the kernel does not support.
 
-    Example: 936,000 of 1,000,000 parameters with 1,000 embeddings of 64 numbers; all of them if these are tied.
+    Example: a model with 1,000,000 parameters and 1,000 embeddings of 64 numbers has 936,000 parameters in the copy, or
+        all 1,000,000 if the embeddings are tied to the output head.
     """
 
     def get(name: str) -> int:
@@ -176,9 +183,9 @@ def sampler_speed(
     utilisation: float,
     bandwidth_utilisation: float,
 ) -> SamplerSpeed:
-    """Predict the rollouts of a batch.
+    """Predict the speed of sampling the rollouts of a batch.
 
-    A decoding pass takes the longer of two times: reading all weights and the cache of each sequence, or computing.
+    A decoding pass takes the longer of two durations: reading all weights and the cache of each sequence, or computing.
 
     Args:
         batch: The batch to sample.
@@ -226,9 +233,11 @@ def sampler_speed(
 
 
 def step_seconds(trainer: float, sampler: float, *, level: int) -> Mapping[str, float]:
-    """The duration of a step and how long each side waits in it. The sides take turns at level 0, else they overlap.
+    """The duration of a step, and the time for which each side (trainer, sampler) waits in a step. At level 0, the
+    sides take turns; at higher levels, their work overlaps.
 
-    Example: a trainer of 3 s and a sampler of 5 s take 8 s in turns, or 5 s overlapped, of which the trainer waits 2 s.
+    Example: a trainer that needs 3 s and a sampler that needs 5 s take 8 s in turns. If they overlap, they take 5 s, of
+        which the trainer waits 2 s.
     """
     if level == 0:
         return {"step": trainer + sampler, "trainer_waits": sampler, "sampler_waits": trainer}

@@ -1,4 +1,4 @@
-"""Serves the page and its API, only under loopback host names. All reading happens on threads."""
+"""Serves the page and its API, and only under loopback host names. Files are read only on threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ViewerApp:
         await answer(scope, receive, send)
 
     def close(self) -> None:
-        """End the application's threads."""
+        """End the threads of the application."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answered(self, request: Request) -> Response:
@@ -70,12 +70,13 @@ class ViewerApp:
             return _error(400, str(error))
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # a failed answer must not end the page
+        except Exception as error:  # a request that fails must not end the server
             logger.exception("%s failed", request.url.path)
             return _error(500, error_text(error))
 
     async def _found(self, request: Request) -> Response:
-        """The answer for the resource that the path names. A name in the path may contain slashes, encoded as %2F."""
+        """The answer for the resource that the request's path names. A name in the path may contain slashes, encoded as
+        %2F."""
         path = request.scope["raw_path"].decode("ascii").removeprefix("/")
         match [unquote(part) for part in path.split("/")]:
             case ["api", "runs"]:
@@ -103,7 +104,8 @@ class ViewerApp:
         return self._runs[number]
 
     async def _answer(self, read: Callable[[], Any]) -> Response:
-        """The result of `read` as JSON. Both are made on a thread, so that the event loop is not blocked."""
+        """Answer with the result of `read` as JSON. The call and the encoding run on a thread, so that the event loop
+        is not blocked."""
         data = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: to_json(read()))
         return Response(data, media_type=_JSON)
 
@@ -144,5 +146,5 @@ _READERS: Mapping[tuple[str, ...], Callable[[RunView, str, Request], Any]] = {
     ("trajectories", "*", "text"): lambda run, name, request: run.text(name, request.query_params.get("path", "")),
     ("groups", "*"): lambda run, name, request: run.group(name),
 }
-"""The function that answers a request about a run, by the path after the run's number. `*` is the name of a trajectory
-or group. The functions are called on a thread."""
+"""The functions that answer requests about a run, by the path after the run's number. `*` stands for the name of a
+trajectory or group. The functions are called on a thread."""

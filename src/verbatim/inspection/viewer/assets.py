@@ -1,4 +1,4 @@
-"""Loads the page: the built files in the folder `assets`, which are part of the wheel."""
+"""Loads the page from the built files in the folder `assets`, which are part of the wheel."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Asset:
 
 
 def load_assets(folder: Path = FOLDER) -> dict[str, Asset]:
-    """Load the files, by their path in the folder. No other files are served.
+    """Load the files of the page, by their path in the folder. Only these files are served.
 
     Raises:
-        UsageError: the page is missing.
+        UsageError: the folder does not contain the page.
     """
     found = {
         path.relative_to(folder).as_posix(): Asset(path.read_bytes(), _TYPES[path.suffix])

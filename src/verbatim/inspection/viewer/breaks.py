@@ -1,4 +1,4 @@
-"""Explains with the doctor why turns of a trajectory break the extension property."""
+"""Uses the doctor to explain why turns of a trajectory break the extension property."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.viewer.tokenizer import RunTokenizer
 
 _LONGEST = 300_000
-"""Maximum number of tokens in breaking prompts that are compared for the page: more would take too long."""
+"""If the breaking prompts of a trajectory have more tokens than this, they are not explained, because this would take
+too long for the page."""
 
 
 class BreakReader:
     """Explains the breaks of a run's trajectories.
 
     Args:
-        tokenizer: The run's tokenizer; without it, most causes cannot be determined.
+        tokenizer: The run's tokenizer. If it is None, most causes cannot be determined.
     """
 
     def __init__(self, tokenizer: RunTokenizer | None) -> None:
@@ -30,7 +31,7 @@ class BreakReader:
         self._lines: Any = None
 
     def explain(self, trajectory: Trajectory) -> dict[int, dict[str, Any]]:
-        """Return `{"reason": class, "words": [line, ...]}` for each turn that breaks, by its index."""
+        """Return `{"reason": class, "words": [line, ...]}` for each turn that breaks, by the turn's index."""
         turns = trajectory.turns
         breaking = breaks(turns)
         if not breaking:
@@ -42,7 +43,7 @@ class BreakReader:
         logged = LoggedTrajectory(trajectory=trajectory, line=0)
         try:
             found = Doctor(self._text, self._template_line).examine(logged)
-        except UsageError:  # ids that are not in the tokenizer's vocabulary
+        except UsageError:  # the trajectory has ids that are not in the tokenizer's vocabulary
             found = Doctor().examine(logged)
         return {
             diagnosis.turn: {"reason": diagnosis.kind.value, "words": _words(diagnosis)}
@@ -51,7 +52,7 @@ class BreakReader:
         }
 
     def warm_up(self) -> None:
-        """Load the chat template code in advance, because loading takes about a second."""
+        """Load the code for chat templates in advance, because loading it takes about a second."""
         self._template_line(BreakClass.THINKING_STRIPPED)
 
     def _template_line(self, kind: BreakClass) -> TemplateLine | None:

@@ -1,7 +1,7 @@
 """Defines the columns of the index and reads them from outcome files.
 
-A row of the index holds what the table of trajectories shows, and the location of its record: the file of a step, and a
-row in that file.
+A row of the index contains what the page's table of trajectories shows, and the location of the trajectory's record:
+the file of a step, and a row in that file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from verbatim.logs.outcomes.schema import SCHEMA
 
 TRAIN, EVAL = "train", "eval"
 _LONGEST_NAMES = 300
-"""Maximum total length of an environment's and a group's name in an address, in characters."""
+"""Maximum total length of the names of an environment and a group in an address, in characters."""
 LONGEST_ERROR = 300
-"""Maximum length of an error in the index, in characters."""
+"""Maximum length of an error message in the index, in characters."""
 
 OUTCOMES, EVALUATED_OUTCOMES = 0, 1
-"""The source of a record: an outcome file of `trajectories/`, or of `evaluations/`."""
+"""The two sources of records: the outcome files in `trajectories/`, and those in `evaluations/`."""
 FOLDERS = {OUTCOMES: "trajectories", EVALUATED_OUTCOMES: "evaluations"}
-"""The folder of the outcome files of each source."""
+"""For each source, the folder with its outcome files."""
 KINDS = {OUTCOMES: TRAIN, EVALUATED_OUTCOMES: EVAL}
 _KEY = re.compile(r"~(v?)(\d{1,9})\.(\d{1,18})", re.ASCII)
 
@@ -45,17 +45,18 @@ COLUMNS = pa.schema([
     ("num_turns", pa.int32()), ("num_sampled_tokens", pa.int64()), ("num_trained_tokens", pa.int64()),
     ("num_breaks", pa.int32()),
 ])  # fmt: skip
-"""The columns of the index. `file` is the step whose file holds the record, and `place` is its row there."""
+"""The columns of the index. `file` is the step whose file contains the record, and `place` is the record's row in that
+file."""
 
 _PLACES = ("source", "file", "place", "kind")
 _STORED = [name for name in COLUMNS.names if name not in _PLACES]
 SHOWN = [name for name in COLUMNS.names if name not in ("source", "file", "place")]
-"""The columns that rows of the API also have, under the same names."""
+"""The columns that the rows in the API's answers have too, under the same names."""
 
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """The location of a record."""
+    """The location of a trajectory's record."""
 
     source: int
     file: int
@@ -72,7 +73,7 @@ class RecordLocation:
 
     @classmethod
     def of(cls, key: str) -> RecordLocation | None:
-        """The inverse of `key`; None for any other text."""
+        """The location for a name returned by `key`; None for any other string."""
         match = _KEY.fullmatch(key)
         if match is None:
             return None
@@ -82,8 +83,8 @@ class RecordLocation:
 def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: str) -> str:
     """The name of a group in the API.
 
-    Ids of evaluated groups repeat in each evaluation and environment, so the name includes both. If the names are too
-    long for an address, the row's key names its group.
+    Evaluated groups have the same ids in each evaluation and environment, so the name includes the step and the
+    environment. If the names are too long for an address, the row's `key` is also the name of its group.
     """
     if len(env or "") + len(group_id or "") > _LONGEST_NAMES:
         return key
@@ -92,7 +93,8 @@ def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: 
 
 
 def group_of(key: str) -> tuple[str, str, int, str] | None:
-    """The inverse of `group_key`: kind, environment, step (0 for training) and id; None for any other text."""
+    """Kind, environment, step (0 for training) and id of the group with a name returned by `group_key`; None for any
+    other string."""
     if not key.startswith("~"):
         return None
     try:
@@ -139,12 +141,13 @@ def read_columns(path: Path, step: int, source: int = OUTCOMES) -> pa.Table:
 
 
 def _with_plain_flags(group: pa.Table) -> pa.Table:
-    """A row group with flags as lists of strings, because pyarrow cannot concatenate lists of dictionaries."""
+    """Convert the flags of a row group to lists of plain strings, because pyarrow cannot concatenate lists of
+    dictionary-encoded strings."""
     flags = group.column("flags").combine_chunks()
     plain = pa.ListArray.from_arrays(flags.offsets, pc.cast(flags.values, pa.string()))
     return group.set_column(group.schema.get_field_index("flags"), "flags", plain)
 
 
 def _text(value: Any) -> str:
-    """The text with lone surrogates escaped, because Arrow cannot store them."""
+    """Escape lone surrogates in the text of a value, because Arrow cannot store them."""
     return str(value).encode("utf-8", "backslashreplace").decode()

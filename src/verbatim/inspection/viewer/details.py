@@ -1,4 +1,4 @@
-"""Builds the answer about one trajectory: its turns, with tokens in parts that a page can hold."""
+"""Builds the answer about one trajectory: its turns, with their tokens in parts that are small enough for the page."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from verbatim.core.trajectory_json import plain
 from verbatim.logs.outcomes.table import StoredOutcome
 
 MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
-"""Maximum number of tokens of one turn, and of all turns, in one answer."""
+"""Maximum number of tokens in one answer, for one turn and for all turns together."""
 LONGEST_TEXT = 200_000
-"""Maximum length of a text in an answer, in characters."""
+"""Maximum length of a string in an answer, in characters."""
 _PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "policy_versions", "kept_counts")
 """The columns with one value per completion id."""
 _LARGEST_INTEGER = 2**53
 _PLAIN = ("stop_reason", "temperature", "parse_status", "tool_calls", "state_key", "timing")
 Arrays = Mapping[str, NDArray[Any] | None]
-"""The token data of a turn, by column."""
+"""The per-token arrays of a turn, by column."""
 Part = dict[str, Any]
 
 
@@ -64,7 +64,7 @@ def turn_answers(found: StoredOutcome, breaks: Mapping[int, Mapping[str, Any]]) 
 
 
 def prompt_lengths(found: StoredOutcome) -> list[int]:
-    """Return the length of each turn's whole prompt in tokens."""
+    """Return the length in tokens of each turn's whole prompt."""
     return [
         turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
         for turn, arrays in zip(found.record["turns"], found.turns, strict=True)
@@ -72,7 +72,8 @@ def prompt_lengths(found: StoredOutcome) -> list[int]:
 
 
 def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
-    """Return up to `most` of a turn's tokens from `offset` on: the new tokens of its prompt, then its completion.
+    """Return up to `most` of a turn's tokens, from `offset` on. A turn's tokens are the new tokens of its prompt,
+    followed by its completion.
 
     Example: for a turn with 3 new prompt ids and a completion of 4, `offset = 2, most = 3` gives the last prompt id,
     the first two ids of the completion, and `tokens_omitted` 2.
@@ -96,7 +97,7 @@ def one_part(found: StoredOutcome, turn: int, offset: int) -> Part:
     """Return more tokens of one turn.
 
     Raises:
-        UsageError: there is no such turn or offset.
+        UsageError: the trajectory has no such turn, or the turn has no such offset.
     """
     if not 0 <= turn < len(found.turns):
         raise UsageError(f"turn = {turn}; the trajectory has turns 0 to {len(found.turns) - 1}")
@@ -108,13 +109,14 @@ def one_part(found: StoredOutcome, turn: int, offset: int) -> Part:
 
 
 def ids_of(parts: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The distinct ids in these parts."""
+    """The distinct token ids in these parts."""
     lists = [part[name] for part in parts for name in ("prompt_new_ids", "completion_ids")]
     return set(np.unique(np.concatenate(lists)).tolist()) if lists else set()
 
 
 def cut_texts(value: Any, path: str, cuts: list[Part]) -> Any:
-    """Return the value with long texts cut. `cuts` gets the path, full length and shown length of each cut."""
+    """Return the value with long strings cut. The path, full length and remaining length of each cut string are added
+    to `cuts`."""
     if isinstance(value, str):
         if len(value) <= LONGEST_TEXT:
             return value
@@ -131,10 +133,11 @@ def cut_texts(value: Any, path: str, cuts: list[Part]) -> Any:
 
 
 def text_at(record: Mapping[str, Any], path: str) -> str:
-    """Return the whole text at a path such as `messages/3/content`, where `~1` means `/` and `~0` means `~` (RFC 6901).
+    """Return the whole string at a path such as `messages/3/content`, where `~1` means `/` and `~0` means `~` (RFC
+    6901).
 
     Raises:
-        UsageError: there is no text at the path.
+        UsageError: there is no string at the path.
     """
     value: Any = record
     for part in path.split("/"):

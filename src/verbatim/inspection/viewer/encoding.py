@@ -18,5 +18,5 @@ def to_json(value: Any) -> bytes:
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    except (TypeError, ValueError):  # a lone surrogate, an integer beyond 64 bits
+    except (TypeError, ValueError):  # the value has a lone surrogate, or an integer beyond 64 bits
         return json.dumps(finite(value), allow_nan=False).encode()

@@ -1,4 +1,5 @@
-"""Writes runs to one HTML file that opens from disk: the page, and the API's answers as compressed JSON.
+"""Writes runs to a single HTML file that browsers can open from disk. It contains the page, and the API's answers as
+compressed JSON.
 
 Each answer is an element `<script type="application/json" data-url="..." data-encoding="gzip-base64">`. Base64 contains
 no `<`, so no data can end the element.
@@ -25,16 +26,16 @@ from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import MOST_ROWS, RunView, list_runs
 
 VERSION = 1
-"""Number of the file's format, written into it."""
+"""The format number that is written into the file."""
 _LEVEL = 6
 """Compression level."""
 _PATIENCE = 0.05
-"""Seconds between two looks at an unfinished search."""
+"""Seconds to wait before asking again for the results of an unfinished search."""
 _SCRIPT = re.compile(r'<script\b[^>]*\bsrc="\.?/?([^"]+)"[^>]*>\s*</script>')
 _STYLE = re.compile(r'<link\b[^>]*\brel="stylesheet"[^>]*>')
 _HREF = re.compile(r'\bhref="\.?/?([^"]+)"')
 _OTHER_LINK = re.compile(r'<link\b[^>]*\brel="(?:modulepreload|preload)"[^>]*>')
-# What would end the script's element. JavaScript reads `<\/` in a string as `</`.
+# Matches text that would end the element of the script. JavaScript reads `<\/` in a string as `</`.
 _END = re.compile(r"</(?=script)", re.IGNORECASE)
 
 
@@ -60,11 +61,11 @@ def export(
     """Write the export.
 
     Args:
-        runs: The runs, which are read here; no thread follows them.
-        assets: The page: one document with one script and one stylesheet.
+        runs: The runs. This function reads them; no thread follows them.
+        assets: The files of the page: one document with one script and one stylesheet.
         path: The file to create.
-        filters: Filters in the form of the API.
-        sort: The order of trajectories in the form of the API.
+        filters: Filters, in the same form as in the API.
+        sort: The order of trajectories, in the same form as in the API.
         most: Maximum number of trajectories per run.
 
     Raises:
@@ -99,7 +100,7 @@ def export(
 
 
 def _answers(run: RunView, filters: Filters, sort: str, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield each answer with the part of its address after the run's number."""
+    """For each answer, yield the part of its address after the run's number, and the answer."""
     yield "/metrics", run.metrics(None)
     yield "/config", run.config()
     yield "/summary", run.summary()
@@ -115,7 +116,7 @@ def _answers(run: RunView, filters: Filters, sort: str, most: int) -> Iterator[t
             break
     yield "/trajectories", {"total": len(rows), "matched": len(rows), "pending": False, "rows": rows}
     for row in rows:
-        # The page looks keys up unquoted: they consist of characters that `quote` leaves as they are.
+        # The page looks up answers by unquoted keys. Keys contain only characters that `quote` leaves unchanged.
         yield f"/trajectories/{quote(row['key'], safe='~.')}", _or_problem(run.trajectory, row["key"])
     for key in dict.fromkeys(row["group_key"] for row in rows):
         yield f"/groups/{quote(key, safe='~.=')}", _or_problem(run.group, key)
@@ -130,13 +131,14 @@ def _or_problem(read: Callable[[str], dict[str, Any]], key: str) -> dict[str, An
 
 def _write(file: BinaryIO, url: str, answer: Any) -> None:
     file.write(f'<script type="application/json" data-url="{url}" data-encoding="gzip-base64">'.encode())
-    # No time of writing, so that the same answer gives the same bytes.
+    # The time of writing is left out, so that the same answer gives the same bytes.
     file.write(base64.b64encode(gzip.compress(to_json(answer), _LEVEL, mtime=0)))
     file.write(b"</script>\n")
 
 
 def _page(assets: Mapping[str, Asset]) -> tuple[bytes, bytes]:
-    """The document before and after the data, with script and style inlined and a policy that allows only these."""
+    """The parts of the document before and after the data. Script and style are inlined, and the document's policy
+    allows only these."""
     page = assets[INDEX].data.decode()
     scripts, styles = _SCRIPT.findall(page), _STYLE.findall(page)
     if len(scripts) > 1 or len(styles) > 1:

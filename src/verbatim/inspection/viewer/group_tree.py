@@ -1,4 +1,4 @@
-"""Builds a prefix tree of the trajectories of a group, in which shared tokens occur once."""
+"""Builds a prefix tree of the trajectories of a group, in which shared tokens occur only once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verbatim.core.trajectories.outcome import TRAINED
 from verbatim.core.types import Trajectory
 
 _SHOWN = 64
-"""Number of ids at the start of a node whose text is shown."""
+"""Number of ids at the start of a node that are decoded to text."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A sequence that is not a prefix of another sequence of its trajectory."""
+    """A sequence that is not a prefix of a different sequence of the same trajectory."""
 
     ids: Int32
     trained: NDArray[np.bool_]
@@ -30,14 +30,14 @@ class _Leaf:
 def group_tree(
     group: Sequence[tuple[Trajectory, Sequence[str]]], text: Callable[[Sequence[int]], str | None]
 ) -> list[dict[str, Any]]:
-    """Return the nodes, each after its parent.
+    """Return the nodes of the tree. Each node comes after its parent.
 
-    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: one with the 2 shared tokens at position 0,
-    and at position 2 one with 1 token and one with 2.
+    Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: a node with the 2 shared tokens at position
+        0, and two nodes at position 2, with 1 token and with 2 tokens.
 
     Args:
         group: The trajectories, each with the outcomes of its turns.
-        text: Decodes the first ids of a node.
+        text: Decodes the first ids of a node; returns None if there is no tokenizer.
     """
     leaves = [
         leaf for index, (trajectory, outcomes) in enumerate(group) for leaf in _leaves(trajectory, outcomes, index)
@@ -83,7 +83,8 @@ def _add_nodes(
     start: int,
     parent: int | None,
 ) -> None:
-    """Add the nodes of the leaves `first` to `last`, which are equal up to `start`, in the order of the leaves."""
+    """Add the nodes for the leaves from `first` to `last`, in the order of the leaves. These leaves are equal up to
+    position `start`."""
     waiting = [(first, last, start, parent)]
     while waiting:
         first, last, start, parent = waiting.pop()
@@ -112,7 +113,7 @@ def _add_nodes(
                     "trained": int(trained.sum()),
                 }
             )
-        # Leaves that end with this node add no further nodes. They come first in the sort order.
+        # Leaves that end with this node add no further nodes. These leaves come first in the sort order.
         rest = first
         while rest < last and len(leaves[rest].ids) == end:
             rest += 1

@@ -1,4 +1,4 @@
-"""Indexes the trajectories of a run folder and follows the folder while the run continues.
+"""Indexes the trajectories of a run folder, and keeps the index up to date while the run continues.
 
 The figures of all trajectories are in one Arrow table in memory, about 200 bytes per trajectory; tokens and texts stay
 on disk. The files of the newest steps are read first, so that the page has something to show while a long run is
@@ -22,7 +22,7 @@ from verbatim.inspection.viewer.columns import COLUMNS, FOLDERS, read_columns
 from verbatim.logs.outcomes.files import files_in
 
 _PUBLISH_SECONDS = 0.25
-"""Seconds between updates of the snapshot while a folder is being indexed."""
+"""Seconds between two updates of the snapshot while a folder is being indexed."""
 _PROBLEMS = 50
 """Maximum number of problems to list."""
 
@@ -34,9 +34,10 @@ class Snapshot:
     table: pa.Table
     """One row per trajectory, in no particular order, with the columns `COLUMNS`."""
     version: int = 0
-    """Increases with each change."""
+    """A number that increases with each change."""
     generation: int = 0
-    """Increases when indexed rows became invalid, because a run was resumed from an earlier step."""
+    """A number that increases when indexed rows have become invalid because the run was resumed from an earlier
+    step."""
     indexed: float = 0.0
     """Share of the folder's bytes that have been read; 1 when the index is complete."""
     problems: tuple[str, ...] = ()
@@ -55,9 +56,9 @@ class RunIndex:
     folder: Path
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(COLUMNS.empty_table()))
     _files: dict[_File, _Mark] = field(default_factory=dict)
-    """The outcome files in the table, with the modification time, size and inode at which they were read."""
+    """The outcome files in the table, with the modification time, size and inode that each had when it was read."""
     _bad: dict[_File, tuple[_Mark, str]] = field(default_factory=dict)
-    """The outcome files that cannot be read, with the reason."""
+    """The outcome files that cannot be read, each with the reason."""
     _new: list[pa.Table] = field(default_factory=list)
     _gone: list[_File] = field(default_factory=list)
     """The files whose rows must be removed from the table."""
@@ -67,7 +68,8 @@ class RunIndex:
     _published: float = 0.0
 
     def refresh(self, stop: threading.Event | None = None) -> None:
-        """Read new files and remove the rows of files that are gone. Publishes the rows read so far in between."""
+        """Read new files, and remove the rows of files that no longer exist. Publishes a snapshot of the rows read so
+        far from time to time."""
         self._rewritten, self._read = False, 0
         self._published = time.monotonic()
         new = self._new_files()
@@ -87,7 +89,7 @@ class RunIndex:
         self._publish()
 
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
-        """The outcome files that are new or have changed since they were read, the newest first."""
+        """The outcome files that are new, or that have changed since they were read, the newest first."""
         found: dict[_File, tuple[Path, _Mark]] = {}
         linked: dict[_File, tuple[_Mark, str]] = {}
         oldest: dict[int, int] = {}
@@ -97,7 +99,7 @@ class RunIndex:
                     why = f"{name}/{path.name} is reached by a link, which is not followed"
                     linked[source, step] = ((0, 0, 0), why)
                     continue
-                with contextlib.suppress(FileNotFoundError):  # removed by retention or a resume since it was listed
+                with contextlib.suppress(FileNotFoundError):  # retention or a resume has removed it since
                     stat = path.stat()
                     found[source, step] = (path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
                     oldest.setdefault(source, step)

@@ -8,23 +8,25 @@ from pathlib import Path
 from verbatim.core.disk import open_regular
 
 _COMPARED = 2**16
-"""Maximum number of bytes of the last line to compare: a file that was truncated and grew again differs there."""
+"""Maximum number of bytes at the end of the last line that was read to compare. If the file was truncated and has grown
+again, these bytes differ."""
 
 
 class FollowedLines:
     """Reads the lines that were added to a file since it was last read.
 
-    Example: of `{"a": 1}\\n{"b"`, only the first line is returned; the second follows once its end has been written.
+    Example: of `{"a": 1}\
+        {"b"`, only the first line is returned. The second line is returned once its end has been written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end = 0
-        """Number of bytes read so far; the end of a line."""
+        """Number of bytes read so far, which is always the end of a line."""
         self._inode, self._last, self._start = -1, b"", 0
 
     def was_rewritten(self) -> bool:
-        """True if the file no longer contains the lines that were read. Then call `restart`."""
+        """True if the file no longer contains the lines that were read. The caller must then call `restart`."""
         if not self.end:
             return False
         try:
@@ -40,11 +42,11 @@ class FollowedLines:
             return True
 
     def restart(self) -> None:
-        """Read from the beginning again."""
+        """Start again from the beginning of the file."""
         self.end, self._inode, self._last, self._start = 0, -1, b"", 0
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset in bytes, line) for each complete line after those already read.
+        """Yield the pair (offset in bytes, line) of each complete line that has not been read yet.
 
         Raises:
             OSError: the file cannot be read. A missing file counts as empty.

@@ -1,4 +1,4 @@
-"""Searches the messages of a run's trajectories for a text, one file at a time, on a thread."""
+"""Searches the messages of a run's trajectories for a string, one file at a time, on a thread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from verbatim.inspection.viewer.columns import FOLDERS
 from verbatim.inspection.viewer.index import Snapshot
 
 _KEPT = 4
-"""Maximum number of searches to keep; older ones are cancelled."""
+"""Maximum number of searches to keep; older searches are cancelled."""
 Hits = set[tuple[int, int, int]]
-"""(source, file, place) of the trajectories that were found."""
+"""The locations (source, file, place) of the trajectories that were found."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,8 @@ class _Search:
 
 
 class MessageSearch:
-    """The searches of one run. A search runs in the background; `found` starts it and returns its results so far."""
+    """The searches of one run. Searches run in the background; `found` starts a search, or returns the results so far
+    of a search that was started."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,7 +49,8 @@ class MessageSearch:
         self._closed = False
 
     def found(self, snapshot: Snapshot, text: str) -> tuple[NDArray[np.bool_], bool]:
-        """Return a mask of the rows whose messages contain the text, and whether the search is still running."""
+        """Return (1) a mask of the rows whose messages were found to contain the text, and (2) True if the search is
+        still running."""
         with self._wanted:
             if snapshot.generation != self._generation:
                 self._give_up_all()
@@ -67,7 +69,7 @@ class MessageSearch:
         return _rows_of(snapshot.table, hits), pending
 
     def close(self) -> None:
-        """Tell the thread to end; it does so after the row group that it is reading."""
+        """Tell the thread to end. It ends after the row group that it is reading."""
         with self._wanted:
             self._closed = True
             self._give_up_all()
@@ -93,7 +95,8 @@ class MessageSearch:
                     search.hits |= hits
                     search.done.add(file)
             else:
-                # Needs no lock: only this thread writes it, and a search that was given up is not read again.
+                # No lock is needed, because only this thread writes `version`, and a search that was given up is not
+                # read again.
                 search.version = snapshot.version
 
     def _next(self) -> _Search | None:
@@ -103,7 +106,7 @@ class MessageSearch:
 
     def _scan(self, search: _Search, snapshot: Snapshot) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield ((source, step), hits) for each file that has not been searched yet, the newest first."""
-        # Escaped as in the column, which holds JSON.
+        # The text is escaped in the same way as in the column, which contains JSON.
         needle = json.dumps(search.text)[1:-1]
         sources, files = (np.asarray(snapshot.table.column(name)) for name in ("source", "file"))
         for source, name in FOLDERS.items():
@@ -122,7 +125,8 @@ def _rows_of(table: pa.Table, hits: list[tuple[int, int, int]]) -> NDArray[np.bo
 
 
 def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
-    """The rows whose messages, as JSON, contain the needle. Unreadable files are skipped; the index reports them."""
+    """The rows whose messages contain `needle` in their JSON text. Unreadable files are skipped here, because the index
+    reports them."""
     found: list[int] = []
     try:
         with pq.ParquetFile(path) as file:
@@ -134,7 +138,7 @@ def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
                 hits = np.asarray(pc.match_substring(column, needle, ignore_case=True))
                 found += (np.flatnonzero(hits) + first).tolist()
                 first += len(column)
-    # pyarrow raises any of these for a file that is damaged or has other columns.
+    # For a file that is damaged or has different columns, pyarrow may raise any of these exceptions.
     except (pa.ArrowException, OSError, AttributeError, ValueError, KeyError, TypeError):
         pass
     return found

@@ -20,7 +20,7 @@ _MOST_COLUMNS = 5_000
 
 
 class MetricsFollower:
-    """The step metrics of `metrics.jsonl` as columns, its evaluations, and the alarms of `alarms.jsonl`.
+    """Follows the step metrics (as columns) and the evaluations in `metrics.jsonl`, and the alarms in `alarms.jsonl`.
 
     Not thread-safe.
     """
@@ -29,7 +29,8 @@ class MetricsFollower:
         self._lines = FollowedLines(folder / "metrics.jsonl")
         self._alarm_lines = FollowedLines(folder / "alarms.jsonl")
         self.generation = 0
-        """Increases when the files were rewritten, which happens if a run resumes from an earlier step."""
+        """A number that increases when the files were rewritten, which happens if the run is resumed from an earlier
+        step."""
         self._clear()
         self._looked_up: set[str] = set()
         self._named: dict[str, dict[str, str]] = {}
@@ -49,7 +50,7 @@ class MetricsFollower:
         return self.steps[-1] if self.steps else 0
 
     def refresh(self) -> None:
-        """Read the new lines."""
+        """Read the lines that were added to the files."""
         logs = ((self._lines, self._take), (self._alarm_lines, self._take_alarm))
         if any(lines.was_rewritten() for lines, _ in logs):
             for lines, _ in logs:
@@ -64,7 +65,8 @@ class MetricsFollower:
                 self._complain(f"{lines.path.name} cannot be read: {error.strerror or error}")
 
     def answer(self, after: int | None = None) -> dict[str, Any]:
-        """Return the API's answer: the steps after `after`, or all steps; always all evaluations and alarms."""
+        """Return the answer of the API: the metrics of the steps after `after`, or of all steps if `after` is None, and
+        always all evaluations and alarms."""
         first = 0
         if after is not None:
             first = next((place for place, step in enumerate(self.steps) if step > after), len(self.steps))
@@ -125,7 +127,7 @@ class MetricsFollower:
             self._complain(f"alarms.jsonl, byte {place:,}: not an alarm")
 
     def _content(self, name: str, place: int, line: bytes) -> dict[str, Any] | None:
-        """The record of a line. If it is not one of Verbatim's, add a problem and return None."""
+        """The record of a line. If Verbatim did not write the line, add a problem and return None."""
         try:
             return content_of(name, json.loads(line), f"{name}, byte {place:,},")
         except FormatError as error:
@@ -140,7 +142,7 @@ class MetricsFollower:
 
 
 def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The logged 95% intervals of an evaluation over its examples."""
+    """The 95% intervals, over the examples of an evaluation, that were logged with it."""
     found: dict[str, list[float]] = {}
     for name, stem in (("success", "success"), ("reward/mean", "reward")):
         low, high = (_number(metrics.get(f"{stem}/{end}")) for end in ("low", "high"))

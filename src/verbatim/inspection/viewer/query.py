@@ -19,9 +19,9 @@ from verbatim.core.trajectory_json import plain
 from verbatim.inspection.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, RecordLocation, group_key, group_of
 
 NONE = "(none)"
-"""Represents a missing value in facets and filters."""
+"""The name that stands for a missing value in facets and filters."""
 NAMED = ("kind", "env", "stop_reason", "reason", "flag")
-"""The filters by name. A row passes such a filter if it has one of the given names."""
+"""The filters that select by names. A row passes such a filter if its value is one of the given names."""
 _SEARCHED = ("trajectory_id", "example_id", "group_id", "error")
 _SORTED = [name for name in SHOWN if name != "flags"]
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -33,7 +33,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Selects rows; the default selects all."""
+    """Selects rows of an index. By default, all rows are selected."""
 
     kind: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
@@ -43,20 +43,21 @@ class Filters:
     step: Range | None = None
     reward: Range | None = None
     breaks: bool = False
-    """Select only rows with a break."""
+    """True to select only rows with a break."""
     errors: bool = False
-    """Select only rows with an error."""
+    """True to select only rows with an error."""
     group: str = ""
     """A group's key or id."""
     text: str = ""
-    """A text that must occur in an id, an error or a message. The case of ASCII letters is ignored."""
+    """A string that must occur in an id, an error or a message. The case of ASCII letters is ignored."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Sequence[str]]) -> Filters:
-        """Create filters from the values of each request parameter. Empty values are ignored.
+        """Create filters from the parameters of a request, each of which may have several values. Empty values are
+        ignored.
 
         Raises:
-            UsageError: a name is unknown, or a value is invalid.
+            UsageError: the name of a parameter is unknown, or a value is invalid.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         fields: dict[str, Any] = {}
@@ -80,7 +81,7 @@ class Filters:
 
 
 def read_range(name: str, text: str) -> Range:
-    """Parse a range into its two ends, which are both inclusive.
+    """Parse a range into its two ends, both of which belong to the range.
 
     >>> read_range("reward", "-1--0.5"), read_range("step", "10-"), read_range("step", "7")
     ((-1.0, -0.5), (10.0, inf), (7.0, 7.0))
@@ -101,7 +102,8 @@ def matching(table: pa.Table, filters: Filters, in_messages: NDArray[np.bool_] |
     Args:
         table: The table of an index.
         filters: The filters.
-        in_messages: Mask of the rows known so far to have `filters.text` in their messages; None if none are known.
+        in_messages: Mask of the rows that are known so far to have `filters.text` in their messages; None if no such
+            rows are known.
     """
     found = np.ones(table.num_rows, dtype=bool)
     for name in NAMED[:-1]:
@@ -155,7 +157,7 @@ def _of_group(table: pa.Table, group: str) -> NDArray[np.bool_]:
 
 
 def _at(table: pa.Table, place: RecordLocation) -> NDArray[np.bool_]:
-    """A mask of the row at a location, which is at most one."""
+    """A mask that selects the row at a location. There is at most one such row."""
     found = np.ones(table.num_rows, dtype=bool)
     for column in ("source", "file", "place"):
         found &= np.asarray(table.column(column)) == getattr(place, column)
@@ -163,7 +165,7 @@ def _at(table: pa.Table, place: RecordLocation) -> NDArray[np.bool_]:
 
 
 def rows_of(table: pa.Table, name: str) -> Rows:
-    """The rows with a key or trajectory id. Rows of training come before rows of evaluations."""
+    """The rows whose key or trajectory id is `name`. Rows of training come before rows of evaluations."""
     if (place := RecordLocation.of(name)) is not None:
         return np.flatnonzero(_at(table, place))
     rows = np.flatnonzero(np.asarray(pc.equal(table.column("trajectory_id"), name)))
@@ -189,7 +191,8 @@ def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
     Args:
         table: The table of an index.
         rows: Mask of the rows to sort, as returned by `matching`.
-        sort: The name of a column, preceded by `-` for the largest first; empty for the newest step first.
+        sort: The name of the column to sort by, preceded by `-` for the largest value first; empty for the newest step
+            first.
 
     Raises:
         UsageError: there is no such column.
@@ -200,7 +203,7 @@ def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
     places = np.flatnonzero(rows)
     wanted = table.select(list(dict.fromkeys([name, "step", "kind", "file", "place"]))).take(pa.array(places))
     newest_first = sort != "step"
-    # lexsort compares by the last key first.
+    # `lexsort` compares the last of these keys first.
     keys = [
         np.asarray(wanted.column("place")),
         _ranks(wanted.column("file"), descending=newest_first),
@@ -214,7 +217,8 @@ def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
 
 
 def _ranks(column: Any, *, descending: bool) -> NDArray[np.float64]:
-    """Sort keys: numbers in the order of the values, equal for equal values; NaN, which sorts last, if missing."""
+    """Convert a column to numbers that sort in the same order as its values. Equal values give equal numbers. A missing
+    value gives NaN, which sorts last."""
     if pa.types.is_dictionary(column.type):
         column = pc.cast(column, pa.string())
     if pa.types.is_string(column.type):
@@ -226,7 +230,8 @@ def _ranks(column: Any, *, descending: bool) -> NDArray[np.float64]:
 
 
 def facets(table: pa.Table) -> dict[str, Any]:
-    """The values of each filter with their counts, the most frequent first; for numbers, the minimum and maximum."""
+    """For each filter, its values with their counts, the most frequent first. For filters by number, the minimum and
+    the maximum."""
     found: dict[str, Any] = {}
     for name in NAMED:
         column = table.column("flags" if name == "flag" else name)
@@ -248,7 +253,7 @@ def facets(table: pa.Table) -> dict[str, Any]:
 
 
 def shown(table: pa.Table, rows: Rows) -> list[dict[str, Any]]:
-    """The given rows as the API returns them."""
+    """Convert the given rows to the form in which the API returns them."""
     part = table.take(pa.array(rows))
     found: list[dict[str, Any]] = part.select([name for name in COLUMNS.names if name in SHOWN]).to_pylist()
     places = zip(*(part.column(name).to_pylist() for name in ("source", "file", "place")), strict=True)

@@ -34,7 +34,7 @@ def read_record(folder: Path, place: RecordLocation) -> StoredOutcome:
     """Read the trajectory at a location in a run folder.
 
     Raises:
-        UsageError: the trajectory no longer exists, or is damaged; names the location.
+        UsageError: the trajectory no longer exists, or is damaged; the message names the location.
     """
     path = folder / FOLDERS[place.source] / f"step-{place.file:06d}.parquet"
     where = f"row {place.place} of {path.parent.name}/{path.name}"

@@ -1,4 +1,4 @@
-"""Reads the state of a run from its folder: name, steps, and whether it is running."""
+"""Reads the state of a run from its folder: its name, its steps, and whether the run is running."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def check_run(folder: Path, command: str = "verbatim view", parts: Sequence[str]
     Args:
         folder: The folder.
         command: The command that the user typed.
-        parts: Names of files and folders of which a run folder has at least one.
+        parts: Names of files and folders. A run folder has at least one of them.
 
     Raises:
-        UsageError: the folder is not a run folder; says what was found and what to type.
+        UsageError: the folder is not a run folder; the message says what was found and what to type.
     """
     if any((folder / part).exists() for part in parts):
         return
@@ -48,7 +48,7 @@ def check_run(folder: Path, command: str = "verbatim view", parts: Sequence[str]
 
 
 def _near(folder: Path, command: str) -> str:
-    """A sentence that says what to type instead."""
+    """One sentence that says what to type instead."""
     for pattern in (CONFIG, f"*/{CONFIG}", f"*/*/{CONFIG}", f"runs/*/*/{CONFIG}"):
         try:
             runs = sorted(path.parent for path in folder.glob(pattern))
@@ -66,7 +66,7 @@ class RunState:
 
     name: str
     state: str
-    """running, finished, stopped (can be resumed), failed (the log ends with an error) or unknown."""
+    """"running", "finished", "stopped" (can be resumed), "failed" (the log ends with an error) or "unknown"."""
     max_steps: int | None
 
 
@@ -82,7 +82,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The stored configuration; empty if it is missing or damaged."""
+    """The stored configuration as nested tables; empty if the file is missing or damaged."""
     try:
         return tomllib.loads(read_text(folder / CONFIG))
     except (OSError, ValueError, RecursionError):
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def origin_in(folder: Path, problems: list[str]) -> Origin | None:
     """The origin of a forked run; None for any other run.
 
-    If the record of the origin is damaged, also None, and a sentence is added to `problems`.
+    If the record of the origin is damaged, the result is None too, and a sentence is added to `problems`.
     """
     try:
         return read_origin(folder)
@@ -102,7 +102,7 @@ def origin_in(folder: Path, problems: list[str]) -> Origin | None:
 
 
 def config_text(folder: Path) -> str:
-    """The stored configuration as TOML without secrets; a comment if it is missing or damaged."""
+    """The stored configuration as TOML, without secrets; only a TOML comment if the file is missing or damaged."""
     try:
         text = read_text(folder / CONFIG)
         config = tomllib.loads(text)
@@ -113,7 +113,7 @@ def config_text(folder: Path) -> str:
 
 
 def summary_text(folder: Path) -> str | None:
-    """The summary that the run printed at its end; None if it has not ended."""
+    """The summary that the run printed at its end; None if the run has not ended."""
     for name in ("summary.txt", "summary.json"):
         try:
             return read_text(folder / name, errors="replace")
@@ -149,9 +149,10 @@ def _state(folder: Path) -> str:
 
 
 def _is_held(lock: Path) -> bool:
-    """True if a process holds the lock.
+    """True if a process holds this lock.
 
-    Reads the system's list of locks, because trying to take the lock could interfere with a run that is just starting.
+    This is read from the system's list of locks, because an attempt to take the lock could interfere with a run that is
+    just starting.
     """
     try:
         inode = lock.stat().st_ino

@@ -1,4 +1,5 @@
-"""Answers all API requests about one run folder. The calls block, so they run on threads, never on the event loop."""
+"""Answers all API requests about one run folder. The methods block, so they must be called on threads, never on the
+event loop."""
 
 from __future__ import annotations
 
@@ -34,24 +35,24 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 1000
 """Maximum number of rows in one answer."""
 _KEPT_ORDERS = 8
-"""Maximum number of sorted tables to keep, so that scrolling does not sort again."""
+"""Maximum number of sorted tables to keep, so that scrolling the page does not sort a table again."""
 _WARM_UP_SECONDS = 3.0
-"""Seconds from the start to the warm-up, so that the page is drawn first."""
+"""Seconds to wait after the start before the warm-up, so that the page is drawn first."""
 _FOLLOW_SECONDS = 1.0
 """Seconds between refreshes of the index."""
 _LARGEST_GROUP = 512
-"""Maximum number of trajectories of a group in an answer."""
+"""Maximum number of trajectories in an answer about a group."""
 _TEXT_OF_NODE = 160
-"""Maximum number of characters of a prefix tree's node in an answer."""
+"""Maximum number of characters of text in an answer for each node of a prefix tree."""
 _MISSING = "no trajectory {!r} here; the file of its step may have been removed, or the step repeated"
 
 
 class RunView:
-    """One run folder, followed by a thread from `start` to `close`.
+    """One run folder. From `start` to `close`, a thread follows the folder.
 
     Args:
         folder: The run folder.
-        model: A folder with the tokenizer; None: the run's own tokenizer is used, if found.
+        model: A folder with the tokenizer. If None, the run's own tokenizer is used, if it can be found.
 
     Raises:
         UsageError: the folder is not a run folder.
@@ -66,7 +67,7 @@ class RunView:
         self._search = MessageSearch(folder)
         self._orders: OrderedDict[tuple[int, Filters, str], Rows] = OrderedDict()
         self._facets: tuple[int, dict[str, Any]] | None = None
-        # The first guards `_orders`, the second `_metrics`: requests are answered on several threads.
+        # Requests are answered on several threads, so `_lock` guards `_orders`, and `_metrics_lock` guards `_metrics`.
         self._lock, self._metrics_lock = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,7 +75,7 @@ class RunView:
     # ---- following
 
     def start(self) -> None:
-        """Start following the folder."""
+        """Start the thread that follows the folder."""
         self._thread = threading.Thread(target=self._follow, name=f"index of {self.folder.name}", daemon=True)
         self._thread.start()
 
@@ -84,7 +85,7 @@ class RunView:
             try:
                 self._index.refresh(self._stop)
                 failed = ""
-            except Exception as error:  # noqa: BLE001  keep the page alive; the next refresh may succeed
+            except Exception as error:  # noqa: BLE001  the thread must go on, because the next refresh may succeed
                 if (told := error_text(error)) != failed:
                     logger.warning("%s could not be read: %s", self.folder, told)
                 failed = told
@@ -102,7 +103,8 @@ class RunView:
         self._stop.set()
         self._search.close()
         if self._thread is not None:
-            # Not for ever: the thread sees `_stop` only between files. A daemon does not keep the process alive.
+            # Wait at most 5 s, because the thread checks `_stop` only between two files. As a daemon, it does not keep
+            # the process alive.
             self._thread.join(timeout=5)
 
     # ---- the run
@@ -125,7 +127,8 @@ class RunView:
             "num_trajectories": snapshot.table.num_rows,
             "num_alarms": alarms,
             "indexed": snapshot.indexed,
-            # A restart of either of the two changes the sum; the page then reads the metrics from their beginning.
+            # If either of the two numbers changes, so does their sum. The page then reads the metrics from the
+            # beginning.
             "generation": generation + snapshot.generation,
             "version": snapshot.version,
             "problems": [*snapshot.problems, *problems],
@@ -153,7 +156,7 @@ class RunView:
     # ---- the table
 
     def rows(self, filters: Filters, *, sort: str = "", offset: int = 0, limit: int = 100) -> dict[str, Any]:
-        """Answer `/trajectories`: a range of the rows that pass the filters.
+        """Answer `/trajectories` with a range of the rows that pass the filters.
 
         Raises:
             UsageError: there is no such column to sort by, or `offset` or `limit` is out of range.
@@ -180,7 +183,8 @@ class RunView:
             if key in self._orders:
                 self._orders.move_to_end(key)
                 return self._orders[key], pending
-        # Without the lock, so that no other request waits. An unfinished search finds more, so its order is not kept.
+        # Sort without the lock, so that no other request waits. While a search is unfinished, it may find more rows, so
+        # the order is not kept.
         order = query.in_order(snapshot.table, query.matching(snapshot.table, filters, in_messages), sort)
         if not pending:
             with self._lock:
@@ -191,7 +195,7 @@ class RunView:
 
     def facets(self) -> dict[str, Any]:
         """Answer `/facets`."""
-        # Needs no lock: at worst, two threads compute the same facets.
+        # No lock is needed: at worst, two threads compute the same facets.
         snapshot, known = self._index.snapshot, self._facets
         if known is None or known[0] != snapshot.version:
             known = (snapshot.version, query.facets(snapshot.table))
@@ -205,7 +209,7 @@ class RunView:
 
         Raises:
             LookupError: there is no such trajectory.
-            UsageError: its record is damaged.
+            UsageError: the record of the trajectory is damaged.
         """
         row, found = self._found(name)
         cuts: list[dict[str, Any]] = []
@@ -244,19 +248,20 @@ class RunView:
 
         Raises:
             LookupError: there is no such trajectory.
-            UsageError: its record is damaged, or it has no such turn or offset.
+            UsageError: the record of the trajectory is damaged, or the trajectory has no such turn or offset.
         """
         _, found = self._found(name)
         part = details.one_part(found, turn, offset)
         return {"turn": part, **self._pieces([part])}
 
     def text(self, name: str, path: str) -> dict[str, Any]:
-        """Return a text of a trajectory in full. Raises like `part`."""
+        """Return the full string at a path in a trajectory. Raises the same errors as `part`."""
         _, found = self._found(name)
         return {"path": path, "text": details.text_at(found.record, path)}
 
     def raw(self, name: str) -> dict[str, Any]:
-        """Return the record as `verbatim export` writes it. Raises like `trajectory`."""
+        """Return the record of a trajectory in the form in which `verbatim export` writes it. Raises the same errors as
+        `trajectory`."""
         _, found = self._found(name)
         record: dict[str, Any] = plain(trajectory_line(found.row["step"], trajectory_of(found)))
         return record
@@ -266,7 +271,7 @@ class RunView:
         rows = query.rows_of(snapshot.table, name)
         if not len(rows):
             raise LookupError(_MISSING.format(name[:100]))
-        # An id may occur in training and in evaluations; the row of training is the first.
+        # The same id may occur in training and in evaluations. The first row is then the one from training.
         (shown,) = query.shown(snapshot.table, rows[:1])
         place = RecordLocation.of(shown["key"])
         assert place is not None
@@ -275,7 +280,7 @@ class RunView:
     # ---- a group
 
     def group(self, name: str) -> dict[str, Any]:
-        """Answer `/groups/{group_key or id}`: the group's rows and their prefix tree.
+        """Answer `/groups/{group_key or id}` with the group's rows and their prefix tree.
 
         Raises:
             LookupError: there is no such group.
@@ -300,7 +305,7 @@ class RunView:
 
     @cached_property
     def _tokenizer(self) -> tuple[RunTokenizer | None, str | None]:
-        """The tokenizer, or the reason why there is none."""
+        """The pair (tokenizer, reason): the tokenizer or None, and the reason why there is no tokenizer, if so."""
         folder = self._model or find_tokenizer(self.folder)
         if folder is None:
             return None, "the run folder has no tokenizer, so ids are shown instead of text; add --model FOLDER"
@@ -321,7 +326,8 @@ class RunView:
 
 
 def list_runs(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Answer `/api/runs`. If several runs have the same name, the end of the folder that differs is added to the name.
+    """Answer `/api/runs`. If several runs have the same name, the part of the folder path in which they differ is added
+    to each name.
 
     Example: two runs `guess_number` in `runs/a/0` and `runs/b/0` become `guess_number (a/0)` and `guess_number (b/0)`.
     """

@@ -1,4 +1,4 @@
-"""Serves runs on the loopback interface, as a context manager."""
+"""Serves runs on the loopback interface while a `with` block runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 PACKAGES = ("starlette", "uvicorn", "orjson", "pyarrow")
 _GRACE = 1.0
-"""Seconds to finish writing answers when the viewer ends."""
+"""Maximum number of seconds to finish writing answers when the viewer ends."""
 _CONNECTIONS = 1024
 
 
@@ -26,7 +26,7 @@ def refuse_without_packages() -> None:
     """Raise an error if the extra `viewer` is not installed.
 
     Raises:
-        UsageError: packages are missing; says how to install them.
+        UsageError: packages are missing; the message says how to install them.
     """
     refuse_without(*PACKAGES, extra="viewer", what="verbatim view")
 
@@ -36,9 +36,9 @@ async def serve_runs(runs: Sequence[RunView], assets: Mapping[str, Asset], *, po
     """Serve the runs while the block runs, and yield the page's address.
 
     Args:
-        runs: The runs; their threads run while the block runs.
+        runs: The runs. Their threads run while the block runs.
         assets: The page.
-        port: The port; 0 selects a free one.
+        port: The port to listen on; 0 selects a free port.
 
     Raises:
         UsageError: the port is in use or invalid.

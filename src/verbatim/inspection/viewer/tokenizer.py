@@ -15,9 +15,10 @@ FILE = "tokenizer.json"
 
 
 def find_tokenizer(run: Path) -> Path | None:
-    """Find the folder with the tokenizer of a run's model: in the run folder, or the configured model folder."""
+    """Find the folder with the tokenizer of a run's model, which is in the run folder or is the configured model
+    folder."""
     for folder in _candidates(run):
-        # A run folder may come from anybody, and a link in it may lead to any file.
+        # A run folder may come from an untrusted person, and a link in it may lead to any file.
         if (folder / FILE).is_file() and not (folder / FILE).is_symlink():
             return folder
     return None
@@ -34,10 +35,10 @@ def _candidates(run: Path) -> Iterator[Path]:
 
 
 class RunTokenizer:
-    """A tokenizer from `tokenizer.json`, with the methods that the doctor needs.
+    """A tokenizer that is loaded from `tokenizer.json`, with the methods that the doctor needs.
 
     Args:
-        folder: The folder of a model.
+        folder: The folder of a model, which contains `tokenizer.json`.
 
     Raises:
         ValueError: the file is not a tokenizer, or the package `tokenizers` is missing.
@@ -51,7 +52,7 @@ class RunTokenizer:
         self.name_or_path = str(folder)
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / FILE))
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # the library raises plain `Exception`s
             raise ValueError(f"{folder / FILE} is not a tokenizer: {error}") from error
         self._folder = folder
         self.added_tokens_decoder: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
@@ -69,14 +70,14 @@ class RunTokenizer:
 
     @cached_property
     def eos_token_id(self) -> int | None:
-        """The id that ends a turn; None if the configuration does not name it."""
+        """The id of the token that ends a turn; None if the tokenizer's configuration does not name that token."""
         token = self._config.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The Jinja text of the chat template; None if there is none or several."""
+        """The Jinja text of the chat template; None if there is no chat template, or more than one."""
         try:
             return read_text(self._folder / "chat_template.jinja")
         except (OSError, ValueError):
@@ -94,14 +95,14 @@ class RunTokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        # Searched for as text, because it may be one of several decoders in a sequence.
+        # Search the JSON text, because "ByteLevel" may be one of several decoders in a sequence.
         return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
 
     def pieces(self, ids: Iterable[int]) -> dict[str, Any]:
-        r"""Return the text of ids, under three keys.
+        r"""Return the texts of token ids and two lists of ids, under three keys.
 
-        `pieces` has the text of each id. `byte_pieces` lists the ids that are incomplete UTF-8, whose text is like
-        `\xf0\x9f`. `special` lists the control tokens. Ids that are not in the vocabulary are left out.
+        `pieces` has the text of each id. `byte_pieces` lists the ids whose bytes are incomplete UTF-8; their text is
+        like `\xf0\x9f`. `special` lists the control tokens. Ids that are not in the vocabulary are left out.
         """
         pieces: dict[int, str] = {}
         byte_pieces, special = [], []
@@ -126,21 +127,21 @@ class RunTokenizer:
         if self._is_byte_level:
             try:
                 return bytes(_BYTES[character] for character in name)
-            except KeyError:  # not written in the characters for bytes, so the name is the text
+            except KeyError:  # a character stands for no byte, so the name is the text
                 return name.encode()
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             try:
                 return bytes([int(name[3:5], 16)])
             except ValueError:
                 return name.encode()
-        if "\u2581" in name:  # SentencePiece's space, which would be lost by decoding a single id
+        if "\u2581" in name:  # SentencePiece's space, which decoding a single id would lose
             return name.replace("\u2581", " ").encode()
         text = self.decode([token])
         return (text or name).encode()
 
 
 def _byte_table() -> dict[str, int]:
-    """The characters that represent bytes in byte-level vocabularies (Radford et al. 2019, GPT-2's encoder)."""
+    """The byte that each character represents in byte-level vocabularies (Radford et al. 2019, GPT-2's encoder)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,7 +1,8 @@
-"""Tests that determine the class of a break. Each is a pure function from a difference to its evidence, or None.
+"""Tests that determine the class of a break. Each test is a pure function that takes a `Difference` and returns its
+evidence in words, or None if the class does not apply.
 
-They run in a fixed order, the more specific ones first. They explain the first difference, because everything from
-there on is computed again.
+The tests run in a fixed order, the more specific tests first. They explain only the first difference, because all
+tokens from there on are computed again anyway.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ TESTS: Sequence[tuple[BreakClass, Test, bool]] = (
     (BreakClass.HISTORY_COMPACTED, history_compacted, True),
     (BreakClass.HISTORY_REWRITTEN, history_rewritten, False),
 )
-"""(class, test, whether the test needs a tokenizer). Without a tokenizer, `cannot_tell` always
-applies and ends the list."""
+"""Each entry is (class, test, True if the test needs a tokenizer). Without a tokenizer, `cannot_tell` always applies,
+so the tests after it are not run."""
 
 
 def classify(difference: Difference) -> tuple[BreakClass, str]:

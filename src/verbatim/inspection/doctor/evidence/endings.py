@@ -1,4 +1,5 @@
-"""Recognises breaks at the edges: truncated completions, truncated prompts, and changed stop tokens."""
+"""Recognises breaks at the beginning or the end of a text: truncated completions, truncated prompts, and changed stop
+tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from verbatim.inspection.doctor.difference import Difference
 
 
 def truncated(d: Difference) -> str | None:
-    """A truncated completion whose end differs in the prompt, or a prompt without its beginning."""
+    """Recognise a truncated completion whose end differs in the prompt, or a prompt whose beginning is cut off."""
     change = d.change
     for span in d.spans:
         if span.truncated and span.start <= d.at <= span.end and (change.end >= span.end or d.at == span.end):
@@ -27,7 +28,8 @@ def truncated(d: Difference) -> str | None:
 
 
 def stop_token(d: Difference) -> str | None:
-    """A turn that ends with a different stop token, or a different number of stop tokens, than was sampled."""
+    """Recognise a turn that ends, in the prompt, with a different stop token or number of stop tokens than were
+    sampled."""
     stops, earlier, prompt = d.stops, d.earlier, d.prompt
     start = d.at
     while start and earlier[start - 1] in stops:
@@ -52,7 +54,7 @@ def stop_token(d: Difference) -> str | None:
 
 
 def _run(ids: Sequence[int], start: int, members: frozenset[int]) -> int:
-    """The number of consecutive ids from `start` on that are in `members`."""
+    """The length of the run of ids from `start` on that are all in `members`."""
     return next((n for n, token in enumerate(ids[start:]) if token not in members), len(ids) - start)
 
 

@@ -1,4 +1,4 @@
-"""Recognises breaks that change the content: a new conversation, changed tools, a shortened or edited history."""
+"""Recognises breaks that change the content: a new conversation, changed tools, or a shortened or edited history."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verbatim.inspection.doctor.evidence.json_text import json_at
 
 _SCHEMA = re.compile(r'\{\s*"(?:type|name|function|description|parameters|strict)"')
 _HEADER = 400
-"""Maximum length in characters of the text that introduces the schemas and appears only with them."""
+"""Maximum length in characters of the text that introduces the tool schemas and appears only together with them."""
 
 
 def recorded_tools_changed(d: Difference) -> str | None:
-    """The logged requests offer different tools."""
+    """Recognise that the logged requests offer different tools."""
     if not d.tools or d.at >= d.spans[0].start:
         return None
     turn, last = d.opening.turn, d.opening.against[-1]
@@ -24,7 +24,8 @@ def recorded_tools_changed(d: Difference) -> str | None:
 
 
 def tools_changed(d: Difference) -> str | None:
-    """The first difference is in the tool schemas of the prompt or in their introduction."""
+    """Recognise that the first difference is in the tool schemas of the prompt, or in the text that introduces the
+    schemas."""
     if d.at >= d.spans[0].start:
         return None
     earlier, now = d.opening_texts
@@ -48,7 +49,7 @@ def tools_changed(d: Difference) -> str | None:
 
 
 def _schemas(text: str) -> list[tuple[int, int, Any]]:
-    """(start, end, schema) for every tool schema in the text."""
+    """The triples (start, end, schema) of all tool schemas in the text."""
     found, end = [], 0
     for begins in _SCHEMA.finditer(text):
         if begins.start() < end:
@@ -61,7 +62,8 @@ def _schemas(text: str) -> list[tuple[int, int, Any]]:
 
 
 def _name(value: Any) -> str:
-    """The name of a tool schema; empty for any other value. A value with `arguments` is a call, not a schema."""
+    """The name of a tool schema; empty if the value is not a tool schema. A value with `arguments` is a call, not a
+    schema."""
     function = value.get("function", value)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" in function:
         return ""
@@ -69,14 +71,14 @@ def _name(value: Any) -> str:
 
 
 def sampled_again(d: Difference) -> str | None:
-    """The prompt is a prefix of the recorded tokens, so nothing was changed."""
+    """Recognise that the prompt is a prefix of the recorded tokens, so that nothing was changed."""
     if d.at < len(d.prompt):
         return None
     return f"nothing was changed: sampled again from a point inside the context of turn {d.opening.against[-1]}"
 
 
 def not_read_back(d: Difference) -> str | None:
-    """Parsing dropped a part of an answer: a malformed call or a stray tag."""
+    """Recognise that parsing an answer dropped a part of it: a malformed call or a stray tag."""
     change, span = d.change, d.span
     inside = span.start <= change.start and change.end <= span.end and d.alignment.meets_again
     if not inside or change.now_end > change.now_start or d.is_gone(span):
@@ -93,13 +95,14 @@ def not_read_back(d: Difference) -> str | None:
 
 
 def history_compacted(d: Difference) -> str | None:
-    """Much of the history was removed, and at most half as many tokens replaced it."""
+    """Recognise that much of the history was removed, and replaced by at most half as many tokens."""
     changes = d.alignment.changes
     lost = sum(c.end - c.start for c in changes)
     put = sum(c.now_end - c.now_start for c in changes)
     if len(d.earlier) - changes[-1].end < RUN:
-        # The alignment reached the end through fewer than `RUN` ids. The end of a turn alone matches in any message,
-        # so the rest of the prompt may belong to the replacement.
+        # The alignment found the end of the earlier sequence by fewer than `RUN` equal ids. Such short ends, for
+        # example a lone end-of-turn token, occur in any message. So the rest of the prompt may belong to the
+        # replacement.
         put += len(d.prompt) - changes[-1].now_end
     turns = [s.turn for s in d.spans if d.is_gone(s)]
     if put * 2 > lost or not (turns or lost * 4 >= len(d.earlier)):
@@ -110,7 +113,7 @@ def history_compacted(d: Difference) -> str | None:
 
 
 def history_rewritten(d: Difference) -> str:
-    """Any other change."""
+    """Describe a change that no other test recognises."""
     where = "answer" if d.at >= d.span.start else "prompt"
     change = d.change
     gone, put = counted(change.end - change.start, "token"), change.now_end - change.now_start
@@ -122,12 +125,13 @@ def history_rewritten(d: Difference) -> str:
 
 
 def cannot_tell(d: Difference) -> str | None:
-    """Without a tokenizer, only the position of the change is known."""
+    """Describe the position of the change if there is no tokenizer, because nothing else is known then."""
     return f"{history_rewritten(d)}; add a tokenizer to find out why" if d.text is None else None
 
 
 def another_conversation(d: Difference) -> str | None:
-    """The prompt replaces no history: its agent has none yet, or the compared conversation continues later."""
+    """Recognise that the prompt replaces no history, because its agent has no history yet or because the compared
+    conversation continues later."""
     agent, last = d.turns[d.opening.turn].agent, d.opening.against[-1]
     if d.opening.first_of_agent:
         return f"the first turn of agent {agent!r}; its prompt shares {counted(d.at, 'token')} with turn {last}"
@@ -137,9 +141,9 @@ def another_conversation(d: Difference) -> str | None:
 
 
 def another_system_message(d: Difference) -> str | None:
-    """The system message differs, and the prompt contains no completion of the earlier conversation."""
+    """Recognise that the system message differs and the prompt contains no completion of the earlier conversation."""
     if len({turn.agent for turn in d.turns}) > 1:
-        return None  # the log names the agents, so a new conversation would have a new agent
+        return None  # this log names agents, so a new conversation would have a new agent
     earlier, now = d.opening_texts
     same = common_prefix(earlier, now)
     system, other = _system_message(d, earlier), _system_message(d, now)
@@ -151,7 +155,7 @@ def another_system_message(d: Difference) -> str | None:
 
 
 def _system_message(d: Difference, text: str) -> str | None:
-    """The first message of the text if it is a system message; else None."""
+    """The first message of the text, if that is a system message; else None."""
     assert d.text is not None
     ends = [text.find(end) for end in (d.text.decode([stop]) for stop in d.stops) if end in text]
     first = text[: min(ends)] if ends else text

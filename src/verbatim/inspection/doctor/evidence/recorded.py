@@ -1,6 +1,6 @@
 """Reads the reason that the run itself recorded for a break.
 
-The run saw the messages and parsed responses; the log has only their ids.
+The run knew the messages and the parsed responses, whereas the log has only token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _CLASSES: Mapping[BranchReason, BreakClass] = {
     BranchReason.REASONING_STRIPPED: BreakClass.THINKING_STRIPPED,
     BranchReason.TOOLS_CHANGED: BreakClass.TOOLS_CHANGED,
 }
-"""The class of each recorded reason. `rendered_again` is absent: for it, comparing the ids says more."""
+"""The class for each recorded reason. `rendered_again` is absent, because a comparison of the ids says more than this
+reason."""
 
 
 _RENDERED: Mapping[BreakReason, BreakClass] = {
@@ -37,7 +38,8 @@ _RENDERED: Mapping[BreakReason, BreakClass] = {
     BreakReason.FORMAT_UNKNOWN: BreakClass.FORMAT_UNKNOWN,
     BreakReason.HISTORY_TEMPLATE: BreakClass.HISTORY_TEMPLATE,
 }
-"""The class of each recorded reason. `history_edited` is absent: for it, comparing the ids says more."""
+"""The class for each recorded reason. `history_edited` is absent, because a comparison of the ids says more than this
+reason."""
 
 
 def recorded_reason(info: Mapping[str, Any], turn: int) -> tuple[BreakClass, str] | None:

@@ -1,4 +1,5 @@
-"""Recognises breaks that change the form, not the content: thinking dropped, or tokens, JSON or white space changed."""
+"""Recognises breaks that change the form but not the content: dropped thinking, or changed tokens, JSON or white
+space."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ _THINKING = (
 )
 """The tags with which models enclose their thinking."""
 _FOLLOWING = 8
-"""Number of characters after the thinking, without white space, that must match for the answer to count as kept."""
+"""Number of characters after the thinking, not counting white space, that must match for the answer to count as
+kept."""
 
 
 def thinking_stripped(d: Difference) -> str | None:
-    """One or several thinking blocks are missing or emptied. A block may be unclosed at the end of its turn.
+    """Recognise that one or more thinking blocks are missing or emptied. A block may be unclosed at the end of its
+    turn.
 
-    Either the text after the thinking is present, or the whole turn except its end is missing.
+    In the prompt, either the text after the thinking is present, or the whole turn except its end is missing.
     """
     assert d.text is not None
     earlier, now = d.texts
@@ -63,7 +66,7 @@ def thinking_stripped(d: Difference) -> str | None:
 
 
 def retokenised(d: Difference) -> str | None:
-    """The text is the same, the ids differ."""
+    """Recognise that the text is the same but the ids differ."""
     assert d.text is not None
     earlier, now = d.texts
     if not now.startswith(earlier) and (d.changed_texts[0] != d.changed_texts[1] or not d.alignment.meets_again):
@@ -80,13 +83,14 @@ def retokenised(d: Difference) -> str | None:
 
 
 def tool_arguments(d: Difference) -> str | None:
-    """JSON from the model was parsed and serialised again: the values are equal, the text differs."""
+    """Recognise that JSON from the model was parsed and serialised again, so that the values are equal but the text
+    differs."""
     if d.at < d.spans[0].start:
         return None
     earlier, now = d.texts
     same = common_prefix(earlier, now)
     braces = [i for i, c in enumerate(earlier[:same]) if c == "{"]
-    # The nearest brace first; the limit bounds the number of parses.
+    # Try the nearest brace first. The limit bounds the number of attempts to parse.
     for start in reversed(braces[-64:]):
         was, is_now = json_at(earlier, start), json_at(now, start)
         if was is None or is_now is None or max(was[1], is_now[1]) <= same:
@@ -100,7 +104,7 @@ def tool_arguments(d: Difference) -> str | None:
 
 
 def whitespace(d: Difference) -> str | None:
-    """The texts are equal except for white space."""
+    """Recognise that the texts are equal except for white space."""
     earlier, now = d.changed_texts
     if earlier == now or _squeeze(earlier) != _squeeze(now):
         earlier, now = d.texts
@@ -124,6 +128,6 @@ def _spaces_at(text: str, place: int) -> str:
 
 
 def _quote(text: str, length: int = 40) -> str:
-    """The text on one line, with its middle elided if it is long."""
+    """The text in quotes on one line, with its middle elided if it is long."""
     line = " ".join(text.split())
     return f"“{line}”" if len(line) <= length else f"“{line[: length // 2]}…{line[-length // 2 :]}”"

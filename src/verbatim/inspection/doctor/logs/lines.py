@@ -1,4 +1,4 @@
-"""Reads logs with one trajectory per line: Verbatim's own, and rollouts of verifiers 0.1.8 and later."""
+"""Reads logs with one trajectory per line: Verbatim's own logs, and rollouts of verifiers 0.1.8 and later."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ class LineFormat:
     about: str
     matches: Callable[[Mapping[str, Any]], bool]
     trajectory: Callable[[Mapping[str, Any], int], Trajectory]
-    """Converts the record of a line, given also the line number, to a trajectory."""
+    """Called with the record of a line and the line number; returns the trajectory."""
     kind: str | None = None
-    """The key in `FORMATS` of the format number that each line carries; None if lines carry none."""
+    """The key in `FORMATS` under which the format number of the lines is listed; None if the lines have no format
+    number."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
         for line in file.lines_of(self):
             if self.kind is not None:
-                # Outside of the `try`, which catches FormatError too: a file of another version is refused as a whole.
+                # This check is outside of the `try`, which would catch FormatError too: a file of another version is
+                # refused as a whole.
                 content_of(self.kind, line.record, f"{file.path}:{line.number}")
             try:
                 yield LoggedTrajectory(trajectory=self.trajectory(line.record, line.number), line=line.number)
@@ -58,12 +60,13 @@ def _is_verifiers(record: Mapping[str, Any]) -> bool:
 
 
 def _rollout(record: Mapping[str, Any], line: int) -> Trajectory:
-    """A trajectory from a rollout of verifiers, whose `trajectory` lists steps with the ids of one request each."""
+    """Convert a rollout of verifiers to a trajectory. Its `trajectory` is a list of steps, each with the ids of one
+    request."""
     steps = record["trajectory"]
     with_ids = [step for step in steps if step["tokens"] is not None]
     if steps and not with_ids:
         raise ValueError("no step has tokens: the engine was not asked for ids, or the ids were not kept")
-    # The id may be only in the steps, where those of sub-agents have others.
+    # The trajectory's id may be only in its steps. The steps of sub-agents have other ids.
     own = record.get("trajectory_id") or next((s.get("trajectory_id") for s in with_ids if not _is_sub(s)), None)
     turns = tuple(_turn(step, own) for step in with_ids)
     return Trajectory(

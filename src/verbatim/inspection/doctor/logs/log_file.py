@@ -12,10 +12,10 @@ from verbatim.core.errors import RecordError, UsageError
 from verbatim.core.types import Trajectory
 
 _KEPT = 50
-"""Maximum number of unreadable lines to keep; further ones are only counted."""
+"""Maximum number of unreadable lines to keep in a list; further unreadable lines are only counted."""
 
 DAMAGED = (KeyError, TypeError, ValueError, AssertionError, AttributeError, IndexError)
-"""The exceptions that a record of an unexpected shape can cause."""
+"""The exceptions that converting a record of an unexpected shape can raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class LoggedTrajectory:
 
     trajectory: Trajectory
     line: int
-    """The number of its first line, from 1."""
+    """The number of the trajectory's first line, counted from 1."""
     tools: tuple[str, ...] = ()
-    """The tools of each turn's request, as text; empty if the log has none."""
+    """For each turn, the tools of its request as text; empty if the log has no tools."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One JSON object of a file, with its line number, from 1, and its offset in bytes."""
+    """One JSON object of a file, with its line number (counted from 1) and its offset in bytes."""
 
     number: int
     offset: int
@@ -72,28 +72,29 @@ class Format(Protocol):
         """A note for the report on how the file was read."""
 
     def matches(self, record: Mapping[str, Any], /) -> bool:
-        """True if the keys of a line show that it has this format."""
+        """True if the keys of a line's JSON object show that the line has this format."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
-        """Yield the trajectories; damaged lines are added to `file.problems`."""
+        """Yield the trajectories, and add damaged lines to `file.problems`."""
 
 
 class LogFile:
-    """The lines of a file. `detect_format` reads them too, but adds nothing to `problems`, so none counts twice."""
+    """The lines of a file. `detect_format` reads the lines too, but adds nothing to `problems`, so that no problem
+    counts twice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems = Problems()
 
     def lines(self, problems: Problems) -> Iterator[Line]:
-        """Yield each JSON object.
+        """Yield the line of each JSON object, and add unreadable lines to `problems`.
 
         Raises:
             UsageError: the file does not exist.
         """
         if not self.path.is_file():
             raise UsageError(_no_log(self.path))
-        # Read as bytes, because `at` seeks to offsets in bytes.
+        # The file is read as bytes, because `at` seeks to offsets in bytes.
         with self.path.open("rb") as file:
             offset = 0
             for number, raw in enumerate(file, start=1):
@@ -103,7 +104,7 @@ class LogFile:
                 offset += len(raw)
 
     def lines_of(self, known: Format) -> Iterator[Line]:
-        """Yield the lines of this format; other lines are problems."""
+        """Yield the lines of this format, and record all other lines as problems."""
         for line in self.lines(self.problems):
             if known.matches(line.record):
                 yield line
@@ -113,7 +114,7 @@ class LogFile:
                 )
 
     def at(self, places: Iterable[tuple[int, int]]) -> Iterator[Line]:
-        """Yield the lines at (number, offset in bytes), as given by `lines`."""
+        """Yield the lines at the given pairs (line number, offset in bytes), which come from `lines`."""
         with self.path.open("rb") as file:
             for number, offset in places:
                 file.seek(offset)
@@ -156,10 +157,10 @@ def _keys(line: Line, most: int) -> str:
 
 
 def detect_format(file: LogFile, formats: Sequence[Format]) -> Format:
-    """The format of the first line that has a known format.
+    """The format of the first line whose format is known.
 
     Raises:
-        UsageError: no line has one; says what was found and what is expected.
+        UsageError: no line has a known format; the message says what was found and what is expected.
     """
     first: Line | None = None
     problems = Problems()

@@ -11,24 +11,24 @@ from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, read_trajectorie
 
 
 class OutcomeFormat:
-    """A run folder, its `trajectories` folder, or one file from that folder."""
+    """Reads the trajectories of a run folder, of its `trajectories` folder, or of one file in that folder."""
 
     name = "verbatim"
     expected = "runs/NAME/latest, a run folder"
     about = "trajectories of a run of Verbatim"
 
     def matches(self, record: Mapping[str, Any], /) -> bool:
-        """Always False: this format has no lines."""
+        """Return False, because this format has no lines."""
         return False
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
-        """Yield the trajectories; `line` is the position of each among them, from 1."""
+        """Yield the trajectories. The `line` of each is its position in this sequence, counted from 1."""
         for number, (_, trajectory) in enumerate(read_trajectories(file.path), start=1):
             yield LoggedTrajectory(trajectory=trajectory, line=number)
 
 
 def is_outcome_path(path: Path) -> bool:
-    """True if the path holds trajectories as Parquet files."""
+    """True if the path contains, or is, Parquet files with trajectories."""
     if path.is_dir():
         return (path / TRAJECTORIES).is_dir() or any(path.glob("step-*.parquet"))
     return path.suffix == ".parquet" and path.is_file()

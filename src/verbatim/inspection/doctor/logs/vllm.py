@@ -1,9 +1,10 @@
-"""Reads logged vLLM responses as trajectories. The log must hold the ids of each prompt and completion.
+"""Reads logged vLLM responses as trajectories. The log must contain the ids of each prompt and completion.
 
-With `"return_token_ids": true` in the request, the server adds them. For a chat completion, `prompt_token_ids` is in
-the response and `token_ids` in each choice; for a plain completion, both are in the choice. In a stream, the first
-chunk has the ids of the prompt, and each chunk has the ids sampled since the chunk before it. A line is a response or a
-chunk of one, `{"request": ..., "response": ...}`, or a conversation: an object with a list of either.
+If a request has `"return_token_ids": true`, the server adds these ids to the response. For a chat completion,
+`prompt_token_ids` is in the response and `token_ids` in each choice; for a plain completion, both are in the choice. In
+a stream, the first chunk has the ids of the prompt, and each chunk has the ids sampled since the chunk before it. A
+line is one of the following: a response or a chunk of a response; `{"request": ..., "response": ...}`; or a
+conversation, that is, an object with a list of such responses or of such pairs.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ CONVERSATION_KEYS = (
     "thread_id",
     "request_id",
 )
-"""Keys that name the conversation of a response; the first one in use counts. They are searched in the line, its
-request, its response and the `metadata` of each. `request_id` counts only if values repeat, because it is usually
-different for every request."""
+"""Keys whose value identifies the conversation of a response; the first key in use counts. The keys are searched in the
+line, its request, its response, and the `metadata` of each of these. `request_id` counts only if its values repeat,
+because it is usually different for every request."""
 
 _LISTS = ("responses", "turns", "steps", "calls", "generations", "conversation")
 _STOPS = {"length": StopReason.LENGTH, "abort": StopReason.CANCELLED}
@@ -78,7 +79,7 @@ class VllmFormat:
 
     @property
     def about(self) -> str:
-        """How the responses were grouped into trajectories."""
+        """A note on how the responses were grouped into trajectories."""
         if self._key is not None:
             return f'answers of vLLM, grouped by "{self._key}"'
         if self._conversations:
@@ -87,7 +88,8 @@ class VllmFormat:
         return f"answers of vLLM; none names its conversation ({names}, ...), so the file is read as one trajectory"
 
     def _group(self, file: LogFile) -> dict[str, list[tuple[int, int]]]:
-        """The (number, offset) of the lines of each trajectory. Only names and offsets are kept in memory."""
+        """For each trajectory, the pairs (line number, offset) of its lines. Only names and offsets are kept in
+        memory."""
         found: list[tuple[int, int, dict[str, str]]] = []
         for line in file.lines_of(self):
             self._conversations |= _listed(line.record) is not None
@@ -121,7 +123,7 @@ def _listed(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _responses(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """(request, response) of every response in a line."""
+    """The pairs (request, response) of all responses in a line."""
     listed = _listed(record)
     for item in [record] if listed is None else listed:
         if not isinstance(item, dict):
@@ -141,7 +143,7 @@ def _take(
     answers: dict[int, list[_LoggedChoice]],
     open_answers: dict[tuple[str, int], _LoggedChoice],
 ) -> None:
-    """Add a response to `answers`, or a chunk to the response it belongs to."""
+    """Add a response to `answers`, or add a chunk to the response to which the chunk belongs."""
     choices = response.get("choices", response.get("outputs", [response]))
     for place, choice in enumerate(choices):
         index = choice.get("index", place)
